@@ -1,0 +1,58 @@
+"""The command line: `adapterswap COMMAND …`, one file per command in this folder.
+
+A command's file is imported when the command is used, so that `adapterswap -h` answers at once. Commands parse, call the
+library and print; data goes to stdout, everything else to stderr. Nothing in the library knows of this package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from adapterswap import __version__
+from adapterswap.errors import AdapterswapError
+
+__all__ = ["COMMANDS", "main"]
+
+# name -> one line of help, in the order of the story that they tell. tests/test_cli.py keeps the lines true.
+COMMANDS = {
+    "compose": "Compose adapters by layer into a new adapter.",
+    "inspect": "Show what an adapter holds: ranks, scales, layers, owners.",
+    "train": "Train an expert from a recipe.",
+    "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",
+    "lab": "Tell the whole story on an embedded pico model, offline.",
+}
+
+
+class _Commands(click.Group):
+    """A click group that imports a command when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"adapterswap.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except AdapterswapError as error:
+            for problem in error.problems:
+                click.echo(f"Error: {problem}", err=True)
+            sys.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="adapterswap")
+def main() -> None:
+    """Compose LoRA adapters by layer: reasoning from one expert, a language from another."""

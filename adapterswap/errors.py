@@ -1,0 +1,71 @@
+"""The one kind of error that a user of adapterswap meets.
+
+Every message names the offending value, the rule that it breaks, and the mend. Mistakes that can be found together are
+reported together. This module knows nothing of adapters, files or the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+__all__ = ["AdapterswapError", "Problem", "Problems"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: `what` names the value and the rule that it breaks, `mend` says what to do."""
+
+    what: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.what.rstrip('.')}. {self.mend.rstrip('.')}."
+
+
+class AdapterswapError(Exception):
+    """Bad input, told in a form that a user can act on.
+
+    Attributes:
+        problems: one or more `Problem`s, in the order in which they were found.
+    """
+
+    def __init__(self, what: str | Iterable[Problem], mend: str = "") -> None:
+        self.problems: tuple[Problem, ...] = (Problem(what, mend),) if isinstance(what, str) else tuple(what)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class Problems:
+    """Collects mistakes, to raise them all at once.
+
+    >>> problems = Problems()
+    >>> problems.add("rank 0 is not positive", "Give a rank of 1 or more")
+    >>> problems.raise_if_any()
+    Traceback (most recent call last):
+    adapterswap.errors.AdapterswapError: rank 0 is not positive. Give a rank of 1 or more.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Problem, None] = {}  # a dict: no problem is told twice, and the order is kept
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self._found)
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, what: str, mend: str) -> None:
+        self._found[Problem(what, mend)] = None
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the mistakes of an `AdapterswapError` raised inside, and go on."""
+        try:
+            yield
+        except AdapterswapError as error:
+            self._found.update(dict.fromkeys(error.problems))
+
+    def raise_if_any(self) -> None:
+        if self._found:
+            raise AdapterswapError(self._found)
