@@ -1,3 +1,57 @@
-"""adapterswap: compose LoRA adapters by layer."""
+"""adapterswap: compose LoRA adapters by layer.
+
+The public names are imported when they are first used, so that `import adapterswap` costs nothing and composing never
+imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adapterswap.adapters import Adapter as Adapter
+    from adapterswap.adapters import open_adapter as open_adapter
+    from adapterswap.allocation import Rule as Rule
+    from adapterswap.composing import compose as compose
+    from adapterswap.composing import layer_swap as layer_swap
+    from adapterswap.composing import soup as soup
+    from adapterswap.composing import task_arithmetic as task_arithmetic
+    from adapterswap.compositions import Composition as Composition
+    from adapterswap.compositions import parse_composition as parse_composition
+    from adapterswap.errors import AdapterswapError as AdapterswapError
+    from adapterswap.live import LiveComposer as LiveComposer
+    from adapterswap.plan import Plan as Plan
+    from adapterswap.plan import make_plan as make_plan
+    from adapterswap.writing import write_adapter as write_adapter
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Adapter": "adapters",
+    "AdapterswapError": "errors",
+    "Composition": "compositions",
+    "LiveComposer": "live",
+    "Plan": "plan",
+    "Rule": "allocation",
+    "compose": "composing",
+    "layer_swap": "composing",
+    "make_plan": "plan",
+    "open_adapter": "adapters",
+    "parse_composition": "compositions",
+    "soup": "composing",
+    "task_arithmetic": "composing",
+    "write_adapter": "writing",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,8 +1,8 @@
 """Output folders that are whole or absent.
 
-A folder is built beside its target under a temporary name and renamed into place at the end, so an error, a kill or a full
-disk never leaves a half-written one. A lock inside the temporary folder tells a live writer from a dead one's remains,
-which the next writer to the same target removes. Knows nothing of what the folders hold.
+A folder is built beside its target under a temporary name and renamed into place at the end, so an error, a kill or a
+full disk never leaves a half-written one. A lock inside the temporary folder tells a live writer from a dead one's
+remains, which the next writer to the same target removes. Knows nothing of what the folders hold.
 """
 
 from __future__ import annotations

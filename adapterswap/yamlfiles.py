@@ -149,7 +149,7 @@ def _explain(details: Any, content: Any, model: type[BaseModel], where: str) -> 
         return Problem(f"{where}: {key} is missing", f"Add `{location[-1]}:`")
     message = details["msg"].removeprefix("Value error, ")
     if kind == "value_error" and not location:  # a rule about several keys names them itself
-        return Problem(f"{where}: {message}", "Correct it in the recipe")
+        return Problem(f"{where}: {message}", "Correct it")
     return Problem(f"{where}: {key} is {_short(details['input'])}: {message[:1].lower()}{message[1:]}", "Correct it")
 
 

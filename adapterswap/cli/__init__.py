@@ -1,7 +1,7 @@
 """The command line: `adapterswap COMMAND …`, one file per command in this folder.
 
-A command's file is imported when the command is used, so that `adapterswap -h` answers at once. Commands parse, call the
-library and print; data goes to stdout, everything else to stderr. Nothing in the library knows of this package.
+A command's file is imported when the command is used, so that `adapterswap -h` answers at once. Commands parse, call
+the library and print; data goes to stdout, everything else to stderr. Nothing in the library knows of this package.
 """
 
 from __future__ import annotations

@@ -1,0 +1,223 @@
+"""Open an expert: a PEFT LoRA folder, read from its config and its safetensors header alone.
+
+What an adapter holds is taken from the file, since PEFT never checks its config against it; the two are compared here.
+No tensor is read and torch is not imported. Knows nothing of compositions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from adapterswap.adapter_config import AdapterConfig, read_adapter_config, scale
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.layers import Kind, kind_of, layer_container, layer_of
+from adapterswap.sources import Source, find_source
+from adapterswap.tensorfile import Tensor, TensorFile, read_header
+
+__all__ = ["Adapter", "LoraModule", "open_adapter"]
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+PROVENANCE = "adapterswap.json"
+
+_PREFIX = "base_model.model."
+_DTYPES = ("F32", "F16", "BF16")
+
+# What PEFT writes beside A and B, by the end of the key, and why it is refused.
+_REFUSED_KEYS = {
+    "lora_magnitude_vector": "DoRA's magnitude vector",
+    "lora_A.bias": "a bias of lora_A",
+    "lora_B.bias": "a bias of lora_B (lora_bias)",
+    "trainable_tokens_delta": "trainable tokens",
+    "base_layer.bias": "a trained bias of the base",
+}
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """An adapted weight W (out×in) and its factors: ΔW = s·B·A with A (rank×in) and B (out×rank).
+
+    For an embedding, A is (rank×vocabulary) and B (width×rank): PEFT's `lora_embedding_A` and `lora_embedding_B`.
+
+    Attributes:
+        name: the module's full name in the base model.
+        layer: the index of its transformer layer, or None.
+        kind: attention, mlp or other.
+        rank, alpha, rslora: as PEFT resolves them for this module.
+        scale: s, which is α/√r (rsLoRA) or α/r.
+        a, b: where the factors lie in the file.
+        embedding: an embedding's LoRA.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    rank: int
+    alpha: float
+    rslora: bool
+    scale: float
+    a: Tensor
+    b: Tensor
+    embedding: bool
+
+    @property
+    def in_features(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of A and B; the wider one where they differ."""
+        return self.a.dtype if self.a.dtype == self.b.dtype else "F32"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An expert that has been opened: pure data, no open file.
+
+    Attributes:
+        source: the folder, and its name or Hub id.
+        config: what adapter_config.json says.
+        file: the safetensors file's header.
+        modules: by full name, sorted by layer (those without one first), then by name.
+        container: the list of layers in the base, such as `model.layers`; None if no module has a layer.
+    """
+
+    source: Source
+    config: AdapterConfig
+    file: TensorFile
+    modules: Mapping[str, LoraModule]
+    container: str | None
+
+    @property
+    def name(self) -> str:
+        return str(self.source)
+
+
+def open_adapter(reference: str | Path) -> Adapter:
+    """Open a PEFT LoRA adapter from a local folder or a Hub id `org/name[@revision]`.
+
+    Raises:
+        AdapterswapError: it is not there, is sharded or pickled, is damaged, or is a kind of adapter that cannot be
+            composed exactly. All that can be found at once is told at once.
+    """
+    source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE, "*.bin", "*.index.json"], what="adapter")
+    folder = source.folder
+    if not (folder / WEIGHTS).exists():
+        raise AdapterswapError(*_explain_missing(folder))
+    problems = Problems()
+    config = file = None
+    with problems.collect():
+        config = read_adapter_config(folder / CONFIG)
+    with problems.collect():
+        file = read_header(folder / WEIGHTS)
+    problems.raise_if_any()
+    assert config is not None
+    assert file is not None
+    pairs = _pair_factors(file, folder, problems)
+    container = None
+    with problems.collect():
+        container = layer_container(pairs)
+    modules = {}
+    for name, (a, b, embedding) in pairs.items():
+        with problems.collect():
+            modules[name] = _module(name, a, b, embedding, config, container, folder)
+    if not pairs and not problems:
+        problems.add(f"{folder / WEIGHTS} holds no LoRA tensors", "Give a LoRA adapter saved by PEFT")
+    problems.raise_if_any()
+    ordered = sorted(modules.values(), key=lambda m: (-1 if m.layer is None else m.layer, m.name))
+    return Adapter(source, config, file, {module.name: module for module in ordered}, container)
+
+
+def _explain_missing(folder: Path) -> tuple[str, str]:
+    if any(folder.glob("adapter_model*.bin")):
+        return (
+            f"{folder} holds a pickled adapter (.bin), which can run code when loaded",
+            "Load it with PEFT where you trust it and save it again: save_pretrained writes safetensors",
+        )
+    if any(folder.glob("adapter_model*.safetensors")) or any(folder.glob("*.index.json")):
+        return (
+            f"{folder} holds a sharded adapter",
+            f"Load it with PEFT and save it again, which writes one {WEIGHTS}",
+        )
+    return f"{folder} has no {WEIGHTS}", "Give the folder of a PEFT adapter"
+
+
+def _pair_factors(file: TensorFile, folder: Path, problems: Problems) -> dict[str, tuple[Tensor, Tensor, bool]]:
+    """The A and B of each module, by the module's name; whatever else lies in the file is a problem."""
+    factors: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in file.tensors.items():
+        match = re.fullmatch(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?", key)
+        if match and key.startswith(_PREFIX) and bool(match["embedding"]) != bool(match["weight"]):
+            factor = (match["embedding"] or "") + match["factor"]
+            factors.setdefault(match["name"].removeprefix(_PREFIX), {})[factor] = tensor
+            continue
+        refused = next((why for end, why in _REFUSED_KEYS.items() if key.endswith(end)), None)
+        if refused:
+            problems.add(f"{folder}: {key} is {refused}, which is no part of s·B·A", "Train it as a plain or rsLoRA")
+        elif key.endswith("base_layer.weight"):
+            problems.add(
+                f"{folder}: {key} is a whole weight of the base (PEFT saves it when the vocabulary grew)",
+                "Save the adapter with save_embedding_layers=False if the base's embeddings are unchanged",
+            )
+        elif re.search(r"\.lora_(embedding_)?[AB]\b", key):
+            problems.add(
+                f"{folder}: {key} is not named as PEFT saves it ({_PREFIX}MODULE.lora_A.weight)",
+                "Save it again by PEFT",
+            )
+        else:
+            problems.add(
+                f"{folder}: {key} is a weight trained in full (modules_to_save), not a LoRA factor",
+                "Compose adapters without modules_to_save",
+            )
+    pairs = {}
+    for name, found in factors.items():
+        embedding = any(key.startswith("embedding_") for key in found)
+        prefix = "embedding_" if embedding else ""
+        missing = [factor for factor in (f"{prefix}A", f"{prefix}B") if factor not in found]
+        if missing or len(found) != 2:
+            lacks = " and ".join(f"lora_{factor}" for factor in missing) or "one pair of factors"
+            problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
+        else:
+            pairs[name] = (found[f"{prefix}A"], found[f"{prefix}B"], embedding)
+    return pairs
+
+
+def _module(
+    name: str, a: Tensor, b: Tensor, embedding: bool, config: AdapterConfig, container: str | None, folder: Path
+) -> LoraModule:
+    mend = "The file and its config do not belong together: save the adapter again"
+    for factor, tensor in (("A", a), ("B", b)):
+        if tensor.dtype not in _DTYPES:
+            raise AdapterswapError(
+                f"{folder}: {name}: lora_{factor} is {tensor.dtype}", f"Save it as one of {', '.join(_DTYPES)}"
+            )
+        if len(tensor.shape) != 2 or 0 in tensor.shape:
+            raise AdapterswapError(
+                f"{folder}: {name}: lora_{factor} has the shape {list(tensor.shape)}, and a matrix is expected",
+                "Only linear and embedding modules can be composed, no convolutions",
+            )
+    rank = config.rank_of(name)
+    if a.shape[0] != b.shape[1]:
+        raise AdapterswapError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, and lora_B {b.shape[1]}", mend)
+    if a.shape[0] != rank:
+        raise AdapterswapError(f"{folder}: {name} has rank {a.shape[0]}, and {CONFIG} says {rank}", mend)
+    alpha = config.alpha_of(name)
+    return LoraModule(
+        name=name,
+        layer=layer_of(name, container),
+        kind=kind_of(name),
+        rank=rank,
+        alpha=alpha,
+        rslora=config.rslora,
+        scale=scale(rank, alpha, config.rslora),
+        a=a,
+        b=b,
+        embedding=embedding,
+    )

@@ -1,0 +1,114 @@
+"""`adapterswap compose`: options or a recipe → a plan → an adapter folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterswap.cli.composition_options import composition_options, plan_from_options
+from adapterswap.cli.printing import human_bytes, note, print_json
+
+if TYPE_CHECKING:
+    from adapterswap.layout import Layout
+    from adapterswap.plan import Plan
+
+
+@click.command("compose")
+@click.argument("recipe", required=False)
+@composition_options
+@click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
+@click.option("--base-model", metavar="PATH|ID", help="The experts' base, where they name none or name it differently.")
+@click.option("--layout", type=click.Choice(["exact"]), default="exact", show_default=True, help="Form of the output.")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    recipe: str | None,
+    out_path: str,
+    base_model: str | None,
+    layout: str,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compose adapters by layer into a new adapter.
+
+    Bottom and top layers come from the language expert, the middle from the task expert, byte for byte; transition
+    zones are exact weighted averages. Experts are PEFT LoRA folders or Hub ids (org/name@revision). A RECIPE (YAML)
+    can say all of it instead: `adapterswap compose RECIPE.yaml --out-path O`.
+    """
+    from pathlib import Path
+
+    from adapterswap.folders import check_target
+    from adapterswap.layout import exact_layout
+    from adapterswap.writing import write_adapter
+
+    plan = plan_from_options(options, recipe=recipe, base_model=base_model)
+    output = exact_layout(plan)
+    if dry_run:
+        inputs = [adapter.source.folder for adapter in plan.experts.values()]
+        check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
+    else:
+        write_adapter(plan, out_path, overwrite=overwrite)
+    if as_json:
+        print_json(_as_json(plan, output, out_path, dry_run))
+    else:
+        _print(plan, output, out_path, dry_run)
+
+
+def _size(layout: Layout) -> int:
+    from math import prod
+
+    from adapterswap.tensorfile import DTYPE_BYTES
+
+    return sum(DTYPE_BYTES[tensor.dtype] * prod(tensor.shape) for tensor in layout.tensors)
+
+
+def _as_json(plan: Plan, layout: Layout, out_path: str, dry_run: bool) -> dict[str, Any]:
+    from adapterswap.describe import unusual
+    from adapterswap.plan import coefficients
+
+    return {
+        "out_path": out_path,
+        "written": not dry_run,
+        "method": plan.composition.method,
+        "num_layers": plan.num_layers,
+        "experts": {name: str(adapter.source) for name, adapter in plan.experts.items()},
+        "rules": [str(rule) for rule in plan.rules],
+        "modules": {module.name: coefficients(module) for module in plan},
+        "unusual": unusual(plan),
+        "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
+        "bytes": _size(layout),
+    }
+
+
+def _largest_rank(layout: Layout) -> int:
+    return max((tensor.shape[tensor.axis] for tensor in layout.tensors), default=0)
+
+
+def _print(plan: Plan, layout: Layout, out_path: str, dry_run: bool) -> None:
+    from adapterswap.describe import strip, unusual
+
+    if (told := _zones_text(plan)) is not None:
+        note(told)
+    click.echo(strip(plan))
+    for line in unusual(plan):
+        click.echo(line)
+    copied = sum(tensor.is_copied for tensor in layout.tensors)
+    told = f"{len(plan.modules)} modules; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
+    note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(_size(layout))}")
+    note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+
+
+def _zones_text(plan: Plan) -> str | None:
+    """The zones in numbers, and whether they are the paper's defaults; None for other compositions."""
+    asked = plan.composition
+    if asked.method != "layer_swap" or asked.allocation is not None or asked.partition:
+        return None
+    bottom, top, bottom_transition, top_transition = asked.zones(plan.num_layers)
+    scaled = [f"{n} {v}" for n, v, g in (("bottom", bottom, asked.bottom), ("top", top, asked.top)) if g is None]
+    told = f"zones: bottom {bottom}, top {top}, transitions {bottom_transition} and {top_transition}"
+    told += f" of {plan.num_layers} layers"
+    return told + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")

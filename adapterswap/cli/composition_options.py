@@ -1,0 +1,119 @@
+"""The options that say what to compose, shared by every command that composes: `compose`, `evaluate`.
+
+Turns options or a recipe into a plan through the library. Prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from adapterswap.compositions import Composition
+    from adapterswap.plan import Plan
+
+__all__ = ["composition_from_options", "composition_options", "plan_from_options"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option("-t", "--task-expert", multiple=True, metavar="PATH|ID", help="Task expert; repeat to soup several."),
+    click.option(
+        "-l",
+        "--language-expert",
+        multiple=True,
+        metavar="PATH|ID",
+        help="Language expert; repeat to soup several. `base` resets its layers to the base.",
+    ),
+    click.option(
+        "--method",
+        type=click.Choice(["layer_swap", "soup", "task_arithmetic"]),
+        help="How experts are combined.  [default: layer_swap]",
+    ),
+    click.option(
+        "--bottom", type=int, metavar="N", help="Bottom layers from the language.  [default: 5 of 32, scaled]"
+    ),
+    click.option("--top", type=int, metavar="N", help="Top layers from the language.  [default: 2 of 32, scaled]"),
+    click.option(
+        "--bottom-transition", type=int, metavar="N", help="Blended layers above the bottom ones.  [default: 0]"
+    ),
+    click.option("--top-transition", type=int, metavar="N", help="Blended layers below the top ones.  [default: 0]"),
+    click.option("--task-weight", type=float, metavar="X", help="The task's weight in blends.  [default: 1]"),
+    click.option("--language-weight", type=float, metavar="Y", help="The language's weight in blends.  [default: 1]"),
+    click.option("--scale", type=float, metavar="λ", help="task_arithmetic: factor of the sum.  [default: 1]"),
+    click.option(
+        "--partition", type=click.Choice(["A", "B", "C", "Z"]), help="Layers and modules of the second paper."
+    ),
+    click.option(
+        "--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]"
+    ),
+    click.option("--allow-negative", is_flag=True, help="Weights may be negative (unlearning)."),
+)
+
+# Option → key of a Composition, where they differ; the experts are named on the way.
+_KEYS = (
+    "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", "scale",
+    "partition", "num_layers",
+)  # fmt: skip
+
+
+def composition_options(function: _Function) -> _Function:
+    """Add the options to a command; it hands them on, as they came, to `plan_from_options`."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
+    """The plan that the options of `composition_options`, or a recipe, ask for.
+
+    Raises:
+        click.UsageError: neither or both of options and recipe are given.
+        AdapterswapError: what is asked for cannot be composed.
+    """
+    from adapterswap.composing import compose
+
+    return compose(composition_from_options(options, recipe=recipe, base_model=base_model))
+
+
+def composition_from_options(
+    options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
+) -> Composition:
+    """The composition itself; see `plan_from_options`."""
+    from adapterswap.compositions import Composition
+    from adapterswap.yamlfiles import read_recipe, validate
+
+    given = {key: options[key] for key in _KEYS if options.get(key) is not None}
+    given |= {"base_model": base_model} if base_model else {}
+    given |= {"allow_negative": True} if options.get("allow_negative") else {}
+    tasks, languages = options["task_expert"], options["language_expert"]
+    if recipe:
+        if tasks or languages or given.keys() - {"base_model", "num_layers", "allow_negative"}:
+            raise click.UsageError("A recipe says what to compose: give it alone, or options without it.")
+        composition = read_recipe(recipe, Composition)
+        beside = Path(recipe).parent
+        experts = {
+            name: str(beside / path) if (beside / path).is_dir() else path for name, path in composition.experts.items()
+        }
+        return composition.model_copy(update={"experts": experts, **given})
+    if not tasks or not languages:
+        raise click.UsageError("Give --task-expert and --language-expert, or a recipe.")
+    return validate({**given, **_name_experts(tasks, languages)}, Composition, where="the options")
+
+
+def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
+    from adapterswap.allocation import BASE
+    from adapterswap.composing import expert_name
+
+    experts: dict[str, str] = {}
+    sides: dict[str, list[str]] = {"task": [], "language": []}
+    for side, references in (("task", tasks), ("language", languages)):
+        for reference in references:
+            name = BASE if reference == BASE else expert_name(reference, experts, side)
+            sides[side].append(name)
+            if name != BASE:
+                experts[name] = reference
+    return {"experts": experts, **sides}

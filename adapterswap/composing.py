@@ -1,0 +1,149 @@
+"""From opened experts to a plan in one call: `layer_swap`, `soup`, `task_arithmetic`, `compose`.
+
+The short way for Python users; each builds a `Composition` and applies it. Knows nothing that those two do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adapterswap.adapters import Adapter, open_adapter
+from adapterswap.allocation import BASE
+from adapterswap.compositions import Composition
+from adapterswap.plan import Plan, make_plan
+from adapterswap.yamlfiles import validate
+
+__all__ = ["compose", "expert_name", "layer_swap", "soup", "task_arithmetic"]
+
+Expert = Adapter | str | Path
+
+
+def layer_swap(
+    task: Expert,
+    language: Expert,
+    *,
+    num_layers: int | None = None,
+    bottom: int | None = None,
+    top: int | None = None,
+    bottom_transition: int = 0,
+    top_transition: int = 0,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    base_model: str | None = None,
+) -> Plan:
+    """Bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
+
+    Layer l is the language's where l < b or l > L-1-u, the task's where l > b-1+t_b and l < L-u-t_u, and otherwise the
+    weighted average (w_task·ΔW_task + w_lang·ΔW_lang) / (w_task + w_lang). Modules outside the layers are averaged.
+
+    Args:
+        task, language: opened adapters, folders or Hub ids; `language="base"` resets the outer layers to the base.
+        num_layers: L; by default from the base's config.
+        bottom, top: b and u; by default the paper's 5 and 2 of 32 layers, in proportion.
+        bottom_transition, top_transition: t_b and t_u.
+        task_weight, language_weight: w_task and w_lang.
+        base_model: the experts' base, where they name none or name it differently.
+
+    Raises:
+        AdapterswapError: see `open_adapter`, `Composition` and `make_plan`.
+    """
+    zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
+    given = {key: count for key, count in zones.items() if count is not None}
+    return _two_sided("layer_swap", task, language, task_weight, language_weight, num_layers, base_model, **given)
+
+
+def soup(
+    task: Expert,
+    language: Expert,
+    *,
+    num_layers: int | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    base_model: str | None = None,
+) -> Plan:
+    """The weighted average of two experts' ΔW in every module; arguments and errors as for `layer_swap`."""
+    return _two_sided("soup", task, language, task_weight, language_weight, num_layers, base_model)
+
+
+def task_arithmetic(
+    task: Expert,
+    language: Expert,
+    *,
+    scale: float = 1.0,
+    num_layers: int | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    allow_negative: bool = False,
+    base_model: str | None = None,
+) -> Plan:
+    """λ·(w_task·ΔW_task + w_lang·ΔW_lang) in every module, with λ = `scale` (Ilharco et al. 2023).
+
+    Arguments and errors as for `layer_swap`; negative weights (unlearning) need `allow_negative`.
+    """
+    return _two_sided(
+        "task_arithmetic", task, language, task_weight, language_weight, num_layers, base_model,
+        scale=scale, allow_negative=allow_negative,
+    )  # fmt: skip
+
+
+def compose(composition: Composition, experts: Mapping[str, Expert] | None = None) -> Plan:
+    """Open the experts that a composition names and apply it to them.
+
+    Args:
+        composition: what is asked for.
+        experts: by name, where they are not (all) in `composition.experts`; these win.
+
+    Raises:
+        AdapterswapError: see `open_adapter` and `make_plan`.
+    """
+    from adapterswap.errors import Problems
+
+    known: dict[str, Expert] = {**composition.experts, **(experts or {})}
+    opened: dict[str, Adapter] = {}
+    problems = Problems()
+    for name in composition.expert_names:
+        if name in known:
+            with problems.collect():
+                opened[name] = _open(known[name])
+    problems.raise_if_any()
+    return make_plan(composition, opened)
+
+
+def expert_name(reference: Expert, taken: Mapping[str, Any], fallback: str) -> str:
+    """A name for an expert: its folder's or repository's own, unless that is taken, reserved or unfit."""
+    label = reference.source.name if isinstance(reference, Adapter) else str(reference).rstrip("/")
+    name = label.split("@")[0].rpartition("/")[2]
+    if name not in taken and name != BASE and name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        return name
+    while fallback in taken:
+        fallback += "_"
+    return fallback
+
+
+def _open(reference: Expert) -> Adapter:
+    return reference if isinstance(reference, Adapter) else open_adapter(reference)
+
+
+def _two_sided(
+    method: str,
+    task: Expert,
+    language: Expert,
+    task_weight: float,
+    language_weight: float,
+    num_layers: int | None,
+    base_model: str | None,
+    **options: Any,
+) -> Plan:
+    experts: dict[str, Expert] = {}
+    names = {}
+    for side, expert in (("task", task), ("language", language)):
+        names[side] = BASE if expert == BASE else expert_name(expert, experts, side)
+        if expert != BASE:
+            experts[names[side]] = expert
+    content = {
+        "method": method, **names, "task_weight": task_weight, "language_weight": language_weight,
+        "num_layers": num_layers, "base_model": base_model, **options,
+    }  # fmt: skip
+    return compose(validate(content, Composition, where=method), experts)

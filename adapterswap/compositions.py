@@ -1,0 +1,221 @@
+"""Compositions: what the user asks for, as pure data that can be written in YAML and read back.
+
+Every method here becomes allocation rules once the number of layers is known. Experts are names; nothing is opened.
+Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and"). Partitions: Bandarkar & Peng 2025.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from adapterswap.allocation import BASE, NO_LAYER, Rule, check_weights, format_layers
+from adapterswap.errors import AdapterswapError
+from adapterswap.yamlfiles import StrictModel, validate
+
+__all__ = ["Composition", "Method", "parse_composition", "scaled_default"]
+
+Method = Literal["layer_swap", "soup", "task_arithmetic"]
+Partition = Literal["A", "B", "C", "Z"]
+
+# The first paper's defaults, for its 32 layers.
+_PAPER_LAYERS, _PAPER_BOTTOM, _PAPER_TOP = 32, 5, 2
+# The second paper's counts of outer layers (first, last) per partition; absolute from 28 layers up.
+_PARTITION_LAYERS = 28
+_PARTITION_COUNTS: dict[str, tuple[int, int]] = {"A": (6, 2), "B": (8, 4), "C": (6, 2), "Z": (8, 4)}
+
+_ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+
+
+def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
+    """A count of layers for a model of `reference` layers, in proportion for `num_layers`, rounded half up."""
+    return math.floor(count * num_layers / reference + 0.5)
+
+
+class Composition(StrictModel):
+    """A method and what it needs, over named experts. Everything but the experts has a default."""
+
+    experts: dict[str, str] = Field(
+        default_factory=dict, description="Name → folder or Hub id. The name `base` is reserved: no change."
+    )
+    base_model: str | None = Field(
+        default=None, description="The experts' base: folder or Hub id. Declares a local copy of a Hub base."
+    )
+    num_layers: int | None = Field(default=None, ge=1, description="The base's layers; by default from its config.")
+    method: Method = Field(default="layer_swap", description="How the experts are combined.")
+    task: tuple[str, ...] = Field(default=("task",), description="The task expert, or several that are souped first.")
+    language: tuple[str, ...] = Field(
+        default=("language",), description="The language expert, or several that are souped first."
+    )
+    bottom: int | None = Field(default=None, ge=0, description="Bottom layers from the language; 5 of 32, scaled.")
+    top: int | None = Field(default=None, ge=0, description="Top layers from the language; 2 of 32, scaled.")
+    bottom_transition: int = Field(default=0, ge=0, description="Layers above the bottom ones that are blended.")
+    top_transition: int = Field(default=0, ge=0, description="Layers below the top ones that are blended.")
+    task_weight: float = Field(default=1.0, description="The task expert's weight wherever experts are blended.")
+    language_weight: float = Field(default=1.0, description="The language expert's weight in blends.")
+    scale: float = Field(default=1.0, description="task_arithmetic: λ, the factor of the sum of task vectors.")
+    partition: Partition | None = Field(default=None, description="Layers and modules as in the second paper.")
+    allocation: tuple[Rule, ...] | None = Field(default=None, description="Rules, the first match wins.")
+    allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
+
+    @field_validator("task", "language", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Composition:
+        given = self.model_fields_set
+        if BASE in self.experts:
+            raise ValueError(f"the expert name {BASE!r} is reserved for the unchanged base: rename the expert")
+        if not self.task or not self.language:
+            raise ValueError("`task` and `language` name at least one expert each")
+        if self.allocation is not None:
+            extra = sorted(
+                given & {*_ZONES, "task", "language", "task_weight", "language_weight", "scale", "partition"}
+            )
+            if extra:
+                raise ValueError(f"`allocation` says everything, so {', '.join(extra)} cannot be given beside it")
+            if self.method != "layer_swap":
+                raise ValueError(f"`allocation` is a layer swap written out, and the method is {self.method}")
+            if not self.allocation:
+                raise ValueError("`allocation` holds no rule")
+        elif self.method != "layer_swap" or self.partition:
+            extra = sorted(given & set(_ZONES))
+            if extra:
+                what = f"partition {self.partition}" if self.partition else self.method
+                raise ValueError(f"{', '.join(extra)} belong to a layer swap by zones, not to {what}")
+        if self.partition and self.method != "layer_swap":
+            raise ValueError(f"a partition is a layer swap, and the method is {self.method}")
+        if self.method != "task_arithmetic" and "scale" in given and self.scale != 1:
+            raise ValueError(f"scale belongs to task_arithmetic, not to {self.method}")
+        self._check_weights()
+        return self
+
+    def _check_weights(self) -> None:
+        weights = {"the task": self.task_weight, "the language": self.language_weight}
+        check_weights(weights, normalize=self.method != "task_arithmetic")
+        if not math.isfinite(self.scale) or self.scale == 0:
+            raise ValueError(f"scale is {self.scale}, and must be a finite number other than 0")
+        if self.allow_negative:
+            return
+        for rule in self.allocation or ():
+            weights |= rule.blend or {}
+        weights |= {"scale": self.scale}
+        for name, weight in weights.items():
+            if weight < 0:
+                raise ValueError(
+                    f"the weight of {name} is {weight:g}, and negative weights subtract an expert: "
+                    "say --allow-negative (allow_negative: true) if that is meant"
+                )
+
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """The experts that the rules speak of, in order, without `base`."""
+        if self.allocation is not None:
+            named = [name for rule in self.allocation for name in (rule.blend or [rule.expert or BASE])]
+        else:
+            named = [*self.task, *self.language]
+        return tuple(dict.fromkeys(name for name in named if name != BASE))
+
+    def zones(self, num_layers: int) -> tuple[int, int, int, int]:
+        """(b, u, t_b, t_u) for a model of `num_layers` layers, defaults filled in.
+
+        Raises:
+            AdapterswapError: the zones need more layers than there are.
+        """
+        bottom = scaled_default(_PAPER_BOTTOM, num_layers) if self.bottom is None else self.bottom
+        top = scaled_default(_PAPER_TOP, num_layers) if self.top is None else self.top
+        zones = (bottom, top, self.bottom_transition, self.top_transition)
+        if sum(zones) > num_layers:
+            told = " + ".join(f"{name} {count}" for name, count in zip(_ZONES, zones, strict=True) if count)
+            raise AdapterswapError(
+                f"the zones overlap: {told} = {sum(zones)} layers, and the model has {num_layers}",
+                "Lower them so that together they fit",
+            )
+        if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
+            raise AdapterswapError(
+                f"the paper's defaults, scaled to {num_layers} layers, give the language expert no layer",
+                "Give --bottom and --top",
+            )
+        return zones
+
+    def rules(self, num_layers: int) -> tuple[Rule, ...]:
+        """The allocation that this composition means for a model of `num_layers` layers.
+
+        Raises:
+            AdapterswapError: see `zones`.
+        """
+        if self.allocation is not None:
+            return self.allocation
+        if self.method == "soup":
+            return (Rule(blend=self._both()),)
+        if self.method == "task_arithmetic":
+            terms = [(name, self.task_weight) for name in self.task]
+            terms += [(name, self.language_weight) for name in self.language]
+            return (Rule(blend={name: weight * self.scale for name, weight in terms}, normalize=False),)
+        if self.partition:
+            return self._partition_rules(num_layers)
+        bottom, top, bottom_transition, top_transition = self.zones(num_layers)
+        outer = [*range(bottom), *range(num_layers - top, num_layers)]
+        blended = [*range(bottom, bottom + bottom_transition)]
+        blended += range(num_layers - top - top_transition, num_layers - top)
+        rules = [Rule(layers=format_layers(outer), **_side(self.language))] if outer else []
+        if blended:
+            rules.append(Rule(layers=format_layers(blended), blend=self._both()))
+        return (*rules, self._non_layer_rule(), Rule(**_side(self.task), optional=True))
+
+    def _partition_rules(self, num_layers: int) -> tuple[Rule, ...]:
+        first, last = _PARTITION_COUNTS[self.partition or ""]
+        if num_layers < _PARTITION_LAYERS:
+            first = scaled_default(first, num_layers, _PARTITION_LAYERS)
+            last = scaled_default(last, num_layers, _PARTITION_LAYERS)
+        outer = format_layers([*range(first), *range(num_layers - last, num_layers)])
+        inside, outside = (self.language, self.task) if self.partition == "Z" else (self.task, self.language)
+        attention = [Rule(modules=("attention",), **_side(self.language))] if self.partition == "A" else []
+        rules = [Rule(layers=outer, **_side(outside), optional=outer == NO_LAYER)] if outer != NO_LAYER else []
+        return (self._non_layer_rule(), *attention, *rules, Rule(**_side(inside)))
+
+    def _non_layer_rule(self) -> Rule:
+        """Embeddings and heads are averaged, as the first paper found best; a reset leaves them to the expert."""
+        if BASE in self.language:
+            return Rule(layers=NO_LAYER, **_side(self.task), optional=True)
+        return Rule(layers=NO_LAYER, blend=self._both(), optional=True)
+
+    def _both(self) -> dict[str, float]:
+        """Each side's weight, shared equally by its experts; an expert on both sides gets both shares."""
+        blend: dict[str, float] = {}
+        for names, weight in ((self.task, self.task_weight), (self.language, self.language_weight)):
+            for name in names:
+                blend[name] = blend.get(name, 0.0) + weight / len(names)
+        return blend
+
+
+def _side(names: tuple[str, ...]) -> dict[str, Any]:
+    return {"expert": names[0]} if len(names) == 1 else {"blend": dict.fromkeys(names, 1.0)}
+
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_SHORT_KEYS = (*_ZONES, "task_weight", "language_weight", "scale", "method", "partition")
+
+
+def parse_composition(name: str) -> Composition:
+    """The composition with the short name `name`: `math+swahili` or `math+swahili@bottom=4,top=1`.
+
+    Raises:
+        AdapterswapError: the name is not of that form, or a value is not allowed.
+    """
+    match = re.fullmatch(rf"({_NAME})\+({_NAME})(?:@([\w=.,+-]+))?", name)
+    form = f"Write TASK+LANGUAGE, or TASK+LANGUAGE@key=value,… with the keys {', '.join(_SHORT_KEYS)}"
+    if match is None:
+        raise AdapterswapError(f"{name!r} is not the short name of a composition", form)
+    content: dict[str, Any] = {"task": match[1], "language": match[2]}
+    for item in filter(None, (match[3] or "").split(",")):
+        key, _, value = item.partition("=")
+        if key not in _SHORT_KEYS or not value or key in content:
+            raise AdapterswapError(f"{name!r}: {item!r} is not one setting among those allowed, given once", form)
+        content[key] = value
+    return validate(content, Composition, where=name)

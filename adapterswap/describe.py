@@ -1,0 +1,121 @@
+"""A plan in words and characters: the strip of layers, its legend, and what is unusual.
+
+Plain text only, for terminals, logs and model cards. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from adapterswap.allocation import BASE, format_layers
+from adapterswap.layers import Kind
+from adapterswap.plan import ModulePlan, Plan
+
+__all__ = ["Mark", "blend_text", "draw_strip", "marks", "strip", "unusual"]
+
+_BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the strip shows of one module: its place, and its owner or the blend that it holds."""
+
+    layer: int
+    kind: Kind
+    owner: str | None
+    blend: str = ""
+
+
+def marks(plan: Plan) -> list[Mark]:
+    """A mark for each module that lies in a layer."""
+    return [
+        Mark(module.layer, module.kind, module.owner, "" if module.owner else blend_text(module.asked))
+        for module in plan
+        if module.layer is not None
+    ]
+
+
+def strip(plan: Plan) -> str:
+    """The layers from left (bottom) to right (top), a character each, and a legend."""
+    return draw_strip(marks(plan), plan.num_layers, tuple(plan.experts))
+
+
+def draw_strip(found: Sequence[Mark], num_layers: int, experts: Iterable[str]) -> str:
+    """See `strip`. One row where attention and MLP agree in every layer, else a row for each."""
+    letters = _letters(experts)
+    kinds: tuple[Kind, ...] = ("attention", "mlp", "other")
+    rows = {str(kind): _row([mark for mark in found if mark.kind == kind], num_layers, letters) for kind in kinds}
+    rows = {kind: row for kind, row in rows.items() if row.strip()}
+    if len(set(rows.values())) == 1:
+        rows = {"layers": next(iter(rows.values()))}
+    width = max(map(len, rows), default=0)
+    tens = "".join(str(i // 10) if i % 10 == 0 else " " for i in range(num_layers)).rstrip()
+    lines = [f"{'':{width}}  {tens}"] if num_layers > 10 else []
+    lines.append(f"{'':{width}}  {''.join(str(i % 10) for i in range(num_layers))}")
+    lines += [f"{kind:{width}}  {row}".rstrip() for kind, row in rows.items()]
+    lines.append(f"{'':{width}}  {_legend(found, ''.join(rows.values()), letters)}")
+    return "\n".join(lines)
+
+
+def unusual(plan: Plan) -> list[str]:
+    """What a reader should know beside the strip: modules outside the layers, and experts that lack a module."""
+    lines = []
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for module in plan:
+        remark = _remark(module)
+        if module.layer is None:
+            lines.append(f"{module.name}: {remark or module.owner or blend_text(module.asked)}")
+        elif remark:
+            within = module.name.partition(f".{module.layer}.")[2]
+            grouped.setdefault((within, remark), []).append(module.layer)
+    lines += [f"{name} in layers {format_layers(layers)}: {remark}" for (name, remark), layers in grouped.items()]
+    empty = set(range(plan.num_layers)) - {module.layer for module in plan}
+    if empty:
+        lines.append(f"layers {format_layers(empty)}: no expert adapts them, so they stay as in the base")
+    return lines
+
+
+def blend_text(coefficients: Mapping[str, float]) -> str:
+    """A blend in words: `0.5·math + 0.5·swahili`."""
+    return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
+
+
+def _remark(module: ModulePlan) -> str:
+    if not module.absent:
+        return ""
+    asked = blend_text(module.asked) if len(module.asked) > 1 else next(iter(module.asked))
+    rest = "its ΔW counts as zero" if module.terms else "it stays as in the base"
+    return f"{asked}, but {' and '.join(module.absent)} does not adapt it: {rest}"
+
+
+def _letters(names: Iterable[str]) -> dict[str, str]:
+    """A letter for each expert, from its own name as long as one is free."""
+    letters: dict[str, str] = {}
+    for name in names:
+        candidates = [*name.lower(), *name.upper(), *"0123456789abcdefghijklmnopqrstuvwxyz"]
+        free = (c for c in candidates if c.isalnum() and c.isascii() and c not in letters.values())
+        letters[name] = next(free, "?")
+    return letters
+
+
+def _mark(mark: Mark, letters: Mapping[str, str]) -> str:
+    if mark.owner is None:
+        return _BLEND
+    return _UNCHANGED if mark.owner == BASE else letters[mark.owner]
+
+
+def _row(found: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:
+    cells: list[set[str]] = [set() for _ in range(num_layers)]
+    for mark in found:
+        cells[mark.layer].add(_mark(mark, letters))
+    return "".join(_SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING) for cell in cells)
+
+
+def _legend(found: Sequence[Mark], used: str, letters: Mapping[str, str]) -> str:
+    blends = sorted({mark.blend for mark in found if mark.owner is None})
+    entries = [f"{letter} {name}" for name, letter in letters.items() if letter in used]
+    entries += [f"{_BLEND} {' or '.join(blends)}"] if _BLEND in used else []
+    entries += [f"{_UNCHANGED} base"] if _UNCHANGED in used else []
+    entries += [f"{_SEVERAL} differs by module"] if _SEVERAL in used else []
+    return ", ".join(entries)

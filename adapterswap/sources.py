@@ -1,0 +1,112 @@
+"""Where experts and bases come from: a local folder, or a Hub id `org/name@revision` through huggingface_hub.
+
+An existing local path always wins. Downloads honour the Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the
+files asked for. Knows nothing of what the files hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError
+
+__all__ = ["Source", "base_config", "find_source", "public_name", "same_base"]
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder with the files, and the name by which it can be told to others.
+
+    Attributes:
+        folder: where the files lie on this machine.
+        name: the Hub id, or the folder's own name: never a path of this machine.
+        revision: the Hub's commit; None for a local folder.
+    """
+
+    folder: Path
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+def find_source(reference: str | Path, files: Sequence[str], *, what: str) -> Source:
+    """The folder that `reference` names, downloaded if it is a Hub id.
+
+    Args:
+        reference: a local folder or `org/name[@revision]`.
+        files: what to fetch from the Hub: file names or patterns.
+        what: "adapter" or "base model", for messages.
+
+    Raises:
+        AdapterswapError: no such folder, no such Hub repository or revision, or no way to reach the Hub.
+    """
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        return Source(path, path.resolve().name)
+    if path.exists():
+        raise AdapterswapError(f"{reference} is a file, and the {what} is a folder", "Give the folder that holds it")
+    match = None if isinstance(reference, Path) else _HUB_ID.fullmatch(reference)
+    if match is None:
+        raise AdapterswapError(
+            f"the path {reference} does not exist", f"Give the {what}'s folder, or a Hub id such as org/name@revision"
+        )
+    return _download(match["repo"], match["revision"], files, what)
+
+
+def _download(repo: str, revision: str | None, files: Sequence[str], what: str) -> Source:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    named = f"{repo}@{revision}" if revision else repo
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).removesuffix(".")[:200]
+        raise AdapterswapError(
+            f"{named} is no folder here, and cannot be had from the Hub as a {what}: {reason}",
+            "Check the path or id; for a private repository log in with `hf auth login`",
+        ) from None
+    return Source(folder, repo, folder.name)
+
+
+def base_config(reference: str | Path) -> Mapping[str, Any]:
+    """The config.json of a base model, from a local folder or the Hub (its cache first).
+
+    Raises:
+        AdapterswapError: it cannot be had, or is not a JSON object.
+    """
+    path = find_source(reference, ["config.json"], what="base model").folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise AdapterswapError(
+            f"{path} cannot be read: {error.strerror}", "Give a base model's folder, one with a config.json"
+        ) from None
+    except (ValueError, RecursionError):
+        raise AdapterswapError(f"{path} is not JSON in UTF-8", "Save or download the base model again") from None
+    if not isinstance(content, dict):
+        raise AdapterswapError(f"{path} is not a JSON object", "Save or download the base model again")
+    return content
+
+
+def same_base(one: str | None, other: str | None) -> bool:
+    """Whether two adapters' notes of their base mean the same: the same text, or paths to the same folder."""
+    if one is None or other is None or one == other:
+        return one == other
+    return Path(one).is_dir() and Path(other).is_dir() and Path(one).resolve() == Path(other).resolve()
+
+
+def public_name(base: str | None) -> str | None:
+    """A base's Hub id as it stands, or the last part of a local path: what may be told to others."""
+    if base is None or (_HUB_ID.fullmatch(base) and not Path(base).exists()):
+        return base
+    return Path(base).name

@@ -1,0 +1,63 @@
+"""The model card (README.md) of a composed adapter: what it is made of, as a picture in text, and how to load it.
+
+Knows plans. Says nothing that the plan does not know: no scores, no claims.
+"""
+
+from __future__ import annotations
+
+import yaml
+
+from adapterswap import __version__
+from adapterswap.describe import strip, unusual
+from adapterswap.plan import Plan
+from adapterswap.sources import public_name
+
+__all__ = ["model_card"]
+
+_METHODS = {
+    "layer_swap": "layer swapping (Bandarkar et al. 2025)",
+    "soup": "a model soup (Wortsman et al. 2022)",
+    "task_arithmetic": "task arithmetic (Ilharco et al. 2023)",
+}
+
+
+def model_card(plan: Plan) -> str:
+    """The card as Markdown with the Hub's YAML front matter."""
+    base = public_name(plan.base_model)
+    sources = [str(adapter.source) for adapter in plan.experts.values()]
+    front = {
+        "library_name": "peft",
+        "tags": ["adapterswap", "lora", "merge"],
+        **({"base_model": base} if base and "/" in base else {}),
+    }
+    experts = "\n".join(f"| {name} | {source} |" for name, source in zip(plan.experts, sources, strict=True))
+    remarks = "".join(f"- {line}\n" for line in unusual(plan))
+    return f"""---
+{yaml.safe_dump(front, sort_keys=True).strip()}
+---
+
+# {" + ".join(plan.experts)}
+
+A LoRA adapter{f" for {base}" if base else ""}, composed from {len(sources)} experts by
+{_METHODS[plan.composition.method]} with adapterswap {__version__}.
+
+| expert | from |
+|---|---|
+{experts}
+
+Layers from bottom (left) to top (right):
+
+```
+{strip(plan)}
+```
+{f"{chr(10)}{remarks}" if remarks else ""}
+Load it with PEFT:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
+```
+
+`adapterswap.json` says which expert every module came from, with the SHA-256 of the experts' files.
+"""

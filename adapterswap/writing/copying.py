@@ -1,0 +1,75 @@
+"""Read a source file once: hash it, check the wanted tensors for NaN and infinity, copy their bytes.
+
+Bytes go from file to file through one small buffer, so memory does not grow with the adapter. Knows byte ranges,
+nothing of plans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from adapterswap.arithmetic import check_finite, not_finite
+from adapterswap.errors import AdapterswapError
+from adapterswap.tensorfile import TensorFile
+
+__all__ = ["copy_and_hash", "sha256_of"]
+
+_BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
+
+
+def copy_and_hash(expert: str, source: TensorFile, targets: Mapping[str, Sequence[int]], output: int) -> str:
+    """Copy tensors of `source` to the byte offsets in `targets` of the open file `output`.
+
+    Args:
+        expert: the expert's name, for messages.
+        source: the file; it is read once, from end to end.
+        targets: tensor name → where its bytes go; a tensor that is wanted twice is written twice.
+        output: a file descriptor open for writing.
+
+    Returns:
+        The SHA-256 of the whole source file, in hexadecimal.
+
+    Raises:
+        AdapterswapError: a tensor in `targets` holds NaN or infinity, or the file changed since its header was read.
+    """
+    changed = AdapterswapError(f"{source.path} changed while it was read", "Compose again once it is complete")
+    digest = hashlib.sha256()
+    buffer = np.empty(_BUFFER, np.uint8)
+    with source.path.open("rb", buffering=0) as file:
+        header = file.read(source.data_start)
+        if header != source.header:
+            raise changed
+        digest.update(header)
+        for tensor in source.tensors.values():  # in the order of their bytes, without gaps: `read_header` saw to it
+            places = targets.get(tensor.name, ())
+            done = 0
+            while done < tensor.nbytes:
+                view = buffer[: min(_BUFFER, tensor.nbytes - done)]
+                if file.readinto(view.data) != view.size:
+                    raise changed
+                digest.update(view.data)
+                if places and not check_finite(view, tensor.dtype):
+                    raise not_finite(expert, tensor.name)
+                for place in places:
+                    write_at(output, view, place + done)
+                done += view.size
+        if file.read(1):
+            raise changed
+    return digest.hexdigest()
+
+
+def write_at(output: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int) -> None:
+    """Write all of `data` at `offset`; one call may write less than asked for, on a disk that fills up for instance."""
+    done = 0
+    while done < data.size:
+        done += os.pwrite(output, data[done:].data, offset + done)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a small file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
