@@ -1,0 +1,121 @@
+"""What training tells: the report of a run, and the estimate that a dry run gives. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Rows", "TrainEstimate", "TrainReport"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What became of the rows.
+
+    Attributes:
+        sources: per source: its path, rows read, rows kept by filter and samples, rows empty, files with their sha256.
+        train, validation: rows used.
+        empty: rows dropped, because a value was missing or there was no completion.
+        cut_off: rows dropped, because nothing to train on was left within max_length.
+        truncated: rows used that were cut to max_length.
+        boundary_moved: rows used whose prompt ends in other tokens than when it stands alone.
+        longest: tokens of the longest row.
+        tokens, trained_tokens: in one pass over the training rows: all, and those that the loss is taken on.
+        sha256: of the training rows' tokens.
+    """
+
+    sources: list[dict[str, Any]]
+    train: int
+    validation: int
+    empty: int
+    cut_off: int
+    truncated: int
+    boundary_moved: int
+    longest: int
+    tokens: int
+    trained_tokens: int
+    sha256: str
+
+    @property
+    def dropped(self) -> int:
+        return self.empty + self.cut_off
+
+    def notes(self) -> list[str]:
+        """What a user should know of, in words."""
+        found = []
+        if self.empty:
+            found.append(f"{self.empty} rows dropped: a value is missing, or there is nothing to train on")
+        if self.cut_off:
+            found.append(f"{self.cut_off} rows dropped: max_length leaves nothing of their completion")
+        if self.truncated:
+            found.append(f"{self.truncated} rows cut to max_length (the longest has {self.longest} tokens)")
+        if self.boundary_moved:
+            found.append(
+                f"{self.boundary_moved} rows have a prompt whose last token merges with the completion: end prompts "
+                "without a space, and begin completions with one"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """A finished run.
+
+    Attributes:
+        path: the adapter's folder.
+        steps: updates of the weights.
+        resumed_from: the step that a checkpoint gave, or None.
+        train_losses: [step, mean loss per trained token since the last entry].
+        eval_losses: [step, loss on the validation rows], the last one at the end; empty without validation.
+        rows: what became of the rows.
+        tokens: tokens read in training, padding not counted.
+        seconds: wall time of the training steps of this process.
+        trainable_parameters: of the adapter.
+    """
+
+    path: Path
+    steps: int
+    resumed_from: int | None
+    train_losses: list[tuple[int, float]]
+    eval_losses: list[tuple[int, float]]
+    rows: Rows
+    tokens: int
+    seconds: float
+    trainable_parameters: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "path": str(self.path)}
+
+
+@dataclass(frozen=True)
+class TrainEstimate:
+    """What a run would do, known from the base's config, its tokenizer and the rows; no weights are loaded.
+
+    Attributes:
+        base_model: its name (and commit).
+        target_modules: the modules that get an adapter, by the end of their name.
+        adapted_modules: how many there are.
+        trainable_parameters, base_parameters: numbers of parameters.
+        steps: updates of the weights.
+        tokens: tokens read in training, about: rows are drawn whole, so a part of an epoch is only near its share.
+        rows: what becomes of the rows.
+        memory: bytes by part: base, adapter (weights, gradients, AdamW's two moments), activations, and their total; a rough
+            guide, within a factor of about two.
+        device, dtype: as the recipe's `auto` was resolved here.
+    """
+
+    base_model: str
+    target_modules: list[str]
+    adapted_modules: int
+    trainable_parameters: int
+    base_parameters: int
+    steps: int
+    tokens: int
+    rows: Rows
+    memory: dict[str, int]
+    device: str
+    dtype: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,71 @@
+"""Templates such as `Question: {question}\\nAnswer:`, filled from the columns of a row.
+
+The syntax is that of str.format, cut down to column names in braces (`{{` and `}}` are braces): no attributes, indices,
+conversions or format specs, so that a template can reach nothing but the row. Knows nothing of datasets.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from adapterswap.errors import AdapterswapError
+
+__all__ = ["Template"]
+
+
+class Template:
+    """A template, read once and filled many times.
+
+    Attributes:
+        text: the template as it was given.
+        fields: the columns that it names, in order, each once.
+
+    Raises:
+        AdapterswapError: unbalanced braces, an empty field, or anything but a column's name in braces.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._pieces: list[tuple[str, str | None]] = []
+        try:
+            parsed = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise AdapterswapError(
+                f"the template {text!r} has unbalanced braces ({error})", "Write {column}, and {{ or }} for a brace"
+            ) from None
+        for literal, field, spec, conversion in parsed:
+            if field is not None and (not field or spec or conversion or set(field) & set(".[]{}")):
+                raise AdapterswapError(
+                    f"the template {text!r} has a field that is not just a column's name: {field!r}",
+                    "Write {column}, and {{ or }} for a brace",
+                )
+            self._pieces.append((literal, field))
+        self.fields = tuple(dict.fromkeys(field for _, field in self._pieces if field is not None))
+
+    def fill(self, row: Mapping[str, Any]) -> str | None:
+        """The text for `row`; None if a column that it names is null there.
+
+        Raises:
+            AdapterswapError: a value that is neither text, number nor boolean.
+        """
+        parts: list[str] = []
+        for literal, field in self._pieces:
+            parts.append(literal)
+            if field is None:
+                continue
+            value = row[field]
+            if value is None:
+                return None
+            if not isinstance(value, str | int | float):
+                raise AdapterswapError(
+                    f"the column {field!r} holds a {type(value).__name__}, not text or a number",
+                    "Name a column of plain values, or use `messages:` for a column of chat messages",
+                )
+            parts.append(str(value))
+        return "".join(parts)
+
+    def missing(self, columns: Sequence[str]) -> list[str]:
+        """The fields that are not among `columns`."""
+        return [field for field in self.fields if field not in columns]

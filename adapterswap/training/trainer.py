@@ -1,0 +1,154 @@
+"""TRL's SFTTrainer, set up from a recipe: everything that matters is set, nothing is left to a default that may change.
+
+Rows come in tokenised and masked, so the trainer's own preparation is skipped. Adds to it: a stop at the first loss that is
+no number, a progress bar, and a checkpoint every N samples. Importing this module imports torch and trl.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.training.base import Base, Targets
+from adapterswap.training.progress import Bar
+from adapterswap.training.recipe import AdapterOptions, TrainingOptions, TrainRecipe
+
+__all__ = ["ExpertTrainer", "build_trainer", "lora_config", "total_steps"]
+
+
+class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
+    """An SFTTrainer that stops when the loss is not finite, and reports to nobody."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            raise AdapterswapError(
+                f"the loss is {loss.item()} in step {self.state.global_step + 1}",
+                "Lower training.learning_rate, or raise training.warmup; nothing was written, checkpoints are kept",
+            )
+        return loss
+
+    def _send_telemetry(self) -> None:
+        """TRL tells its makers of each run over the network; training here works, and stays, offline."""
+
+
+class _Progress(TrainerCallback):  # type: ignore[misc]
+    """Drives the bar; records the loss at checkpoints too, so that a resumed run records what an unbroken one does."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar.begin(state.max_steps, state.global_step, state.num_input_tokens_seen)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log |= control.should_save
+        self._bar.step(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:
+            self._bar.loss(logs["loss"], state.num_input_tokens_seen)
+
+
+def total_steps(rows: int, options: TrainingOptions) -> int:
+    """Steps for `rows` rows (or packed sequences), as the transformers Trainer counts them."""
+    if options.max_steps is not None:
+        return options.max_steps
+    batches = math.ceil(rows / options.batch_size)
+    return math.ceil(options.epochs * math.ceil(batches / options.gradient_accumulation))
+
+
+def lora_config(options: AdapterOptions, targets: Targets) -> LoraConfig:
+    """PEFT's config of the adapter."""
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.r,
+        lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,
+        use_rslora=options.rslora,
+        lora_dropout=options.dropout,
+        target_modules=targets.names,
+        layers_to_transform=targets.layers,
+        modules_to_save=sorted(options.modules_to_save) or None,
+        fan_in_fan_out=targets.conv1d,
+        bias="none",
+    )
+
+
+def build_trainer(
+    recipe: TrainRecipe, base: Base, model: Any, targets: Targets, train: Any, validation: Any,
+    *, steps: int, device: str, dtype: str, checkpoints: Path, bar: Bar,
+) -> ExpertTrainer:  # fmt: skip
+    """A trainer ready to train.
+
+    Args:
+        train, validation: datasets with input_ids and labels (and seq_lengths if packed); validation may be None.
+        steps: how many there will be; a schedule that decays at the end needs to know.
+        checkpoints: where they go.
+    """
+    options = recipe.training
+    samples_a_step = options.batch_size * options.gradient_accumulation
+    schedule_options: dict[str, Any] = {}
+    if options.schedule == "warmup_stable_decay":
+        decay = options.decay if options.decay >= 1 else round(options.decay * steps)
+        schedule_options = {"num_decay_steps": int(decay), "decay_type": "linear"}
+    evaluate_every = recipe.validation.every_samples if recipe.validation else None
+    arguments = SFTConfig(
+        output_dir=str(checkpoints),
+        # what is computed
+        max_steps=steps,
+        per_device_train_batch_size=options.batch_size,
+        per_device_eval_batch_size=options.batch_size,
+        gradient_accumulation_steps=options.gradient_accumulation,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
+        lr_scheduler_kwargs=schedule_options,
+        warmup_steps=options.warmup,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        max_grad_norm=options.max_grad_norm,
+        seed=options.seed,
+        data_seed=options.data_seed,
+        max_length=options.max_length,
+        packing=options.packing,
+        eval_packing=False,
+        activation_checkpointing=options.gradient_checkpointing,
+        use_cpu=device == "cpu",
+        bf16=dtype == "bfloat16",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        # when something is saved or told
+        save_strategy="steps" if options.save_every_samples else "no",
+        save_steps=max(1, (options.save_every_samples or 0) // samples_a_step),
+        save_total_limit=2,
+        eval_strategy="steps" if evaluate_every else "no",
+        eval_steps=max(1, (evaluate_every or 0) // samples_a_step),
+        logging_steps=options.logging_steps,
+        logging_nan_inf_filter=False,
+        include_num_input_tokens_seen="all" if options.packing else "non_padding",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        # the process
+        dataloader_num_workers=0,
+        dataloader_pin_memory=device == "cuda",
+    )
+    trainer = ExpertTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=base.tokenizer,
+        peft_config=lora_config(recipe.adapter, targets),
+        callbacks=[_Progress(bar)],
+    )
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
+    return trainer
