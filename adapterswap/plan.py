@@ -119,7 +119,7 @@ def make_plan(composition: Composition, experts: Mapping[str, Adapter], *, num_l
     rules = composition.rules(num_layers)
     _check_rules(rules, num_layers, problems)
     modules = _match(rules, used, problems)
-    _check_used(names, modules, composition, problems)
+    _check_used(names, rules, modules, composition, problems)
     problems.raise_if_any()
     return Plan(composition, rules, used, num_layers, modules)
 
@@ -255,14 +255,19 @@ def _explain_no_match(rule: Rule, modules: Sequence[LoraModule]) -> str:
 
 
 def _check_used(
-    names: Sequence[str], modules: Mapping[str, ModulePlan], composition: Composition, problems: Problems
+    names: Sequence[str],
+    rules: Sequence[Rule],
+    modules: Mapping[str, ModulePlan],
+    composition: Composition,
+    problems: Problems,
 ) -> None:
-    """An expert that gives nothing is a mistake, unless zones of 0 layers were asked for in so many words."""
+    """An expert that gives nothing is a mistake, unless zones of 0 layers or a weight of 0 ask for just that."""
     if composition.bottom is not None and composition.top is not None and composition.allocation is None:
         return
     used = {term.expert for module in modules.values() for term in module.terms}
+    silenced = {name for rule in rules for name, weight in (rule.blend or {}).items() if weight == 0}
     for name in names:
-        if name not in used and modules:
+        if name not in used | silenced and modules:
             problems.add(
                 f"the expert {name!r} gives no module to the result",
                 "Leave it out, or give it layers and modules that it adapts",

@@ -1,0 +1,147 @@
+"""Pico models and experts for all tests, made once per session. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any Hugging Face library is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner, Result
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+LAYERS = 6
+LLAMA_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+# Architectures that differ in what matters here: biases, transposed weights, fused projections, other names of layers.
+CONFIGS: dict[str, tuple[type, dict[str, Any], list[str]]] = {
+    "llama": (
+        transformers.LlamaConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        LLAMA_PROJECTIONS,
+    ),
+    "qwen2": (
+        transformers.Qwen2Config,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        LLAMA_PROJECTIONS,
+    ),
+    "gpt2": (
+        transformers.GPT2Config,
+        {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
+        ["c_attn", "c_proj", "c_fc"],
+    ),
+    "neox": (
+        transformers.GPTNeoXConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    ),
+}
+
+
+def load_base(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`base("llama")` is the folder of a random pico model."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str) -> Path:
+        if architecture not in made:
+            config_class, options, _ = CONFIGS[architecture]
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config_class(vocab_size=96, **options))
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):  # biases start at zero, where a mistake with them would not show
+                    torch.nn.init.normal_(parameter, std=0.1)
+            made[architecture] = tmp_path_factory.mktemp(f"base-{architecture}")
+            model.save_pretrained(made[architecture])
+        return made[architecture]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def expert(base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`expert("llama", seed=1, r=8, …)` is the folder of a random LoRA, saved by PEFT; options are LoraConfig's."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str = "llama", *, seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+        key = repr((architecture, seed, dtype, sorted(options.items())))
+        if key not in made:
+            settings = {"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": CONFIGS[architecture][2]}
+            settings |= {"fan_in_fan_out": architecture == "gpt2", "task_type": "CAUSAL_LM"}
+            model = get_peft_model(load_base(base(architecture)), LoraConfig(**(settings | options)))
+            generator = torch.Generator().manual_seed(seed)
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.05).to(dtype)
+            made[key] = tmp_path_factory.mktemp(f"expert-{seed}")
+            model.save_pretrained(made[key], save_embedding_layers=False)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def math(expert: Callable[..., Path]) -> Path:
+    return expert(seed=1)
+
+
+@pytest.fixture
+def swahili(expert: Callable[..., Path]) -> Path:
+    return expert(seed=2)
+
+
+def merged_weights(base_folder: Path, adapter_folder: Path) -> dict[str, torch.Tensor]:
+    """The full weights of base + adapter, by PEFT's own merge."""
+    model = PeftModel.from_pretrained(load_base(base_folder), adapter_folder).merge_and_unload()
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.arange(40).reshape(2, 20) * 7 % 96
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    """`run("compose", …)` runs the command line in this process and keeps stdout and stderr apart."""
+    from adapterswap.cli import main
+
+    def call(*arguments: object) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    return call

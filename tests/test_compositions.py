@@ -1,0 +1,183 @@
+"""What is asked for: zones, defaults, names, weights, recipes; all mistakes told together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from adapterswap.allocation import Rule, format_layers, parse_layers
+from adapterswap.compositions import Composition, parse_composition, scaled_default
+from adapterswap.errors import AdapterswapError
+from adapterswap.yamlfiles import apply_overrides, read_recipe, validate
+
+
+@given(st.frozensets(st.integers(0, 200)))
+def test_layers_survive_their_text(layers: frozenset[int]) -> None:
+    assert parse_layers(format_layers(layers)) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "0-", "-1", "1,,2", "0–4", "1.5"])
+def test_bad_layers_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no list of layers|backwards"):
+        parse_layers(text)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "bottom", "top"), [(32, 5, 2), (28, 4, 2), (16, 3, 1), (24, 4, 2), (6, 1, 0), (80, 13, 5)]
+)
+def test_the_papers_defaults_scale_with_depth(num_layers: int, bottom: int, top: int) -> None:
+    assert Composition().zones(num_layers) == (bottom, top, 0, 0)
+
+
+def test_halves_are_rounded_up() -> None:
+    assert [scaled_default(1, n, 32) for n in (15, 16, 47, 48)] == [0, 1, 1, 2]
+
+
+@given(st.data())
+def test_zones_are_algorithm_1(data: st.DataObject) -> None:
+    """Each layer goes where the first paper's conditions put it (its line 5 read as "and")."""
+    layers = data.draw(st.integers(1, 40))
+    b, u, t_b, t_u = data.draw(st.tuples(*[st.integers(0, layers)] * 4).filter(lambda zones: sum(zones) <= layers))
+    rules = Composition(bottom=b, top=u, bottom_transition=t_b, top_transition=t_u).rules(layers)
+    for layer in range(layers):
+        coefficients = next(rule for rule in rules if rule.matches("x.mlp.y", layer, "mlp")).coefficients()
+        if layer < b or layer > layers - 1 - u:
+            assert coefficients == {"language": 1}
+        elif layer > b - 1 + t_b and layer < layers - u - t_u:
+            assert coefficients == {"task": 1}
+        else:
+            assert coefficients == {"task": 0.5, "language": 0.5}
+
+
+def test_zones_that_overlap_are_refused() -> None:
+    with pytest.raises(
+        AdapterswapError, match=r"bottom 4 \+ top 2 \+ top_transition 1 = 7 layers, and the model has 6"
+    ):
+        Composition(bottom=4, top=2, top_transition=1).rules(6)
+
+
+def test_defaults_that_give_the_language_nothing_are_refused() -> None:
+    with pytest.raises(AdapterswapError, match="give the language expert no layer"):
+        Composition().rules(2)
+
+
+def test_souped_sides_share_their_weight() -> None:
+    composition = Composition(task=("m1", "m2"), language=("s1", "s2", "s3"), task_weight=3, bottom=1, top=1)
+    outer, non_layer, middle = composition.rules(4)
+    assert outer.coefficients() == pytest.approx({"s1": 1 / 3, "s2": 1 / 3, "s3": 1 / 3})
+    assert middle.coefficients() == {"m1": 0.5, "m2": 0.5}
+    assert non_layer.coefficients() == pytest.approx(
+        {"m1": 3 / 8, "m2": 3 / 8, "s1": 1 / 12, "s2": 1 / 12, "s3": 1 / 12}
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"task_weight": float("nan")}, "not a finite number"),
+        ({"task_weight": float("inf")}, "not a finite number"),
+        ({"task_weight": 0, "language_weight": 0}, "all weights are 0"),
+        ({"task_weight": 1, "language_weight": -1, "allow_negative": True}, "sum to 0"),
+        ({"task_weight": -2}, "negative"),
+        ({"method": "task_arithmetic", "scale": -1}, "negative"),
+        ({"method": "task_arithmetic", "scale": 0}, "other than 0"),
+        ({"method": "soup", "bottom": 3}, "belong to a layer swap"),
+        ({"partition": "A", "top": 3}, "belong to a layer swap"),
+        ({"partition": "A", "method": "soup"}, "a partition is a layer swap"),
+        ({"scale": 0.5}, "scale belongs to task_arithmetic"),
+        ({"bottom": -1}, "greater than or equal to 0"),
+        ({"experts": {"base": "x"}}, "reserved"),
+        ({"allocation": []}, "no rule"),
+        ({"allocation": [{"expert": "a"}], "bottom": 1}, "cannot be given beside it"),
+        ({"allocation": [{"layers": 0}]}, "exactly one"),
+        ({"allocation": [{"expert": "a", "blend": {"a": 1}}]}, "exactly one"),
+        ({"allocation": [{"blend": {"a": 1, "b": -1}}], "allow_negative": True}, "sum to 0"),
+        ({"allocation": [{"blend": {"a": 1, "b": -0.5}}]}, "negative"),
+        ({"allocation": [{"blend": {}}]}, "no expert"),
+        ({"allocation": [{"expert": "a", "layers": "4-2"}]}, "backwards"),
+        ({"allocation": [{"expert": "a", "modules": []}]}, "empty"),
+        ({"bootom": 3}, "Did you mean 'bottom'"),
+        ({"allocation": [{"layer": 3, "expert": "a"}]}, "Did you mean 'layers'"),
+    ],
+)
+def test_mistakes_are_named(content: dict[str, object], told: str) -> None:
+    with pytest.raises(AdapterswapError, match=told):
+        validate(content, Composition, where="recipe.yaml")
+
+
+def test_unnormalised_weights_may_sum_to_zero() -> None:
+    rule = Rule(blend={"task": 1, "source": -1, "target": 0}, normalize=False)
+    assert rule.coefficients() == {"task": 1, "source": -1}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("math+swahili", Composition(task="math", language="swahili")),
+        ("math+swahili@bottom=4,top=1", Composition(task="math", language="swahili", bottom=4, top=1)),
+        ("m.1+sw-2@task_weight=0.5", Composition(task="m.1", language="sw-2", task_weight=0.5)),
+        ("math+base@bottom=3,top=0", Composition(task="math", language="base", bottom=3, top=0)),
+    ],
+)
+def test_short_names(name: str, expected: Composition) -> None:
+    assert parse_composition(name) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "math",
+        "math+",
+        "a+b+c",
+        "a+b@",
+        "a+b@bottom",
+        "a+b@bottom=x",
+        "a+b@bottom=1,bottom=2",
+        "../x+b",
+        "a+b@experts=1",
+    ],
+)
+def test_names_that_are_none_are_refused(name: str) -> None:
+    with pytest.raises(AdapterswapError):
+        parse_composition(name)
+
+
+def test_a_recipe_reports_all_its_mistakes(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("bottom: x\ntop: -1\nnum_layer: 3\nmethod: swap\n")
+    with pytest.raises(AdapterswapError) as caught:
+        read_recipe(recipe, Composition)
+    told = str(caught.value)
+    assert len(caught.value.problems) == 4
+    assert "bottom is 'x'" in told
+    assert "top is -1" in told
+    assert "num_layer is not a known key. Did you mean 'num_layers'" in told
+    assert "method is 'swap'" in told
+    assert "'layer_swap'" in told
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 2\n", "- 1\n", "a: [\n", "a: !!python/object:os.system {}\n", "\x00"])
+def test_bad_yaml_is_refused(text: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(AdapterswapError, match=r"recipe\.yaml"):
+        read_recipe(recipe, Composition)
+
+
+def test_overrides_reach_into_recipes() -> None:
+    content = {"a": {"b": [1, {"c": 2}]}}
+    assert apply_overrides(content, ["a.b.1.c=3e-4", "d.e=true"]) == {"a": {"b": [1, {"c": 3e-4}]}, "d": {"e": True}}
+    assert content == {"a": {"b": [1, {"c": 2}]}}
+    for bad in ("a", "=1", "a.b.7=1", "a.b.x=1"):
+        with pytest.raises(AdapterswapError, match="--set"):
+            apply_overrides(content, [bad])
+
+
+def test_compositions_are_not_changed_after_they_are_read() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Composition().top = 3  # type: ignore[misc]

@@ -1,0 +1,182 @@
+"""Plans: what is checked before anything is written, and what a plan says of itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import adapterswap
+from adapterswap import AdapterswapError, Composition
+from adapterswap.describe import strip, unusual
+from adapterswap.plan import find_num_layers
+
+
+def allocation(*rules: dict[str, Any], **options: Any) -> Composition:
+    return Composition.model_validate({"allocation": list(rules), **options})
+
+
+def rewritten(folder: Path, copy: Path, **changes: Any) -> Path:
+    """A copy of an adapter with other values in its config."""
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copy / "adapter_config.json").read_text()) | changes
+    (copy / "adapter_config.json").write_text(json.dumps(config))
+    return copy
+
+
+def test_a_general_allocation(math: Path, swahili: Path, expert: Callable[..., Path]) -> None:
+    """Three experts, the base, module kinds and names; the first rule that matches wins."""
+    experts = {"math": math, "swahili": swahili, "code": expert(seed=3)}
+    plan = adapterswap.compose(
+        allocation(
+            {"layers": "0-1", "modules": ["attention"], "expert": "swahili"},
+            {"layers": [5], "modules": ["mlp.down_proj", "q_proj"], "blend": {"math": 1, "code": 3}},
+            {"layers": 5, "expert": "base"},
+            {"expert": "math"},
+        ),
+        experts,
+    )
+    owners = {name.removeprefix("model.layers."): module.owner for name, module in plan.modules.items()}
+    assert owners["0.self_attn.q_proj"] == owners["1.self_attn.o_proj"] == "swahili"
+    assert owners["0.mlp.up_proj"] == owners["4.self_attn.q_proj"] == "math"
+    assert owners["5.mlp.up_proj"] == owners["5.self_attn.k_proj"] == "base"
+    for name in ("model.layers.5.mlp.down_proj", "model.layers.5.self_attn.q_proj"):
+        assert {t.expert: t.coefficient for t in plan.modules[name].terms} == {"math": 0.25, "code": 0.75}
+    assert strip(plan).splitlines() == [
+        "           012345",
+        "attention  ssmmm*",
+        "mlp        mmmmm*",
+        "           s swahili, m math, * differs by module",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ([{"layers": "0-9", "expert": "math"}, {"expert": "swahili"}], "names layer 6, and the base has 6"),
+        ([{"modules": "lm_head", "expert": "math"}, {"expert": "swahili"}], "matches no module"),
+        ([{"layers": "none", "expert": "math"}, {"expert": "swahili"}], "matches no module"),
+        ([{"expert": "math"}, {"layers": 3, "expert": "swahili"}], "Earlier rules took them all"),
+        (
+            [{"layers": "0-4", "expert": "math"}, {"layers": 5, "modules": ["mlp"], "expert": "swahili"}],
+            "no rule covers",
+        ),
+        ([{"expert": "maths"}], "'maths' is not among the experts given"),
+        ([{"expert": "base"}], "every rule gives its modules to the base"),
+    ],
+)
+def test_rules_that_cannot_be_meant(rules: list[dict[str, Any]], told: str, math: Path, swahili: Path) -> None:
+    with pytest.raises(AdapterswapError, match=told):
+        adapterswap.compose(allocation(*rules), {"math": math, "swahili": swahili})
+
+
+def test_all_mistakes_are_told_together(math: Path, swahili: Path) -> None:
+    composition = allocation(
+        {"layers": 7, "expert": "math"}, {"modules": "w1", "expert": "swahili"}, {"layers": "0-2", "expert": "math"}
+    )
+    with pytest.raises(AdapterswapError) as caught:
+        adapterswap.compose(composition, {"math": math, "swahili": swahili})
+    told = str(caught.value)
+    assert "names layer 7" in told
+    assert "modules w1" in told
+    assert "no rule covers" in told
+    assert "'swahili' gives no module" in told
+
+
+def test_experts_of_two_bases_are_refused(math: Path, swahili: Path, tmp_path: Path) -> None:
+    other = rewritten(swahili, tmp_path / "other", base_model_name_or_path="org/other-base")
+    with pytest.raises(AdapterswapError, match=r"and other adapts org/other-base.*--base-model"):
+        adapterswap.layer_swap(math, other, bottom=1, top=1, num_layers=6)
+    declared = adapterswap.layer_swap(math, other, bottom=1, top=1, num_layers=6, base_model="org/other-base")
+    assert declared.base_model == "org/other-base"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"), [({"fan_in_fan_out": True}, "fan_in_fan_out"), ({"task_type": "SEQ_CLS"}, "task_type")]
+)
+def test_experts_that_do_not_fit_are_refused(
+    changes: dict[str, Any], told: str, math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AdapterswapError, match=told):
+        adapterswap.layer_swap(math, rewritten(swahili, tmp_path / "x", **changes), bottom=1, top=1)
+
+
+def test_experts_of_another_shape_are_refused(math: Path, expert: Callable[..., Path], tmp_path: Path) -> None:
+    """NeoX and GPT-2 name their modules apart; Qwen2 shares Llama's names, so its shapes tell."""
+    from safetensors.torch import load_file, save_file
+
+    other = rewritten(math, tmp_path / "wide")
+    tensors = load_file(other / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
+    tensors[key] = tensors[key].repeat(2, 1)
+    save_file(tensors, other / "adapter_model.safetensors")
+    with pytest.raises(AdapterswapError, match=r"layers\.2\.mlp\.up_proj is 48×32 in .*, and 96×32 in"):
+        adapterswap.soup(math, other)
+    with pytest.raises(AdapterswapError, match="several lists of layers"):
+        adapterswap.soup(math, expert("gpt2", seed=1), base_model="declared", num_layers=6)
+
+
+def test_the_number_of_layers_is_never_guessed(math: Path, swahili: Path, tmp_path: Path) -> None:
+    unknown = [
+        rewritten(folder, tmp_path / folder.name, base_model_name_or_path="/nowhere/base") for folder in (math, swahili)
+    ]
+    with pytest.raises(AdapterswapError, match=r"the path /nowhere/base does not exist.*--num-layers"):
+        adapterswap.layer_swap(*unknown, bottom=1, top=1)
+    assert adapterswap.layer_swap(*unknown, bottom=1, top=1, num_layers=6).num_layers == 6
+    with pytest.raises(AdapterswapError, match="adapts layer 5, and the base has 4 layers"):
+        adapterswap.layer_swap(*unknown, bottom=1, top=1, num_layers=4)
+
+
+def test_the_number_of_layers_comes_from_the_base(math: Path, base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = {"math": adapterswap.open_adapter(math)}
+    assert find_num_layers(adapter) == 6
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 11}, "num_layers": 3}))
+    assert find_num_layers(adapter, str(tmp_path)) == 11
+    (tmp_path / "config.json").write_text(json.dumps({"is_encoder_decoder": True, "num_layers": 3}))
+    with pytest.raises(AdapterswapError, match="an encoder and a decoder"):
+        find_num_layers(adapter, str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(AdapterswapError, match="does not say how many layers"):
+        find_num_layers(adapter, str(tmp_path))
+
+
+def test_an_expert_that_gives_nothing_is_a_mistake(math: Path, expert: Callable[..., Path]) -> None:
+    outer_only = expert(seed=4, layers_to_transform=[0, 5])
+    with pytest.raises(AdapterswapError, match="gives no module"):
+        adapterswap.compose(
+            allocation({"layers": "1-4", "expert": "shell"}, {"expert": "math"}), {"math": math, "shell": outer_only}
+        )
+
+
+def test_zones_of_zero_layers_may_be_asked_for(math: Path, swahili: Path) -> None:
+    plan = adapterswap.layer_swap(math, swahili, bottom=0, top=0)
+    assert {module.owner for module in plan} == {plan.composition.task[0]}
+
+
+def test_a_module_that_its_owner_lacks_is_shown(math: Path, expert: Callable[..., Path]) -> None:
+    attention_only = expert(seed=3, target_modules=["q_proj", "v_proj"])
+    plan = adapterswap.layer_swap(math, attention_only, bottom=2, top=0, bottom_transition=1)
+    told = unusual(plan)
+    name = plan.composition.language[0]
+    assert f"mlp.up_proj in layers 0-1: {name}, but {name} does not adapt it: it stays as in the base" in told
+    assert any(line.startswith("mlp.up_proj in layers 2:") and "counts as zero" in line for line in told)
+    assert plan.modules["model.layers.0.mlp.up_proj"].owner == "base"
+    assert plan.modules["model.layers.2.mlp.up_proj"].terms[0].coefficient == 0.5
+
+
+def test_layers_that_nobody_adapts_are_shown(expert: Callable[..., Path]) -> None:
+    folders = [expert(seed=seed, layers_to_transform=[0, 1, 5]) for seed in (1, 2)]
+    plan = adapterswap.layer_swap(*folders, bottom=1, top=1)
+    assert unusual(plan) == ["layers 2-4: no expert adapts them, so they stay as in the base"]
+
+
+def test_names_of_experts_follow_their_folders(math: Path, swahili: Path) -> None:
+    plan = adapterswap.layer_swap(math, swahili, bottom=1, top=1)
+    assert list(plan.experts) == [math.name, swahili.name]
+    twice = adapterswap.soup(math, math)
+    assert list(twice.experts) == [math.name, "language"]
