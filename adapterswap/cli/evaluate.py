@@ -1,0 +1,222 @@
+"""`adapterswap evaluate`: a base, an adapter or a composition → lm-evaluation-harness → a table, JSON, a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterswap.cli.composition_options import composition_options, plan_from_options
+from adapterswap.cli.printing import note, print_json
+
+if TYPE_CHECKING:
+    from adapterswap.evaluation import EvaluationResult, TaskResult
+    from adapterswap.evaluation.subjects import Base
+    from adapterswap.plan import Plan
+
+# Options that `evaluate` takes under the same names; what is left of **options says what to compose.
+_SETTINGS = (
+    "num_fewshot", "limit", "batch_size", "max_gen_toks", "apply_chat_template", "system_instruction", "truncate",
+    "include_path", "seed",
+)  # fmt: skip
+
+
+@click.command("evaluate")
+@click.option("--base-model", required=True, metavar="PATH|ID", help="The base model.")
+@click.option("--adapter", metavar="PATH|ID", help="One adapter on top of it.")
+@composition_options
+@click.option("--recipe", metavar="PATH", help="A composition's recipe (YAML), as for compose.")
+@click.option(
+    "--tasks", required=True, metavar="TASKS", help="Tasks, separated by commas: mgsm_native_cot_sw, mgsm_*_te."
+)
+@click.option("--num-fewshot", type=int, metavar="N", help="Shots.  [default: each task's own; MGSM: 8]")
+@click.option("--limit", type=float, metavar="N", help="Only the first N documents of each task, or a fraction.")
+@click.option("--batch-size", type=int, default=8, show_default=True, metavar="N", help="Sequences at once.")
+@click.option(
+    "--max-gen-toks", type=int, default=512, show_default=True, metavar="N", help="Longest output, in tokens."
+)
+@click.option(
+    "--gen-kwargs", metavar="K=V,…", help="Generation settings over the tasks' own: temperature=0.6,do_sample=true."
+)
+@click.option("--apply-chat-template", is_flag=True, help="Prompt as a chat, each shot a turn.")
+@click.option("--system-instruction", metavar="TEXT", help="A text before everything else.")
+@click.option("--truncate", is_flag=True, help="Let prompts that do not fit lose their beginning.")
+@click.option("--include-path", metavar="DIR", help="A folder with lm-eval task files of your own.")
+@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda, cuda:N, mps.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Of the base; auto: as stored.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=1234, show_default=True, metavar="N", help="For sampling.")
+@click.option("-o", "--out-path", metavar="O", help="Folder to write: results.json and samples.jsonl.")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--dry-run", is_flag=True, help="Check everything, show a prompt, load no weights.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    base_model: str,
+    adapter: str | None,
+    recipe: str | None,
+    tasks: str,
+    device: str,
+    dtype: str,
+    out_path: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Evaluate a base, an adapter or a composition with lm-evaluation-harness.
+
+    Give --adapter, or --task-expert and --language-expert with the options of compose, or neither for the base alone.
+    MGSM (mgsm_direct_*, mgsm_native_cot_*, mgsm_en_cot_* in bn de en es fr ja ru sw te th zh) needs no network and is
+    scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers.
+    """
+    from pathlib import Path
+
+    from adapterswap.evaluation import evaluate, write_result
+    from adapterswap.evaluation.subjects import choose_device, describe_subject, find_adapter, load_subject, open_base
+    from adapterswap.evaluation.tasks import require_lm_eval
+    from adapterswap.folders import check_target
+
+    require_lm_eval()
+    plan = _plan(base_model, adapter, recipe, options)
+    source = find_adapter(adapter) if adapter else None
+    inputs = [source.folder] if source else []
+    inputs += [expert.source.folder for expert in plan.experts.values()] if plan else []
+    settings = _settings(options)
+    if out_path is not None:
+        check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
+    base = open_base(base_model)
+    inputs.append(base.source.folder)
+    names = [name for name in tasks.split(",") if name]
+    subject = describe_subject(base, adapter=source, plan=plan)
+    if dry_run:
+        choose_device(device)
+        _dry_run(base, names, settings, subject, plan, as_json)
+        return
+    with load_subject(base, adapter=source, plan=plan, device=device, dtype=dtype) as model, _bar() as advance:
+        result = evaluate(model, base.tokenizer, names, **settings, on_progress=advance)
+    if out_path is not None:
+        write_result(result, out_path, subject=subject, overwrite=overwrite, inputs=inputs)
+    if as_json:
+        print_json({**result.as_json(), "subject": subject, "out_path": out_path})
+    else:
+        _print(result)
+    _remarks(result, settings["max_gen_toks"])
+    if out_path is not None:
+        note(f"written to {out_path}")
+
+
+def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dict[str, Any]) -> Plan | None:
+    """The composition that is asked for, if one is."""
+    given = [name for name, value in options.items() if name not in (*_SETTINGS, "gen_kwargs") and value]
+    if not recipe and not given:
+        return None
+    if adapter:
+        raise click.UsageError("Give --adapter, or a composition: not both.")
+    return plan_from_options(options, recipe=recipe, base_model=base_model)
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that `evaluate` takes under the same names."""
+    settings = {name: options[name] for name in _SETTINGS}
+    text = options["gen_kwargs"]
+    if text:
+        from lm_eval.utils import simple_parse_args_string
+
+        if not all(item.partition("=")[2] for item in text.split(",")):
+            raise click.UsageError(f"--gen-kwargs {text!r} is not key=value,key=value.")
+        settings["gen_kwargs"] = simple_parse_args_string(text)
+    return settings
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task("requests")
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _dry_run(
+    base: Base, names: list[str], settings: dict[str, Any], subject: dict[str, Any], plan: Plan | None, as_json: bool
+) -> None:
+    """Show what would be asked: the composition, the tasks, the first prompt."""
+    from dataclasses import asdict
+
+    from adapterswap.evaluation.preview import preview
+
+    previews = preview(base.tokenizer, base.config, names, **settings)
+    if as_json:
+        print_json({"subject": subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
+        return
+    if plan is not None:
+        from adapterswap.describe import strip
+
+        click.echo(strip(plan))
+    table = _table("task", "shots", "documents", "requests", "longest prompt", "room for output")
+    for task in previews:
+        numbers = (task.num_fewshot, task.num_docs, task.num_requests, task.longest)
+        table.add_row(task.name, *map(str, numbers), "" if task.room is None else str(task.room))
+    _print_table(table)
+    click.echo(f"\nThe first prompt of {previews[0].name}:\n\n{previews[0].prompt}")
+    for task in previews:
+        if task.room is not None and task.room < settings["max_gen_toks"]:
+            note(f"{task.name}: the longest prompt leaves {task.room} tokens, fewer than --max-gen-toks")
+    note("nothing evaluated (--dry-run)")
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _print_table(table: Any) -> None:
+    from sys import stdout
+
+    from rich.console import Console
+
+    Console(width=None if stdout.isatty() else 120).print(table)
+
+
+def _print(result: EvaluationResult) -> None:
+    """A table for each set of tasks with the same scores, a row for each task."""
+    alike: dict[tuple[tuple[str, str], ...], list[TaskResult]] = {}
+    for task in [*result.tasks.values(), *result.groups.values()]:
+        alike.setdefault(tuple((score.metric, score.filter) for score in task.scores), []).append(task)
+    for columns, tasks in alike.items():
+        heads = [metric if name == "none" else f"{metric}\n{name}" for metric, name in columns]
+        table = _table("task", "shots", "n", *heads)
+        for task in tasks:
+            table.add_row(task.name, str(task.num_fewshot), str(task.num_docs), *map(_score_text, task.scores))
+        _print_table(table)
+
+
+def _score_text(score: Any) -> str:
+    return f"{score.value:.3f}" + ("" if score.stderr is None else f" ± {score.stderr:.3f}")
+
+
+def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
+    """What a reader of the scores should know, on stderr."""
+    asked = result.settings["num_fewshot"]
+    for task in result.tasks.values():
+        if task.cut:
+            note(f"{task.name}: {task.cut} of {task.num_docs} outputs were cut at --max-gen-toks {max_gen_toks}")
+        if task.truncated:
+            note(f"{task.name}: {task.truncated} of {task.num_docs} prompts lost their beginning")
+        if asked is not None and task.num_fewshot != asked:
+            note(f"{task.name} fixes its shots at {task.num_fewshot}")

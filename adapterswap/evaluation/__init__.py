@@ -1,0 +1,12 @@
+"""Evaluation with lm-evaluation-harness: any loaded model, any of its tasks, and MGSM offline with a score of our own.
+
+`evaluate` runs tasks on a model in memory and knows nothing of adapters; `subjects` loads a base, an adapter or a
+composition. Imports neither the harness nor torch until something is evaluated.
+"""
+
+from __future__ import annotations
+
+from adapterswap.evaluation.evaluating import evaluate
+from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult, write_result
+
+__all__ = ["EvaluationResult", "Sample", "Score", "TaskResult", "evaluate", "write_result"]

@@ -1,0 +1,199 @@
+"""The parts that plug into lm-evaluation-harness: MGSM tasks with our filter, and a model that tells what it cut.
+
+This is the one module that imports the harness (and so torch) at its top, so it is imported where it is needed.
+Knows nothing of adapters: a PeftModel is a model like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.filter import Filter
+from lm_eval.api.metrics import exact_match_fn
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.evaluation.answers import extract_answer
+from adapterswap.evaluation.mgsm import MgsmTask, mgsm_task
+
+__all__ = ["EvaluatedModel", "build_mgsm_task", "request_key"]
+
+_FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter, and its last match
+
+
+class NormalizedFilter(Filter):  # type: ignore[misc]
+    """Takes the answer from an output as an exact number, or None: see `extract_answer`."""
+
+    def __init__(self, language: str) -> None:
+        self._language = language
+
+    def apply(self, resps: Sequence[Sequence[str]], docs: Sequence[Any]) -> list[Decimal | None]:
+        """Reads the first response to each document."""
+        return [extract_answer(responses[0], self._language) for responses in resps]
+
+
+class _OfflineMgsm(ConfigurableTask):  # type: ignore[misc]
+    """A harness task over the data shipped with this package."""
+
+    def __init__(self, spec: MgsmTask, config: dict[str, Any]) -> None:
+        self._spec = spec
+        super().__init__(config=config)
+
+    def download(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is downloaded."""
+        rows = [{"question": question, "answer": str(number)} for question, number in self._spec.language.questions]
+        self.dataset = {"test": Dataset.from_list(rows)}
+
+
+def build_mgsm_task(name: str) -> ConfigurableTask:
+    """The MGSM task of that name, with eight fixed shots by default.
+
+    Its filters are the stock ones (`strict-match` or `remove_whitespace`, and `flexible-extract`) and `normalized`.
+    Each is scored as exact_match: the stock ones as text without case and punctuation, as the harness does; ours as a
+    number.
+    """
+    spec = mgsm_task(name)
+    language = spec.solutions_from.code
+    return _OfflineMgsm(
+        spec,
+        {
+            "task": name,
+            "test_split": "test",
+            "output_type": "generate_until",
+            "doc_to_text": lambda doc: spec.prompt(doc["question"]),
+            "doc_to_target": lambda doc: doc["answer"],
+            "target_delimiter": spec.answer_space,
+            "fewshot_config": {
+                "sampler": "first_n",
+                "samples": [{"question": question, "answer": answer} for question, answer in spec.shots()],
+            },
+            "num_fewshot": 8,
+            "generation_kwargs": {
+                "until": [spec.language.question_word, "</s>", "<|im_end|>"],
+                "do_sample": False,
+                "temperature": 0.0,
+            },
+            "filter_list": [
+                _stock_filter(spec.strict_pattern),
+                {"name": "flexible-extract", "filter": [_regex(_FLEXIBLE, group_select=-1), _FIRST]},
+                {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]},
+            ],
+            "process_results": _score,
+            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+            "metadata": {"version": "1.0"},
+        },
+    )
+
+
+_FIRST = {"function": "take_first"}
+
+
+def _regex(pattern: str, **options: Any) -> dict[str, Any]:
+    return {"function": "regex", "regex_pattern": pattern, **options}
+
+
+def _stock_filter(strict_pattern: str | None) -> dict[str, Any]:
+    if strict_pattern is None:  # direct tasks compare the whole output
+        return {"name": "remove_whitespace", "filter": [{"function": "remove_whitespace"}, _FIRST]}
+    return {"name": "strict-match", "filter": [_regex(strict_pattern), _FIRST]}
+
+
+def _score(doc: dict[str, str], results: list[str | Decimal | None]) -> dict[str, float]:
+    (answer,) = results
+    if isinstance(answer, str):
+        score = exact_match_fn(
+            references=[doc["answer"]], predictions=[answer], ignore_case=True, ignore_punctuation=True
+        )
+        return {"exact_match": float(score["exact_match"])}
+    return {"exact_match": float(answer == Decimal(doc["answer"]))}
+
+
+def request_key(prompt: str, gen_kwargs: dict[str, Any]) -> str:
+    """What identifies a generation request: the same key, the same output."""
+    return json.dumps([prompt, gen_kwargs], sort_keys=True)
+
+
+class EvaluatedModel(HFLM):  # type: ignore[misc]
+    """A loaded model as the harness sees it: without bars, and telling what the harness leaves unsaid.
+
+    Attributes:
+        cut: keys of the requests whose output ended at the limit of tokens.
+        truncated: keys of the requests whose prompt lost its beginning.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        batch_size: int,
+        max_gen_toks: int,
+        truncate: bool,
+        on_progress: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
+        self._max_gen_toks, self._truncate, self._on_progress = max_gen_toks, truncate, on_progress
+        self._cut_in_batch: list[bool] = []
+        self.cut: set[str] = set()
+        self.truncated: set[str] = set()
+        self.set_cache_hook(self)
+
+    @property
+    def max_gen_toks(self) -> int:
+        """The limit for tasks that set none of their own (the harness's is 256, too short for Telugu and Bengali)."""
+        return self._max_gen_toks
+
+    def add_partial(self, method: str, request: Any, response: Any) -> None:
+        """Called by the harness after each finished request, in the order of the batch (its hook for caches)."""
+        if method == "generate_until" and self._cut_in_batch.pop(0):
+            self.cut.add(request_key(*request))
+        if self._on_progress is not None:
+            self._on_progress()
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
+        """See the harness. Prompts that do not fit are refused, or counted where truncation is allowed.
+
+        Raises:
+            AdapterswapError: a prompt and its output do not fit into the model's context.
+        """
+        for request in requests:
+            prompt, gen_kwargs = request.args
+            budget = int(gen_kwargs.get("max_gen_toks", self.max_gen_toks))
+            length = len(self.tok_encode(prompt))
+            if length + budget <= self.max_length:
+                continue
+            self.truncated.add(request_key(prompt, gen_kwargs))
+            if not self._truncate or budget >= self.max_length:
+                raise AdapterswapError(
+                    f"{request.task_name}: a prompt of {length} tokens and an output of up to {budget} do not fit into "
+                    f"the model's context of {self.max_length}",
+                    "Give fewer shots (--num-fewshot), a lower --max-gen-toks, or let prompts lose their beginning "
+                    "(--truncate)",
+                )
+        return super().generate_until(requests, disable_tqdm=True)
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
+        """See the harness."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
+        """See the harness."""
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        tokens = super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
+        written = tokens[:, context.shape[1] :]
+        ends = self.model.generation_config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self._cut_in_batch += [
+            len(row) >= max_length - context.shape[1]
+            and not ends.intersection(row)
+            and not any(word in self.tokenizer.decode(row) for word in stop)
+            for row in written.tolist()
+        ]
+        return tokens

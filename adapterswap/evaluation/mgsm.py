@@ -1,0 +1,159 @@
+"""MGSM: 250 grade-school maths questions in eleven languages, with eight worked exemplars each, as they are published.
+
+Reads the data shipped in `data/mgsm/` (Shi et al. 2022, "Language Models are Multilingual Chain-of-Thought Reasoners",
+arXiv 2210.03057; CC BY 4.0, see the LICENSE beside it) and says how a question becomes a prompt. Task names, prompt
+words and answer patterns are those of lm-evaluation-harness's `mgsm_*` tasks, so that numbers compare; docs/evaluate.md
+lists the places where its prompts contradict the exemplars and these do not. Knows nothing of the harness's code or of
+models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+
+__all__ = ["LANGUAGES", "MODES", "Exemplar", "MgsmLanguage", "MgsmTask", "mgsm_task", "mgsm_task_names", "read_mgsm"]
+
+LANGUAGES = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")
+MODES = ("direct", "native_cot", "en_cot")
+"""The number at once; a worked solution in the question's language; a worked solution in English."""
+
+_DIRECT_WORD = {"de": "Antwort:", "es": "Respuesta:", "fr": "Réponse :"}  # elsewhere lm-eval asks for an "Answer:"
+_STRICT = {  # what the stock strict-match filter looks for; Bengali is asked in Bengali and matched in English
+    "bn": "The answer is {}",
+    "de": "Die Antwort lautet {}",
+    "en": "The answer is {}",
+    "es": "La respuesta es {}",
+    "fr": "La réponse est {}",
+    "ja": "答えは{}です。",
+    "ru": "Ответ — {}",
+    "sw": "Jibu ni {}",
+    "te": "సమాధానం {}",
+    "th": "คำตอบคือ {}",
+    "zh": "答案是 {}。",
+}
+
+
+@dataclass(frozen=True)
+class Exemplar:
+    """A worked example. `solution` lacks the "Step-by-Step Answer:" before it, `question` its "Question:"."""
+
+    question: str
+    solution: str
+    number: int
+
+
+@dataclass(frozen=True)
+class MgsmLanguage:
+    """One language's share of MGSM.
+
+    Attributes:
+        question_word: what stands before every question: `Swali:`.
+        solution_word: what stands before every worked solution: `Jibu la Hatua kwa Hatua:`.
+        space: what follows these words: a space, or nothing in Japanese and Chinese.
+        questions: 250 pairs of a question and its answer.
+        exemplars: the 8 worked examples, in their published order and wording, slips included.
+    """
+
+    code: str
+    question_word: str
+    solution_word: str
+    space: str
+    questions: tuple[tuple[str, int], ...]
+    exemplars: tuple[Exemplar, ...]
+
+
+@lru_cache
+def read_mgsm(code: str) -> MgsmLanguage:
+    """The questions and exemplars of the language with this ISO 639-1 code, one of `LANGUAGES`."""
+    folder = files("adapterswap.evaluation") / "data" / "mgsm"
+    questions = []
+    for line in (folder / f"{code}.tsv").read_text(encoding="utf-8").rstrip("\n").split("\n"):
+        question, answer = line.split("\t")
+        questions.append((question, int(answer.replace(",", ""))))  # the comma is a thousands separator in every file
+    lines = (folder / "exemplars.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    rows = sorted((row for row in map(json.loads, lines) if row["language"] == code), key=lambda row: int(row["index"]))
+    pairs = [(_split_word(row["question"]), _split_word(row["answer"])) for row in rows]
+    (question_word, space, _), (solution_word, _, _) = pairs[0]
+    return MgsmLanguage(
+        code=code,
+        question_word=question_word,
+        solution_word=solution_word,
+        space=space,
+        questions=tuple(questions),
+        exemplars=tuple(
+            Exemplar(question[2], solution[2], int(row["number"]))
+            for row, (question, solution) in zip(rows, pairs, strict=True)
+        ),
+    )
+
+
+def _split_word(text: str) -> tuple[str, str, str]:
+    """`Swali: Roger ana…` as (`Swali:`, ` `, `Roger ana…`)."""
+    match = re.match(r"([^:：]*[:：])(\s*)", text)
+    assert match, text
+    return match[1], match[2], text[match.end() :]
+
+
+@dataclass(frozen=True)
+class MgsmTask:
+    """One MGSM task: a language, and the way in which the answer is asked for.
+
+    A prompt is the shots, each followed by an empty line, then the question: `Swali: …\\nJibu la Hatua kwa Hatua:`.
+    """
+
+    mode: str
+    language: MgsmLanguage
+
+    @property
+    def name(self) -> str:
+        return f"mgsm_{self.mode}_{self.language.code}"
+
+    @property
+    def answer_word(self) -> str:
+        """The words after which the model goes on."""
+        if self.mode == "direct":
+            return _DIRECT_WORD.get(self.language.code, "Answer:")
+        return self.solutions_from.solution_word
+
+    @property
+    def answer_space(self) -> str:
+        """What stands between `answer_word` and a shot's answer; lm-eval puts nothing before a bare number."""
+        return "" if self.mode == "direct" else self.solutions_from.space
+
+    @property
+    def solutions_from(self) -> MgsmLanguage:
+        """The language of the worked solutions. The exemplars are parallel, so any language's fit any question."""
+        return read_mgsm("en") if self.mode == "en_cot" else self.language
+
+    @property
+    def strict_pattern(self) -> str | None:
+        """The regular expression of the stock strict-match filter; None for direct tasks, which have none."""
+        if self.mode == "direct":
+            return None
+        return _STRICT[self.solutions_from.code].format(r"(\-?[0-9\.\,]+)")
+
+    def prompt(self, question: str) -> str:
+        """The question as the model meets it, up to and including `answer_word`."""
+        return f"{self.language.question_word}{self.language.space}{question}\n{self.answer_word}"
+
+    def shots(self) -> list[tuple[str, str]]:
+        """The eight questions and what is to be answered to them, in their fixed order; n shots are the first n."""
+        return [
+            (asked.question, str(asked.number) if self.mode == "direct" else solved.solution)
+            for asked, solved in zip(self.language.exemplars, self.solutions_from.exemplars, strict=True)
+        ]
+
+
+def mgsm_task_names() -> list[str]:
+    """Every task of this module: `mgsm_direct_bn` … `mgsm_en_cot_zh`."""
+    return [f"mgsm_{mode}_{code}" for mode in MODES for code in LANGUAGES]
+
+
+def mgsm_task(name: str) -> MgsmTask:
+    """The task of that name, one of `mgsm_task_names()`."""
+    mode, _, code = name.removeprefix("mgsm_").rpartition("_")
+    return MgsmTask(mode, read_mgsm(code))

@@ -1,0 +1,107 @@
+"""What an evaluation would ask, without a model: the prompts, how long they are, and whether they fit.
+
+Needs a tokenizer and a config, no weights. Knows nothing of adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.evaluation.evaluating import SEED, check_settings
+from adapterswap.evaluation.isolation import seeded, silenced
+from adapterswap.evaluation.tasks import load_tasks
+
+__all__ = ["TaskPreview", "preview"]
+
+
+@dataclass(frozen=True)
+class TaskPreview:
+    """One task, before it is run.
+
+    Attributes:
+        name: the task.
+        num_docs: how many documents would be evaluated.
+        num_requests: how many requests they make (one for each choice, where likelihoods are compared).
+        num_fewshot: shots before each.
+        prompt: the first document's prompt.
+        longest: the longest prompt in tokens.
+        room: tokens that the model's context leaves for an output after it; None for tasks that generate nothing.
+    """
+
+    name: str
+    num_docs: int
+    num_requests: int
+    num_fewshot: int
+    prompt: str
+    longest: int
+    room: int | None
+
+
+def preview(
+    tokenizer: Any,
+    config: Any,
+    tasks: Sequence[str],
+    *,
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    batch_size: int = 8,
+    max_gen_toks: int = 512,
+    gen_kwargs: Mapping[str, Any] | None = None,
+    apply_chat_template: bool = False,
+    system_instruction: str | None = None,
+    truncate: bool = False,
+    include_path: str | Path | None = None,
+    seed: int = SEED,
+) -> list[TaskPreview]:
+    """Build the prompts that `evaluate` would give a model with this config; the arguments are those of `evaluate`.
+
+    Raises:
+        AdapterswapError: as `evaluate` would for the same settings; a prompt that does not fit is told by `room`.
+    """
+    check_settings(tokenizer, limit, batch_size, max_gen_toks, apply_chat_template)
+    loaded = load_tasks(tasks, num_fewshot=num_fewshot, gen_kwargs=gen_kwargs, include_path=include_path)
+
+    from lm_eval.evaluator_utils import get_sample_size
+    from lm_eval.models.utils import resolve_max_length
+
+    def as_chat(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    context = resolve_max_length(config, tokenizer)
+    previews = []
+    with silenced(), seeded(seed):
+        for name, task in loaded["tasks"].items():
+            task.set_fewshot_seed(seed)
+            task.build_all_requests(
+                limit=get_sample_size(task, limit),
+                system_instruction=system_instruction,
+                apply_chat_template=apply_chat_template,
+                fewshot_as_multiturn=apply_chat_template,
+                chat_template=as_chat if apply_chat_template else None,
+            )
+            requests, task._instances = task.instances, None
+            prompts = [str(request.args[0]) for request in requests]
+            longest = max(map(len, tokenizer(prompts)["input_ids"]))
+            generates = task.OUTPUT_TYPE == "generate_until"
+            previews.append(
+                TaskPreview(
+                    name=name,
+                    num_docs=len({request.doc_id for request in requests}),
+                    num_requests=len(requests),
+                    num_fewshot=task.get_config("num_fewshot"),
+                    prompt=prompts[0],
+                    longest=longest,
+                    room=context - longest if generates else None,
+                )
+            )
+    return previews

@@ -1,0 +1,212 @@
+"""What is evaluated: a base alone, with one adapter, or with a composition made live.
+
+Loads it from folders or the Hub, as safetensors and without running any code of a repository, and says in publishable
+words what it is. Knows nothing of tasks and scores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.errors import AdapterswapError
+from adapterswap.plan import Plan
+from adapterswap.sources import Source, find_source
+from adapterswap.tensorfile import read_header
+
+__all__ = ["Base", "choose_device", "describe_subject", "find_adapter", "load_subject", "open_base"]
+
+_SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges.txt"]
+_WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model without its weights: where it lies, its transformers config, its tokenizer."""
+
+    reference: str
+    source: Source
+    config: Any
+    tokenizer: Any
+
+
+def open_base(reference: str) -> Base:
+    """The config and tokenizer of the base in a folder, or with a Hub id `org/name[@revision]`.
+
+    Raises:
+        AdapterswapError: there is no such base, or transformers cannot read it without remote code.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    source = find_source(reference, _SMALL_FILES, what="base model")
+    try:
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise AdapterswapError(
+            f"the base model {reference} cannot be opened: {_reason(error)}",
+            "Give a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
+        ) from None
+    return Base(reference, source, config, tokenizer)
+
+
+def find_adapter(reference: str) -> Source:
+    """The folder of a PEFT adapter, or the one that a Hub id `org/name[@revision]` names.
+
+    Raises:
+        AdapterswapError: it is not there, or its weights are not in one safetensors file.
+    """
+    source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE], what="adapter")
+    for name in (WEIGHTS, CONFIG):
+        if not (source.folder / name).is_file():
+            raise AdapterswapError(f"{reference} has no {name}", "Give an adapter that PEFT saved as safetensors")
+    return source
+
+
+def choose_device(name: str) -> Any:
+    """The torch device of that name; `auto` takes the first there is of CUDA, MPS and the CPU.
+
+    Raises:
+        AdapterswapError: torch knows no such device, or sees none here.
+    """
+    import torch
+
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        raise AdapterswapError(
+            f"the device {name!r} cannot be used: {_reason(error)}", "Give auto, cpu, cuda, cuda:N or mps"
+        ) from None
+    return device
+
+
+@contextmanager
+def load_subject(
+    base: Base,
+    *,
+    adapter: Source | None = None,
+    plan: Plan | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Iterator[Any]:
+    """Yield the model: the base, with `adapter` if one is given, or with the composition of `plan` made live.
+
+    Args:
+        base: what `open_base` returned.
+        adapter: a PEFT adapter, of any kind that PEFT can load.
+        plan: a composition; its experts are loaded side by side and no new adapter is written.
+        device: see `choose_device`.
+        dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
+
+    Raises:
+        AdapterswapError: the weights cannot be loaded, or an adapter does not fit the base.
+    """
+    model = _load_weights(base, dtype).to(choose_device(device))
+    if adapter is not None:
+        model = _with_adapter(model, adapter)
+    if plan is None:
+        yield model.eval()
+        return
+    from adapterswap.live import LiveComposer, load_experts
+
+    model = load_experts(model, plan)
+    with LiveComposer(model).use(plan):
+        yield model.eval()
+
+
+def describe_subject(base: Base, *, adapter: Source | None = None, plan: Plan | None = None) -> dict[str, Any]:
+    """What is evaluated as plain data, without paths of this machine; weights of adapters by their SHA-256."""
+    subject: dict[str, Any] = {"base_model": {"source": base.source.name, "revision": base.source.revision}}
+    if adapter is not None:
+        subject["adapter"] = {
+            "source": adapter.name,
+            "revision": adapter.revision,
+            "sha256": _sha256(adapter.folder / WEIGHTS),
+        }
+        if (made_of := _provenance(adapter.folder)) is not None:
+            subject["composition"] = made_of
+    if plan is not None:
+        from adapterswap.writing.provenance import provenance
+
+        hashes = {name: _sha256(expert.source.folder / WEIGHTS) for name, expert in plan.experts.items()}
+        subject["composition"] = _without_modules(provenance(plan, hashes))
+    return subject
+
+
+def _load_weights(base: Base, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in _DTYPES:
+        raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(_DTYPES)}")
+    folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHT_FILES], what="base model").folder
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise AdapterswapError(
+            f"the base model {base.reference} cannot be loaded: {_reason(error)}",
+            "Give a causal language model that transformers knows, with its weights as safetensors",
+        ) from None
+    if missing := sorted(info["missing_keys"]):
+        raise AdapterswapError(
+            f"the base model {base.reference} lacks weights: {missing[0]} and {len(missing) - 1} more",
+            "Save or download it again; random weights are no base",
+        )
+    return model
+
+
+def _with_adapter(model: Any, adapter: Source) -> Any:
+    """`model` with one adapter, every tensor of whose file has found its place."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, and told as an error
+            model = PeftModel.from_pretrained(model, str(adapter.folder))
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise AdapterswapError(
+            f"the adapter {adapter} does not fit the base model: {_reason(error)}", "Give the base it was trained on"
+        ) from None
+    placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    held = {key for key in read_header(adapter.folder / WEIGHTS).tensors if ".base_layer." not in key}
+    if odd := sorted(placed ^ held):
+        where = "the base has no place for it" if odd[0] in held else "the file does not hold it"
+        raise AdapterswapError(
+            f"the adapter {adapter} does not fit the base model: {odd[0]}: {where}", "Give the base it was trained on"
+        )
+    return model
+
+
+def _provenance(folder: Path) -> dict[str, Any] | None:
+    """What an adapter that adapterswap composed says of its making; None for others."""
+    try:
+        content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return _without_modules(content) if isinstance(content, dict) else None
+
+
+def _without_modules(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in provenance.items() if key != "modules"}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")[:200]
