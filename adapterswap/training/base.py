@@ -1,7 +1,7 @@
 """The base model for training: its tokenizer, its weights, and which of its modules get an adapter.
 
-The base comes from a local folder or the Hub, as safetensors, and without running any code of its repository. Knows nothing
-of rows.
+The base comes from a local folder or the Hub, as safetensors, and without running any code of its repository. Knows
+nothing of rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.layers import kind_of, layer_container, layer_of, num_layers_in_config
+from adapterswap.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
 from adapterswap.sources import Source, find_source
 from adapterswap.training.recipe import AdapterOptions, TrainingOptions
 
@@ -50,13 +50,15 @@ class Targets:
 
     Attributes:
         names: ends of module names, as PEFT's target_modules takes them, sorted.
-        count: how many modules they name.
+        count: how many modules they name, in these layers.
+        parameters: what is trained: r·(in + out) for each of them.
         layers: layers that are adapted; None for all.
         conv1d: the modules store their weights transposed (GPT-2).
     """
 
     names: list[str]
     count: int
+    parameters: int
     layers: list[int] | None
     conv1d: bool
 
@@ -123,7 +125,8 @@ def find_targets(model: Any, options: AdapterOptions, config: Any) -> Targets:
     """Resolve `target_modules` and `layers` on the modules that `model` has.
 
     Raises:
-        AdapterswapError: a name that no module has, the head, tied embeddings, or no layers found.
+        AdapterswapError: a name that no module has, a layer out of range, the output head, tied embeddings, or a model
+            whose projections are not recognised.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -145,32 +148,43 @@ def find_targets(model: Any, options: AdapterOptions, config: Any) -> Targets:
         names = sorted({_shortest_end(name, wanted, adaptable, container) for name in wanted})
     else:
         names = sorted(set(options.target_modules))
-        _check_names(names, model, adaptable, options)
-    chosen = [name for name in adaptable if _named(name, names)]
-    layers = None
-    return Targets(names, len(chosen), layers, all(isinstance(adaptable[name], Conv1D) for name in chosen))
+    layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
+    _check_targets(names, layers, model, adaptable, options, config, container)
+    chosen = {name: module for name, module in adaptable.items() if _named(name, names)}
+    if layers is not None:
+        chosen = {name: module for name, module in chosen.items() if layer_of(name, container) in layers}
+    return Targets(
+        names=names,
+        count=len(chosen),
+        parameters=sum(options.r * sum(module.weight.shape) for module in chosen.values()),
+        layers=layers,
+        conv1d=all(isinstance(module, Conv1D) for module in chosen.values()),
+    )
 
 
-def _check_names(names: Sequence[str], model: Any, adaptable: dict[str, Any], options: AdapterOptions) -> None:
+def _check_targets(
+    names: Sequence[str], layers: Sequence[int] | None, model: Any, adaptable: dict[str, Any],
+    options: AdapterOptions, config: Any, container: str | None,
+) -> None:  # fmt: skip
     problems = Problems()
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and head.weight is embeddings.weight
+    tied = head is not None and bool(config.get_text_config().tie_word_embeddings)
     for name in names:
-        found = [module for full, module in adaptable.items() if _named(full, [name])]
+        found = {full: module for full, module in adaptable.items() if _named(full, [name])}
+        where = f"adapter.target_modules: {name!r}"
         if not found:
-            problems.add(
-                f"adapter.target_modules: no module is named {name!r}", f"Names there are: {_ends(adaptable)}"
-            )
-        elif any(module is head for module in found):
-            problems.add(
-                f"adapter.target_modules: {name!r} is the output head, which TRL does not train as LoRA",
-                "Remove it, or put it into adapter.modules_to_save",
-            )
-        elif tied and any(module is embeddings for module in found):
-            problems.add(
-                f"adapter.target_modules: {name!r} is tied to the output head, which would not change with it",
-                "Remove it",
-            )
+            problems.add(f"{where} is the name of no module", f"Names there are: {_ends(adaptable)}")
+        elif any(module is head for module in found.values()):
+            problems.add(f"{where} is the output head, which TRL does not train as LoRA", "Remove it")
+        elif tied and any(module is embeddings for module in found.values()):
+            problems.add(f"{where} is tied to the output head, which would not change with it", "Remove it")
+        elif layers is not None and any(layer_of(full, container) is None for full in found):
+            problems.add(f"{where} lies in no layer, and adapter.layers chooses layers", "Remove one of the two")
+    depth = num_layers_in_config(config.to_dict())
+    if layers and depth is not None and layers[-1] >= depth:
+        problems.add(
+            f"adapter.layers: {options.layers} reaches beyond layer {depth - 1}", f"Layers are 0 to {depth - 1}"
+        )
     problems.raise_if_any()
 
 
@@ -180,7 +194,7 @@ def _named(name: str, ends: Sequence[str]) -> bool:
 
 
 def _shortest_end(name: str, wanted: set[str], adaptable: dict[str, Any], container: str | None) -> str:
-    """`q_proj` for `model.layers.0.self_attn.q_proj`, unless something unwanted ends so too: then what follows the layer."""
+    """`q_proj` for `model.layers.0.self_attn.q_proj`; `self_attn.q_proj` if something unwanted ends in q_proj too."""
     last = name.rpartition(".")[2]
     if all(other in wanted for other in adaptable if _named(other, [last])):
         return last

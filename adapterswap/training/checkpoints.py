@@ -1,7 +1,7 @@
 """Checkpoints of an unfinished run, in `<out_path>.checkpoints` beside the output, so that `--resume` can go on.
 
-They hold what the transformers Trainer saves (adapter, optimizer, schedule, generators) and `run.json`, a fingerprint of
-recipe and rows: a run is only resumed as the same run. Removed when training is done, unless they are to be kept.
+They hold what the transformers Trainer saves (adapter, optimizer, schedule, generators) and `run.json`, a fingerprint
+of recipe and rows: a run is only resumed as the same run. Removed when training is done, unless they are to be kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Checkpoints:
         """
         if self.folder.exists() and not (resume or overwrite):
             raise AdapterswapError(
-                f"{self.folder} holds checkpoints of a run before", "Go on with --resume, or start anew with --overwrite"
+                f"{self.folder} holds checkpoints of a run before",
+                "Go on with --resume, or start anew with --overwrite",
             )
 
     def prepare(self, recipe: dict[str, Any], rows_sha256: str, *, resume: bool) -> Path | None:

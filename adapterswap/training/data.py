@@ -69,9 +69,7 @@ def _tokens(wanted: Sequence[DatasetSource], recipe: TrainRecipe, base: Base) ->
     """The rows of all sources; what became of each; and what tokenising did to them all."""
     options = recipe.training
     parts, sources, total = [], [], TokenCounts()
-    loaded = load_rows(
-        wanted, recipe.folder, seed=options.data_seed, chat=base.chat, chat_prompts=recipe.chat_template
-    )
+    loaded = load_rows(wanted, recipe.folder, seed=options.data_seed, chat=base.chat, chat_prompts=recipe.chat_template)
     for source, examples in loaded:
         part, counts = tokenize(examples, base.tokenizer, max_length=options.max_length)
         if not len(part):
@@ -101,7 +99,7 @@ def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
 
 
 def packed(tokens: Tokens, max_length: int) -> Any:
-    """A dataset of sequences of up to `max_length` tokens, each of several rows with their lengths (best-fit decreasing)."""
+    """A dataset of sequences of up to `max_length` tokens, each of several whole rows (best-fit decreasing)."""
     from trl import pack_dataset
 
     return pack_dataset(tokens.dataset(), max_length, "bfd")

@@ -1,7 +1,7 @@
 """The expert's folder: PEFT's two files, `training.json`, and a short model card.
 
-What is written follows from the inputs alone: no clock, no path of this machine, keys and lists in order. Knows nothing of
-how the adapter came about beyond what it is told.
+What is written follows from the inputs alone: no clock, no path of this machine, keys and lists in order. Knows nothing
+of how the adapter came about beyond what it is told.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ __all__ = ["describe", "write_expert"]
 _LIBRARIES = ("datasets", "peft", "torch", "transformers", "trl")
 
 
-def write_expert(folder: Path, model: Any, recipe: TrainRecipe, base: Base, targets: Targets, report: TrainReport) -> None:
+def write_expert(
+    folder: Path, model: Any, recipe: TrainRecipe, base: Base, targets: Targets, report: TrainReport
+) -> None:
     """Write the adapter of `model`, a trained PeftModel, into the empty `folder`."""
     import torch
 
@@ -31,6 +33,8 @@ def write_expert(folder: Path, model: Any, recipe: TrainRecipe, base: Base, targ
     # Embeddings that were adapted are saved by the adapter itself; PEFT's own guess at more would ask the network.
     model.save_pretrained(folder, save_embedding_layers=False)
     _tidy_config(folder / "adapter_config.json", base)
+    config_mode = (folder / "adapter_config.json").stat().st_mode
+    (folder / "adapter_model.safetensors").chmod(config_mode)  # safetensors gives it to its owner alone
     _write_json(folder / "training.json", describe(recipe, base, targets, report))
     (folder / "README.md").write_text(_card(recipe, base, report), encoding="utf-8")
 
@@ -104,7 +108,9 @@ def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
         f"{rows.train:,} rows were trained on, {rows.validation:,} held out, {rows.dropped:,} dropped.",
     ]
     if report.train_losses:
-        lines.append(f"Training loss: {report.train_losses[0][1]:.3f} at first, {report.train_losses[-1][1]:.3f} at last.")
+        lines.append(
+            f"Training loss: {report.train_losses[0][1]:.3f} at first, {report.train_losses[-1][1]:.3f} at last."
+        )
     if report.eval_losses:
         lines.append(f"Validation loss: {report.eval_losses[-1][1]:.3f}.")
     lines += ["", "`training.json` holds the whole recipe, the rows used and dropped, the losses and the versions.", ""]

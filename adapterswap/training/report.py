@@ -100,8 +100,8 @@ class TrainEstimate:
         steps: updates of the weights.
         tokens: tokens read in training, about: rows are drawn whole, so a part of an epoch is only near its share.
         rows: what becomes of the rows.
-        memory: bytes by part: base, adapter (weights, gradients, AdamW's two moments), activations, and their total; a rough
-            guide, within a factor of about two.
+        memory: bytes by part: base, adapter (weights, gradients, AdamW's two moments), activations, and their total; a
+            rough guide.
         device, dtype: as the recipe's `auto` was resolved here.
     """
 

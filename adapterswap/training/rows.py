@@ -1,7 +1,7 @@
 """Rows of text from the recipe's sources: loaded, filtered, sampled and rendered through their templates.
 
-Loading is `datasets.load_dataset`'s. A rendered row is an `Example`: its whole text, and the prefixes of it between which
-the loss is taken. Knows nothing of tokens; of a tokenizer it uses the chat template only.
+Loading is `datasets.load_dataset`'s. A rendered row is an `Example`: its whole text, and the prefixes of it between
+which the loss is taken. Knows nothing of tokens; of a tokenizer it uses the chat template only.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
             arguments["sep"] = "\t"
         # A folder of our own: the user's cache is for what was downloaded.
         with tempfile.TemporaryDirectory(prefix="adapterswap-") as cache:
-            loaded = _attempt(source, datasets.load_dataset, builder, data_files=[str(f) for f in files],
-                              cache_dir=cache, keep_in_memory=True, **arguments)  # fmt: skip
-            return loaded
+            return _attempt(source, datasets.load_dataset, builder, data_files=[str(f) for f in files],
+                            cache_dir=cache, keep_in_memory=True, **arguments)  # fmt: skip
     if Path(source.path).suffix in _BUILDERS or local.is_dir() or source.path.startswith((".", "/", "~")):
         mend = "Correct the path; it is relative to the recipe's folder"
         if local.is_dir():
@@ -137,6 +136,8 @@ def _builder(files: Sequence[Path]) -> str:
     for file in files:
         if not file.is_file():
             problems.add(f"the dataset file {file.name} does not exist", "Correct `path` or `data_files`")
+        elif not file.stat().st_size:
+            problems.add(f"the dataset file {file.name} is empty", "Give a file with rows")
         elif file.suffix not in _BUILDERS:
             problems.add(f"the dataset file {file.name} has an unknown suffix", f"Known: {', '.join(_BUILDERS)}")
         else:
@@ -154,8 +155,9 @@ def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
         if (template := getattr(source, key)) is not None:
             for name in Template(template).missing(columns):
                 problems.add(f"the dataset {source.path}: `{key}` names the column {name!r}, which is not there", mend)
-    for key, name in [("messages", source.messages), *(("filter", name) for name in source.filter)]:
-        if name is not None and name not in columns:
+    named = [("filter", name) for name in source.filter] + ([("messages", source.messages)] if source.messages else [])
+    for key, name in named:
+        if name not in columns:
             problems.add(f"the dataset {source.path}: `{key}` names the column {name!r}, which is not there", mend)
     problems.raise_if_any()
 
@@ -235,9 +237,7 @@ def _renderer(
     return pair
 
 
-def _chat_renderer(
-    source: DatasetSource, chat: Callable[..., str]
-) -> Callable[[Mapping[str, Any]], Example | None]:
+def _chat_renderer(source: DatasetSource, chat: Callable[..., str]) -> Callable[[Mapping[str, Any]], Example | None]:
     prompts = Template(source.prompt) if source.prompt is not None else None
     completions = Template(source.completion) if source.completion is not None else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -26,8 +25,8 @@ def train(
 ) -> TrainReport:
     """Train the expert that `recipe` describes, and write it as a PEFT adapter folder.
 
-    The folder appears when it is complete. On the same machine and with the same versions, the same recipe gives the same
-    bytes on CPU, also when the run was interrupted and resumed.
+    The folder appears when it is complete. On the same machine and with the same versions, the same recipe gives the
+    same bytes on CPU, also when the run was interrupted and resumed.
 
     Args:
         recipe: see `read_train_recipe`, or make a `TrainRecipe` in Python.
@@ -37,9 +36,9 @@ def train(
         progress: show a bar on stderr.
 
     Raises:
-        AdapterswapError: the output exists; the base, its tokenizer or a dataset cannot be had or does not fit the recipe
-            (unknown columns, modules or layers; no rows left); a resumed run is another one; the loss is no number; the
-            `train` extra is not installed.
+        AdapterswapError: the output exists; the base, its tokenizer or a dataset cannot be had or does not fit the
+            recipe (unknown columns, modules or layers; no rows left); a resumed run is another one; the loss is no
+            number; the `train` extra is not installed.
     """
     target = _target(recipe, out_path)
     _require_libraries()
@@ -89,7 +88,7 @@ def train(
             rows=data.rows,
             tokens=int(trainer.state.num_input_tokens_seen),
             seconds=seconds,
-            trainable_parameters=_trainable(trainer.model),
+            trainable_parameters=targets.parameters,
         )
         bar.phase("writing")
         with atomic_folder(target, overwrite=overwrite, inputs=[base.source.folder]) as folder:
@@ -120,9 +119,46 @@ def _require_libraries() -> None:
         )
 
 
-def _trainable(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 def estimate(recipe: TrainRecipe) -> TrainEstimate:
-    raise NotImplementedError
+    """What `train` would do: parameters, steps, tokens, rows kept and dropped, memory. Reads the rows, but no weights.
+
+    Raises:
+        AdapterswapError: as `train`, as far as it can be known without training.
+    """
+    _require_libraries()
+    from adapterswap.training.base import choose_device, find_targets, load_model, open_base
+    from adapterswap.training.data import load_data, packed
+    from adapterswap.training.isolation import isolated
+    from adapterswap.training.memory import memory
+
+    with isolated():
+        from adapterswap.training.trainer import total_steps
+
+        options = recipe.training
+        base = open_base(recipe.base_model)
+        device, dtype = choose_device(options)
+        model = load_model(base, dtype=dtype, meta=True)
+        targets = find_targets(model, recipe.adapter, base.config)
+        data = load_data(recipe, base)
+        sequences = len(packed(data.train, options.max_length)) if options.packing else len(data.train)
+        steps = total_steps(sequences, options)
+        share = min(steps * options.batch_size * options.gradient_accumulation / sequences, options.epochs)
+        if options.max_steps is not None:
+            share = steps * options.batch_size * options.gradient_accumulation / sequences
+        base_parameters = sum(parameter.numel() for parameter in model.parameters())
+        return TrainEstimate(
+            base_model=str(base.source),
+            target_modules=targets.names,
+            adapted_modules=targets.count,
+            trainable_parameters=targets.parameters,
+            base_parameters=base_parameters,
+            steps=steps,
+            tokens=round(share * data.rows.tokens),
+            rows=data.rows,
+            memory=memory(
+                base.config.get_text_config(), options, targets.parameters, base_parameters, dtype=dtype,
+                longest=min(data.rows.longest, options.max_length),
+            ),
+            device=device,
+            dtype=dtype,
+        )  # fmt: skip

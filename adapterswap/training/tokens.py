@@ -1,8 +1,8 @@
 """Rows as tokens: what the model reads, which tokens the loss is taken on, and which rows were cut or dropped.
 
-Tokens live in flat arrays (an Arrow table in the end), since a Python list per row would cost ten times the memory. Where a
-completion begins follows TRL's rule: at the first token in which the tokens of the prompt alone and of prompt and
-completion together differ. Knows nothing of models.
+Tokens live in flat arrays (an Arrow table in the end), since a Python list per row would cost ten times the memory.
+Where a completion begins follows TRL's rule: at the first token in which the tokens of the prompt alone and of prompt
+and completion together differ. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TokenCounts:
     Attributes:
         truncated: rows cut to max_length that still have a token to train on.
         cut_off: rows dropped, because nothing to train on was left within max_length.
-        boundary_moved: rows whose prompt alone ends in other tokens than it has before its completion, so that the model
-            trains on a context that it does not see when it answers the prompt.
+        boundary_moved: rows whose prompt alone ends in other tokens than it has before its completion, so that the
+            model trains on a context that it does not see when it answers the prompt.
         longest: tokens of the longest row, before cutting.
     """
 
@@ -89,7 +89,7 @@ class Tokens:
     def dataset(self) -> Any:
         """A datasets.Dataset with the columns input_ids and labels (-100 where no loss is taken)."""
         import datasets
-        import pyarrow
+        import pyarrow  # type: ignore[import-untyped]
 
         labels = np.where(self.trained, self.ids, np.int32(-100))
         columns = {

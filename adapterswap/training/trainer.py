@@ -1,7 +1,7 @@
 """TRL's SFTTrainer, set up from a recipe: everything that matters is set, nothing is left to a default that may change.
 
-Rows come in tokenised and masked, so the trainer's own preparation is skipped. Adds to it: a stop at the first loss that is
-no number, a progress bar, and a checkpoint every N samples. Importing this module imports torch and trl.
+Rows come in tokenised and masked, so the trainer's own preparation is skipped. Adds to it: a stop at the first loss
+that is no number, a progress bar, and a checkpoint every N samples. Importing this module imports torch and trl.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
             )
         return loss
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL writes a card beside its checkpoints; the expert's own is written at the end."""
+
     def _send_telemetry(self) -> None:
         """TRL tells its makers of each run over the network; training here works, and stays, offline."""
 
 
 class _Progress(TrainerCallback):  # type: ignore[misc]
-    """Drives the bar; records the loss at checkpoints too, so that a resumed run records what an unbroken one does."""
+    """Drives the bar; has the loss recorded at the end, and at checkpoints, so that a resumed run tells the same."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
@@ -49,7 +52,7 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
         self._bar.begin(state.max_steps, state.global_step, state.num_input_tokens_seen)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_log |= control.should_save
+        control.should_log |= control.should_save or state.global_step == state.max_steps
         self._bar.step(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
@@ -75,7 +78,6 @@ def lora_config(options: AdapterOptions, targets: Targets) -> LoraConfig:
         lora_dropout=options.dropout,
         target_modules=targets.names,
         layers_to_transform=targets.layers,
-        modules_to_save=sorted(options.modules_to_save) or None,
         fan_in_fan_out=targets.conv1d,
         bias="none",
     )

@@ -1,0 +1,114 @@
+"""`adapterswap train`: a recipe → rows and a base → an expert's folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from adapterswap.cli.printing import human_bytes, note, print_json
+
+if TYPE_CHECKING:
+    from adapterswap.training import TrainEstimate, TrainRecipe, TrainReport
+
+
+@click.command("train")
+@click.argument("recipe")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value, such as training.seed=1.")
+@click.option("-o", "--out-path", metavar="O", help="Folder to write, instead of the recipe's.")
+@click.option("--base-model", metavar="PATH|ID", help="Base to train on, instead of the recipe's.")
+@click.option("--seed", type=int, help="Short for --set training.seed=N --set training.data_seed=N.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Short for --set training.device=…")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Short for --set training.dtype=…")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of an unfinished run.")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder, and checkpoints of an unfinished run.")
+@click.option("--dry-run", is_flag=True, help="Print what it would take, and train nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    out_path: str | None,
+    base_model: str | None,
+    seed: int | None,
+    device: str | None,
+    dtype: str | None,
+    resume: bool,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Train an expert from a recipe.
+
+    RECIPE is a YAML file, or the name of a shipped recipe such as train/math-llama-3.1-8b. It names the base, the
+    datasets and the training options; the expert is a PEFT LoRA folder with training.json beside the weights.
+    """
+    from adapterswap.shipped import find_recipe
+    from adapterswap.training import estimate, read_train_recipe, train
+
+    short = {"base_model": base_model, "training.device": device, "training.dtype": dtype}
+    short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
+    settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    chosen = read_train_recipe(find_recipe(recipe, "train"), settings)
+    if dry_run:
+        _check_output(chosen, out_path, overwrite=overwrite, resume=resume)
+        expected = estimate(chosen)
+        if as_json:
+            print_json({"dry_run": True, **expected.to_json()})
+        else:
+            _print_estimate(expected)
+        return
+    report = train(chosen, out_path=out_path, overwrite=overwrite, resume=resume)
+    if as_json:
+        print_json({"dry_run": False, **report.to_json()})
+    else:
+        _print_report(report)
+
+
+def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool, resume: bool) -> None:
+    """A dry run may do without an output; if it has one, it is refused where the run itself would refuse it."""
+    from pathlib import Path
+
+    from adapterswap.folders import check_target
+    from adapterswap.training.checkpoints import Checkpoints
+
+    if chosen := out_path or recipe.out_path:
+        check_target(Path(chosen), overwrite=overwrite)
+        Checkpoints(Path(chosen)).check(resume=resume, overwrite=overwrite)
+
+
+def _print_estimate(expected: TrainEstimate) -> None:
+    rows, memory = expected.rows, {part: human_bytes(size) for part, size in expected.memory.items()}
+    share = expected.trainable_parameters / expected.base_parameters
+    _tell("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
+    _tell("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
+    _tell("modules", f"{expected.adapted_modules}: {', '.join(expected.target_modules)}")
+    for source in rows.sources:
+        _tell("source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} kept")
+    _tell("rows", f"{rows.train:,} to train on, {rows.validation:,} held out, {rows.dropped:,} dropped")
+    _tell("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
+    parts = ", ".join(f"{part} {memory[part]}" for part in ("base", "adapter", "activations"))
+    _tell("memory", f"about {memory['total']}: {parts}")
+    _tell("device", f"{expected.device}, {expected.dtype}")
+    for line in rows.notes():
+        note(line)
+    note("nothing trained (--dry-run)")
+
+
+def _print_report(report: TrainReport) -> None:
+    rows = report.rows
+    resumed = "" if report.resumed_from is None else f", resumed from {report.resumed_from:,}"
+    # The clock ran in this process only, so a resumed run has no rate.
+    rate = "" if report.resumed_from is not None else f", {report.tokens / report.seconds:,.0f} per second"
+    _tell("steps", f"{report.steps:,}{resumed}")
+    _tell("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
+    _tell("tokens", f"{report.tokens:,}{rate}")
+    _tell("loss", f"{report.train_losses[0][1]:.4f} at first, {report.train_losses[-1][1]:.4f} at last")
+    if report.eval_losses:
+        _tell("validation", f"{report.eval_losses[-1][1]:.4f}")
+    for line in rows.notes():
+        note(line)
+    note(f"written to {report.path}")
+
+
+def _tell(label: str, text: str) -> None:
+    click.echo(f"{label:<12}{text}")

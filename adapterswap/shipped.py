@@ -1,0 +1,41 @@
+"""Recipes that come with adapterswap, by name: `train/math-llama-3.1-8b`.
+
+They lie in `recipes/` of a checkout, and in the package itself once installed. Knows nothing of what recipes say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adapterswap.errors import AdapterswapError
+
+__all__ = ["find_recipe", "shipped_recipes"]
+
+
+def _folder() -> Path:
+    package = Path(__file__).parent
+    installed = package / "shipped_recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def shipped_recipes(kind: str = "") -> dict[str, Path]:
+    """Name → file of the shipped recipes, those under `kind` (a folder such as `train`) only if it is given."""
+    folder = _folder()
+    found = sorted((folder / kind).rglob("*.yaml"))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
+
+
+def find_recipe(reference: str | Path, kind: str = "") -> Path:
+    """The recipe's file: `reference` itself if it is a file, else the shipped recipe of that name.
+
+    Raises:
+        AdapterswapError: it is neither.
+    """
+    path = Path(reference).expanduser()
+    if path.is_file():
+        return path
+    shipped = shipped_recipes(kind)
+    if str(reference) in shipped:
+        return shipped[str(reference)]
+    what = "is a folder" if path.is_dir() else "is neither a file nor a shipped recipe"
+    raise AdapterswapError(f"the recipe {reference} {what}", f"Give a YAML file, or one of: {', '.join(shipped)}")

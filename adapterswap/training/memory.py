@@ -1,0 +1,42 @@
+"""A rough account of the memory that training takes, from shapes alone. Knows nothing of devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adapterswap.training.recipe import TrainingOptions
+
+__all__ = ["memory"]
+
+# Values that a layer keeps for the backward pass, for each token, as counted on a Llama with LoRA on every projection:
+# 8·hidden + 4·intermediate in float32; in bfloat16 the adapters' float32 copies of their inputs come on top.
+_HIDDEN = {"float32": 8, "bfloat16": 14}
+_INTERMEDIATE = 4
+_BYTES = {"float32": 4, "bfloat16": 2}
+_TILE = 4096, 32768  # tokens and entries of the vocabulary whose logits TRL computes at once
+
+
+def memory(
+    config: Any, options: TrainingOptions, trainable: int, base_parameters: int, *, dtype: str, longest: int
+) -> dict[str, int]:
+    """Bytes by part, and their `total`.
+
+    Args:
+        config: the base's text config.
+        trainable, base_parameters: numbers of parameters.
+        longest: tokens of the longest row as trained on; with packing, sequences are max_length long.
+    """
+    size = _BYTES[dtype]
+    hidden = int(config.hidden_size)
+    intermediate = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+    tokens = options.batch_size * (options.max_length if options.packing else longest)
+    layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
+    layers = int(config.num_hidden_layers)
+    # With checkpointing each layer keeps its input only, and one at a time is recomputed.
+    kept = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
+    parts = {
+        "base": base_parameters * size,
+        "adapter": trainable * 4 * 4,  # float32: weights, gradients, and AdamW's two moments
+        "activations": kept + size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1]),
+    }
+    return {**parts, "total": sum(parts.values())}

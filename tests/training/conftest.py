@@ -1,0 +1,87 @@
+"""A pico base with a tokenizer, and rows that it can learn."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from adapterswap.training import TrainRecipe
+
+WORDS = ["<pad>", "<eos>", "<unk>", "?", *(f"w{i}" for i in range(92))]
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """One token to a word, so that one sees where a completion begins; 96 of them, as the pico bases have."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=512
+    )
+
+
+@pytest.fixture(scope="session")
+def pico(base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`pico("llama")` is the folder of a pico base with a tokenizer; always named `pico-llama`."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str = "llama") -> Path:
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp("bases") / f"pico-{architecture}"
+            model = AutoModelForCausalLM.from_pretrained(base(architecture))
+            # The random head is so weak that no adapter below it could make the model sure of anything.
+            model.get_output_embeddings().weight.data *= 20
+            model.save_pretrained(folder)
+            word_tokenizer().save_pretrained(folder)
+            made[architecture] = folder
+        return made[architecture]
+
+    return make
+
+
+def echo_rows(count: int, *, seed: int = 0, words: int = 4) -> list[dict[str, str]]:
+    """Rows whose completion repeats the last word of the prompt."""
+    chance = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        prompt = [f"w{chance.randrange(8)}" for _ in range(words)]
+        rows.append({"question": "? " + " ".join(prompt), "answer": prompt[-1]})
+    return rows
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def make_recipe(pico: Callable[[str], Path], tmp_path: Path) -> Callable[..., TrainRecipe]:
+    """`make_recipe(training={…}, adapter={…}, rows=[…], …)`: a small, quick recipe with these changes."""
+
+    def make(**changes: Any) -> TrainRecipe:
+        rows = changes.pop("rows", None) or echo_rows(64)
+        data = write_jsonl(tmp_path / "rows.jsonl", rows)
+        content: dict[str, Any] = {
+            "base_model": str(pico("llama")),
+            "adapter": {"r": 4, "alpha": 8},
+            "datasets": [{"path": str(data), "prompt": "{question}", "completion": " {answer}"}],
+            "training": {
+                "batch_size": 8,
+                "gradient_accumulation": 1,
+                "learning_rate": 0.01,
+                "max_length": 32,
+                "save_every_samples": None,
+                "logging_steps": 1,
+            },
+        }
+        for key, value in changes.items():
+            content[key] = {**content[key], **value} if isinstance(content.get(key), dict) else value
+        return TrainRecipe.model_validate(content)
+
+    return make

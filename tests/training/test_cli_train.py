@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+
+from adapterswap.cli import COMMANDS
+
+from .conftest import echo_rows, write_jsonl
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, pico: Any) -> Path:
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "rows.jsonl", echo_rows(40))
+    content = {
+        "base_model": str(pico("llama")),
+        "out_path": str(tmp_path / "expert"),
+        "adapter": {"r": 4},
+        "datasets": [{"path": "data/rows.jsonl", "prompt": "{question}", "completion": " {answer}"}],
+        "training": {"batch_size": 4, "gradient_accumulation": 2, "max_length": 32, "save_every_samples": None},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_train_and_train_again(run: Run, recipe: Path, tmp_path: Path) -> None:
+    result = run("train", recipe, "--set", "training.max_steps=3")
+    assert result.exit_code == 0, result.stderr
+    assert "steps       3" in result.stdout
+    assert f"written to {tmp_path / 'expert'}" in result.stderr
+    again = run("train", recipe)
+    assert again.exit_code == 1
+    assert "exists" in again.stderr
+    assert "--overwrite" in again.stderr
+    other = run(
+        "train", recipe, "--out-path", tmp_path / "other", "--seed", "3", "--json", "--set", "training.max_steps=3"
+    )
+    told = json.loads(other.stdout)
+    assert told["path"] == str(tmp_path / "other")
+    assert (told["steps"], told["dry_run"], told["rows"]["train"]) == (3, False, 40)
+    assert json.loads((tmp_path / "other" / "training.json").read_text())["recipe"]["training"]["data_seed"] == 3
+
+
+def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
+    told = json.loads(run("train", recipe, "--dry-run", "--json").stdout)
+    assert told["dry_run"] is True
+    assert told["steps"] == 5
+    assert told["tokens"] == 40 * 7
+    assert told["trainable_parameters"] == 4 * 6 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    text = run("train", recipe, "--dry-run")
+    assert "rows        40 to train on" in text.stdout
+    assert "nothing trained" in text.stderr
+    assert not (tmp_path / "expert").exists()
+    (tmp_path / "expert").mkdir()
+    refused = run("train", recipe, "--dry-run")
+    assert refused.exit_code == 1
+    assert "exists" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("adapter.r=0", "adapter.r is 0"),
+        ("adapter.rank=4", "adapter.rank is not a known key"),
+        ("training.schedule=wsd", "training.schedule is 'wsd'"),
+        ("datasets.0.prompt='{q}'", "names the column 'q', which is not there. Its columns are: question, answer"),
+        ("base_model=nowhere", "the path nowhere does not exist"),
+        ("nonsense", "is not key=value"),
+    ],
+)
+def test_errors_are_one_line_with_a_mend(run: Run, recipe: Path, setting: str, told: str) -> None:
+    result = run("train", recipe, "--set", setting)
+    assert result.exit_code == 1
+    assert told in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_an_unknown_recipe_names_those_there_are(run: Run) -> None:
+    result = run("train", "train/none")
+    assert result.exit_code == 1
+    assert "train/math-llama-3.1-8b" in result.stderr
+
+
+def test_help_is_light() -> None:
+    code = (
+        "import sys; from adapterswap.cli import main\n"
+        "try: main(['train', '-h'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "heavy = {'torch', 'transformers', 'trl', 'datasets', 'pydantic', 'rich'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert COMMANDS["train"] in done.stdout

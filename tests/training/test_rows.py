@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.training.recipe import DatasetSource
+from adapterswap.training.rows import Example, SourceCounts, load_rows
+
+from .conftest import write_jsonl
+
+ROWS = [
+    {"question": "moja, na “mbili”?", "answer": "3", "kind": "a"},
+    {"question": 'a "quoted", one\nand a line', "answer": "4", "kind": "b"},
+    {"question": "tatu?", "answer": "5", "kind": "a"},
+]
+PAIR = {"prompt": "{question}", "completion": " {answer}"}
+
+
+def load(
+    folder: Path, *, seed: int = 0, chat: Callable[..., str] | None = None, chat_prompts: bool = False, **source: Any
+) -> tuple[SourceCounts, list[Example]]:
+    [(counts, examples)] = load_rows([DatasetSource(**source)], folder, seed=seed, chat=chat, chat_prompts=chat_prompts)
+    return counts, list(examples)
+
+
+def load_rows_of(folder: Path, **source: Any) -> list[str]:
+    return [example.text for example in load(folder, **source)[1]]
+
+
+def _write(path: Path) -> None:
+    if path.suffix == ".jsonl":
+        write_jsonl(path, ROWS)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(ROWS), encoding="utf-8")
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    else:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(ROWS[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(ROWS)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
+def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    _write(path)
+    counts, examples = load(tmp_path, path=path.name, **PAIR)
+    assert [example.text for example in examples] == [f"{row['question']} {row['answer']}" for row in ROWS]
+    assert [example.trained for example in examples] == [((row["question"], None),) for row in ROWS]
+    assert (counts.read, counts.kept, counts.empty) == (3, 3, 0)
+    assert counts.files == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def test_a_changed_file_is_read_again_and_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"t": "one"}])
+    assert load_rows_of(tmp_path, path=path.name, text="{t}") == ["one"]
+    write_jsonl(path, [{"t": "two"}])
+    assert load_rows_of(tmp_path, path=path.name, text="{t}") == ["two"]
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_folder_with_several_files_and_a_slice(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("one", "two"):
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", [{"t": f"{name} {i}"} for i in range(4)])
+    source = {"path": "data", "data_files": ["one.jsonl", "two.jsonl"], "text": "{t}"}
+    assert load_rows_of(tmp_path, **source) == [f"{name} {i}" for name in ("one", "two") for i in range(4)]
+    assert load_rows_of(tmp_path, split="train[:50%]", **source) == [f"one {i}" for i in range(4)]
+
+
+def test_filter_keeps_the_rows_with_these_values(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    source = {"path": "rows.jsonl", "text": "{answer}"}
+    assert load_rows_of(tmp_path, filter={"kind": "a"}, **source) == ["3", "5"]
+    assert load_rows_of(tmp_path, filter={"kind": ["a", "b"], "answer": ["4", "5"]}, **source) == ["4", "5"]
+
+
+def test_samples_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"t": str(i)} for i in range(100)])
+    source = {"path": "rows.jsonl", "text": "{t}", "samples": 10}
+    drawn = load_rows_of(tmp_path, seed=1, **source)
+    assert len(set(drawn)) == 10
+    assert drawn == load_rows_of(tmp_path, seed=1, **source)
+    assert drawn != load_rows_of(tmp_path, seed=2, **source)
+    assert len(load_rows_of(tmp_path, **{**source, "samples": 1000})) == 100
+
+
+def test_rows_without_a_value_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [
+        {"q": "a", "a": "b"},
+        {"q": "a", "a": None},
+        {"q": "a", "a": "  "},
+        {"q": None, "a": "b"},
+        {"q": "", "a": "b"},
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    counts, examples = load(tmp_path, path="rows.jsonl", prompt="{q}", completion="{a}")
+    assert [example.text for example in examples] == ["ab", "b"]
+    assert counts.empty == 3
+
+
+def _template(messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool = False) -> str:
+    assert not tokenize
+    text = "".join(f"<{message['role']}>{message['content']}</>" for message in messages)
+    return text + "<assistant>" * add_generation_prompt
+
+
+def test_prompts_become_chat_turns(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    _, examples = load(tmp_path, path="rows.jsonl", **PAIR, chat=_template, chat_prompts=True)
+    assert examples[2] == Example("<user>tatu?</><assistant> 5</>", (("<user>tatu?</><assistant>", None),), chat=True)
+
+
+def test_messages_train_on_every_turn_of_the_assistant(tmp_path: Path) -> None:
+    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    rows = [{"m": [{"role": role, "content": text} for role, text in turns]}, {"m": []}, {"m": None}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    counts, examples = load(tmp_path, path="rows.jsonl", messages="m", chat=_template)
+    first = "<system>S</><user>a</><assistant>"
+    second = f"{first}b</><user>c</><assistant>"
+    assert examples == [Example(f"{second}d</>", ((first, f"{first}b</>"), (second, None)), chat=True)]
+    assert counts.empty == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ({"prompt": "{q}", "completion": "{nope}"}, r"`prompt` names the column 'q'.*question, answer, kind"),
+        ({"text": "{answer}", "filter": {"lang": "sw"}}, r"`filter` names the column 'lang'.*question, answer, kind"),
+        ({"messages": "turns"}, r"`messages` names the column 'turns'"),
+        ({"text": "{answer}", "filter": {"kind": "z"}}, r"no row has kind in \['z'\].*'a', 'b'"),
+        ({"text": "{answer}", "split": "test"}, r"rows.jsonl cannot be loaded.*split"),
+        ({"messages": "kind"}, r"no chat template"),
+    ],
+)
+def test_what_does_not_fit_the_rows_is_told(tmp_path: Path, source: dict[str, Any], told: str) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(AdapterswapError, match=f"(?s){told}"):
+        load(tmp_path, path="rows.jsonl", **source)
+
+
+def test_both_unknown_columns_are_told_at_once(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(AdapterswapError) as caught:
+        load(tmp_path, path="rows.jsonl", prompt="{q}", completion="{nope}")
+    assert len(caught.value.problems) == 2
+
+
+def test_a_value_that_is_no_text_names_its_row(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"t": ["a"]}])
+    with pytest.raises(AdapterswapError, match=r"rows.jsonl, row 0 of those kept: the column 't' holds a list"):
+        load(tmp_path, path="rows.jsonl", text="{t}")
+    with pytest.raises(AdapterswapError, match=r"row 0 of those kept: the column 't' does not hold chat messages"):
+        load(tmp_path, path="rows.jsonl", messages="t", chat=_template)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("none.jsonl", "the dataset file none.jsonl does not exist"),
+        ("../none", "does not exist"),
+        ("rows.txt", "unknown suffix"),
+        (".", "is a folder.*data_files"),
+        ("broken.jsonl", "broken.jsonl cannot be loaded"),
+        ("empty.jsonl", "the dataset file empty.jsonl is empty"),
+        ("org/no-such-dataset", "no file here, and cannot be had from the Hub"),
+    ],
+)
+def test_sources_that_cannot_be_had(tmp_path: Path, path: str, told: str) -> None:
+    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "broken.jsonl").write_text('{"t": "a"}\n{"t": ')
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(AdapterswapError, match=f"(?s){told}"):
+        load(tmp_path, path=path, text="{t}")
+
+
+def test_files_that_are_not_there_and_kinds_that_differ(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "b.csv").write_text("t\nx\n")
+    with pytest.raises(AdapterswapError, match="several kinds: csv, json"):
+        load(tmp_path, path=".", data_files=["a.jsonl", "b.csv"], text="{t}")
+    with pytest.raises(AdapterswapError, match=r"c\.csv does not exist"):
+        load(tmp_path, path=".", data_files=["a.jsonl", "c.csv"], text="{t}")

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.training.templates import Template
+
+
+def test_fields_are_filled_and_braces_can_be_written() -> None:
+    template = Template("Q: {question}\nA: {{{answer}}}")
+    assert template.fields == ("question", "answer")
+    assert template.fill({"question": "1 + 1?", "answer": 2, "other": None}) == "Q: 1 + 1?\nA: {2}"
+
+
+def test_values_with_braces_are_taken_as_they_are() -> None:
+    assert Template("{x}").fill({"x": "{y} {0.__class__}"}) == "{y} {0.__class__}"
+
+
+def test_a_null_gives_no_text() -> None:
+    assert Template("{x} {y}").fill({"x": "a", "y": None}) is None
+
+
+def test_missing_fields_are_named() -> None:
+    assert Template("{a} {b} {a} {c}").missing(["b"]) == ["a", "c"]
+
+
+@pytest.mark.parametrize("text", ["{", "}", "{}", "{a.b}", "{a[0]}", "{a!r}", "{a:>5}"])
+def test_anything_but_a_column_is_refused(text: str) -> None:
+    with pytest.raises(AdapterswapError, match="template"):
+        Template(text)
+
+
+def test_only_plain_values_make_text() -> None:
+    with pytest.raises(AdapterswapError, match="'x' holds a list"):
+        Template("{x}").fill({"x": ["a"]})
