@@ -1,7 +1,8 @@
 """The one kind of error that a user of adapterswap meets.
 
 Every message names the offending value, the rule that it breaks, and the mend. Mistakes that can be found together are
-reported together. This module knows nothing of adapters, files or the command line.
+reported together. Messages quote files that come from strangers, so nothing in them can steer a terminal. This module
+knows nothing of adapters, files or the command line.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["AdapterswapError", "Problem", "Problems"]
+__all__ = ["AdapterswapError", "Problem", "Problems", "printable"]
+
+_TOLD = 20  # mistakes told at once; a wrong config would otherwise repeat itself for every module
+_LENGTH = 1000  # characters of one mistake
+
+
+def printable(text: str) -> str:
+    """`text` on one line: a character that is not printable, such as a newline or an escape, is written as its code."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,8 @@ class Problem:
     mend: str
 
     def __str__(self) -> str:
-        return f"{self.what.rstrip('.')}. {self.mend.rstrip('.')}."
+        what = self.what if len(self.what) <= _LENGTH else f"{self.what[:_LENGTH]}…"
+        return printable(f"{what.rstrip('.')}. {self.mend.rstrip('.')}.")
 
 
 class AdapterswapError(Exception):
@@ -37,7 +47,7 @@ class AdapterswapError(Exception):
 
 
 class Problems:
-    """Collects mistakes, to raise them all at once.
+    """Collects mistakes, to raise them all at once; beyond the first 20 they are counted.
 
     >>> problems = Problems()
     >>> problems.add("rank 0 is not positive", "Give a rank of 1 or more")
@@ -48,6 +58,7 @@ class Problems:
 
     def __init__(self) -> None:
         self._found: dict[Problem, None] = {}  # a dict: no problem is told twice, and the order is kept
+        self._untold = 0
 
     def __iter__(self) -> Iterator[Problem]:
         return iter(self._found)
@@ -56,7 +67,7 @@ class Problems:
         return bool(self._found)
 
     def add(self, what: str, mend: str) -> None:
-        self._found[Problem(what, mend)] = None
+        self._keep(Problem(what, mend))
 
     @contextmanager
     def collect(self) -> Iterator[None]:
@@ -64,8 +75,20 @@ class Problems:
         try:
             yield
         except AdapterswapError as error:
-            self._found.update(dict.fromkeys(error.problems))
+            for problem in error.problems:
+                self._keep(problem)
 
     def raise_if_any(self) -> None:
+        if self._untold:
+            more = Problem(f"{self._untold} more problems were found", "Mend these first")
+            raise AdapterswapError([*self._found, more])
         if self._found:
             raise AdapterswapError(self._found)
+
+    def _keep(self, problem: Problem) -> None:
+        if problem in self._found:
+            return
+        if len(self._found) < _TOLD:
+            self._found[problem] = None
+        else:
+            self._untold += 1
