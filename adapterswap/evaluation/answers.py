@@ -15,10 +15,11 @@ from adapterswap.evaluation.numbers import Number, find_numbers, format_number, 
 
 __all__ = ["answer_text", "extract_answer", "is_correct"]
 
+# Marks that hold nothing but the answer: GSM8K's line `#### 18` (but no Markdown heading), and LaTeX's box.
+_MARKS = (r"####(?= *\W{0,4}\d[\d.,]*\W{0,4}$)", r"\\boxed *\{")
 # Phrases after which a sentence can only go on with its answer; the first one counts, since what follows it is talk.
 _CONCLUSIONS = (
-    r"####|\\boxed *\{",
-    r"answer(?: to .{1,60}?)?(?: is|=| =)",
+    r"(?<!/)answer(?: to .{1,60}?)?(?: is|=| =)",
     r"antwort (?:lautet|ist|beträgt)",
     r"respuesta(?: final| correcta)? es",
     r"réponse(?: finale| correcte)? est",
@@ -34,6 +35,7 @@ _CONCLUSIONS = (
 _HEADINGS = "answer|antwort|lösung|ergebnis|respuesta|réponse|ответ|jibu|উত্তর|సమాధానం|జవాబు|คำตอบ|答え?|解答|答案"
 _REACH = 60  # characters from a phrase to its number, on one line
 
+_MARK = re.compile("|".join(_MARKS), re.MULTILINE)
 _CONCLUSION = re.compile("|".join(map(normalize_text, _CONCLUSIONS)), re.IGNORECASE)
 _HEADING = re.compile(normalize_text(f"(?:{_HEADINGS}) *[:ঃ]"), re.IGNORECASE)
 
@@ -53,7 +55,7 @@ def extract_answer(text: str, language: str | None = None) -> Decimal | None:
     """
     text = normalize_text(text)
     numbers = [number for number in find_numbers(text, language) if number.value is not None and not number.operand]
-    for phrase in _CONCLUSION.finditer(text):
+    for phrase in (*_MARK.finditer(text), *_CONCLUSION.finditer(text)):
         if found := _after(phrase, text, numbers):
             return found[0].value
     for phrase in reversed([*_HEADING.finditer(text)]):

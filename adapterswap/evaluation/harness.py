@@ -76,7 +76,6 @@ def build_mgsm_task(name: str) -> ConfigurableTask:
             "generation_kwargs": {
                 "until": [spec.language.question_word, "</s>", "<|im_end|>"],
                 "do_sample": False,
-                "temperature": 0.0,
             },
             "filter_list": [
                 _stock_filter(spec.strict_pattern),
@@ -136,7 +135,12 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         truncate: bool,
         on_progress: Callable[[], None] | None,
     ) -> None:
-        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
+        # A loaded model is tied already, and where adapters wrap tied embeddings, tying again raises or undoes them.
+        model.tie_weights = lambda *_, **__: None
+        try:
+            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
+        finally:
+            del model.tie_weights
         self._max_gen_toks, self._truncate, self._on_progress = max_gen_toks, truncate, on_progress
         self._cut_in_batch: list[bool] = []
         self.cut: set[str] = set()

@@ -43,7 +43,7 @@ _ZEROS = {"千": 3, "万": 4, "萬": 4, "億": 8, "亿": 8}
 # What stands between two numbers that are parts of one expression, range, fraction, date or time.
 _LINK = re.compile(
     rf"[{_CURRENCY}%)\]]* *[-+*×÷/^x·⋅∙] *-?[{_CURRENCY}(\[]*"  # 5 + 6, $5*3, 3/4, 2-3
-    rf"|[^\d\n=.,;:!?()]{{0,24}}[+×÷] *[{_CURRENCY}]*"  # 5 eggs + 6
+    rf"|[^\d\n=.,;:!?()]{{0,24}} [+*×÷] *[{_CURRENCY}]*"  # 5 eggs + 6
     r"|:| : "  # 7:30, 36 : 2, but not "Day 1: 18"
 )
 

@@ -121,7 +121,8 @@ def load_subject(
         return
     from adapterswap.live import LiveComposer, load_experts
 
-    model = load_experts(model, plan)
+    with _quiet():
+        model = load_experts(model, plan)
     with LiveComposer(model).use(plan):
         yield model.eval()
 
@@ -173,7 +174,7 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
 
     try:
-        with warnings.catch_warnings():
+        with _quiet():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, and told as an error
             model = PeftModel.from_pretrained(model, str(adapter.folder))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -188,6 +189,14 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
             f"the adapter {adapter} does not fit the base model: {odd[0]}: {where}", "Give the base it was trained on"
         )
     return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PEFT 0.21 uses names that transformers 5.23 has renamed; a user can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        yield
 
 
 def _provenance(folder: Path) -> dict[str, Any] | None:

@@ -1,0 +1,280 @@
+"""`evaluate` on pico models, beside plain loops that know nothing of the harness."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from adapterswap import AdapterswapError, LiveComposer, layer_swap, write_adapter
+from adapterswap.evaluation import evaluate, write_result
+from adapterswap.evaluation.mgsm import mgsm_task
+from adapterswap.evaluation.preview import preview
+from adapterswap.live import load_experts
+
+from .conftest import byte_tokenizer, pico_model
+
+Model = tuple[Any, Any]
+SHORT = {"num_fewshot": 2, "limit": 3, "max_gen_toks": 16}
+
+
+def written(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
+    """What the model writes after `prompt`, one token at a time, without `generate` and its caches."""
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    begin = ids.shape[1]
+    for _ in range(tokens):
+        with torch.no_grad():
+            following = model(ids).logits[0, -1].argmax()
+        if following == tokenizer.eos_token_id:
+            break
+        ids = torch.cat([ids, following.reshape(1, 1)], dim=1)
+    return str(tokenizer.decode(ids[0, begin:], skip_special_tokens=True))
+
+
+def test_outputs_equal_a_plain_loop_over_the_model(byte_model: Model) -> None:
+    model, tokenizer = byte_model
+    result = evaluate(model, tokenizer, ["mgsm_direct_sw"], batch_size=1, **SHORT)
+    task = mgsm_task("mgsm_direct_sw")
+    shots = [f"{task.prompt(question)}{answer}\n\n" for question, answer in task.shots()[:2]]
+    assert len(result.samples) == 3
+    for sample, (question, gold) in zip(result.samples, task.language.questions, strict=False):
+        prompt = "".join(shots) + task.prompt(question)
+        assert sample.prompt == prompt
+        assert sample.target == str(gold)
+        assert sample.output == written(model, tokenizer, prompt, 16).split("Swali:")[0]
+
+
+def test_a_batch_gives_what_single_prompts_give(byte_model: Model) -> None:
+    alone = evaluate(*byte_model, ["mgsm_native_cot_te"], batch_size=1, **SHORT)
+    together = evaluate(*byte_model, ["mgsm_native_cot_te"], batch_size=3, **SHORT)
+    assert alone.samples == together.samples
+    assert len({sample.output for sample in alone.samples}) > 1
+
+
+@pytest.fixture(scope="module")
+def memorizer() -> Model:
+    """A model that has learnt the first two answers of mgsm_direct_sw by heart, and to go on with a question."""
+    task, tokenizer = mgsm_task("mgsm_direct_sw"), byte_tokenizer()
+    model = pico_model(layers=2, spread=0.05).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    rows = []
+    for question, gold in task.language.questions[:2]:
+        prompt = tokenizer(task.prompt(question))["input_ids"]
+        answer = tokenizer(f" {gold}.00\n\nSwali:")["input_ids"]
+        rows.append((torch.tensor([prompt + answer]), len(prompt)))
+    for _ in range(60):
+        for ids, begin in rows:
+            logits = model(ids).logits[0, begin - 1 : -1]
+            torch.nn.functional.cross_entropy(logits, ids[0, begin:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, tokenizer
+
+
+def test_right_answers_are_counted_by_each_filter_in_its_own_way(memorizer: Model) -> None:
+    result = evaluate(*memorizer, ["mgsm_direct_sw"], num_fewshot=0, limit=3, max_gen_toks=20, batch_size=1)
+    first, second, third = result.samples
+    assert (first.output, second.output) == (" 18.00\n\n", " 3.00\n\n")
+    assert [sample.scores["normalized"]["exact_match"] for sample in (first, second, third)] == [1, 1, 0]
+    assert first.answers == {"remove_whitespace": "18.00", "flexible-extract": "18.00", "normalized": "18"}
+    task = result.tasks["mgsm_direct_sw"]
+    assert task.score("flexible-extract").value == task.score("remove_whitespace").value == 0  # 18.00 is 1800 to them
+    assert task.score("normalized").value == pytest.approx(2 / 3)
+    assert task.score("normalized").stderr == pytest.approx(statistics.stdev([1, 1, 0]) / 3**0.5)
+    assert (task.num_docs, task.num_fewshot) == (3, 0)
+
+
+def test_outputs_that_end_by_themselves_are_not_called_cut(memorizer: Model) -> None:
+    ended = evaluate(*memorizer, ["mgsm_direct_sw"], num_fewshot=0, limit=2, max_gen_toks=30)
+    assert [sample.cut for sample in ended.samples] == [False, False]
+    assert ended.tasks["mgsm_direct_sw"].cut == 0
+    stopped = evaluate(*memorizer, ["mgsm_direct_sw"], num_fewshot=0, limit=2, max_gen_toks=3)
+    assert [sample.output for sample in stopped.samples] == [" 18", " 3."]
+    assert stopped.tasks["mgsm_direct_sw"].cut == 2
+
+
+def test_one_document_has_no_standard_error(byte_model: Model) -> None:
+    result = evaluate(*byte_model, ["mgsm_direct_en"], num_fewshot=0, limit=1, max_gen_toks=4)
+    assert {score.stderr for score in result.tasks["mgsm_direct_en"].scores} == {None}
+
+
+@pytest.fixture
+def experts(byte_expert: Callable[[str], Path], byte_base: Path) -> dict[str, Any]:
+    options = {"bottom": 2, "top": 1, "bottom_transition": 1, "base_model": str(byte_base)}
+    return {"task": str(byte_expert("math")), "language": str(byte_expert("swahili")), **options}
+
+
+def test_a_composition_live_and_from_disk_and_the_model_again_and_again(
+    byte_model: Model, experts: dict[str, Any], byte_base: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = byte_model
+    tasks = ["mgsm_direct_sw", "mgsm_native_cot_sw"]
+
+    def run(model: Any) -> Any:
+        return evaluate(model, tokenizer, tasks, **SHORT).samples
+
+    base = run(model)
+    plan = layer_swap(**experts)
+    folder = write_adapter(plan, tmp_path / "composed")
+    live_model = load_experts(model, plan)
+    composer = LiveComposer(live_model)
+    other = layer_swap(**(experts | {"bottom": 0, "top": 0, "bottom_transition": 0}))
+    with composer.use(plan):
+        live = run(live_model)
+    with composer.use(other):
+        math_alone = run(live_model)
+    with composer.use(plan):
+        assert run(live_model) == live
+    with live_model.disable_adapter():
+        assert run(live_model) == base
+    fresh = PeftModel.from_pretrained(type(model).from_pretrained(byte_base, dtype=torch.float32), folder)
+    assert run(fresh) == live
+    assert len({tuple(sample.output for sample in samples) for samples in (base, live, math_alone)}) == 3
+
+
+@pytest.mark.parametrize("wrapped", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens", "lm_head"]}])
+def test_adapters_on_tied_embeddings_are_left_alone(wrapped: dict[str, Any]) -> None:
+    """The harness ties the weights of every model that it is given, which raises on these."""
+    model = pico_model()
+    config = type(model.config).from_dict(model.config.to_dict() | {"tie_word_embeddings": True})
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        model = get_peft_model(type(model)(config), LoraConfig(**({"target_modules": ["q_proj"]} | wrapped)))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.manual_seed(sum(name.encode()))
+            parameter.data += torch.randn(parameter.shape) * 0.1
+    model.eval()
+    (sample,) = evaluate(model, byte_tokenizer(), ["mgsm_direct_sw"], **(SHORT | {"limit": 1})).samples
+    assert sample.output == written(model, byte_tokenizer(), sample.prompt, 16).split("Swali:")[0]
+
+
+def test_nothing_of_the_caller_s_is_changed(byte_model: Model) -> None:
+    model, tokenizer = byte_model
+    tokenizer.pad_token = None
+    model.train()
+    model.model.layers[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    evaluate(model, tokenizer, ["mgsm_direct_sw"], num_fewshot=0, limit=1, max_gen_toks=2)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    assert tokenizer.pad_token is None
+    assert tokenizer.padding_side == byte_tokenizer().padding_side
+
+
+def test_nothing_is_printed(byte_model: Model, capfd: pytest.CaptureFixture[str]) -> None:
+    evaluate(*byte_model, ["mgsm_direct_sw"], num_fewshot=0, limit=1, max_gen_toks=2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_sampling_follows_the_seed(byte_model: Model) -> None:
+    def outputs(seed: int) -> list[Any]:
+        options = {"gen_kwargs": {"do_sample": True, "temperature": 1.0}, "seed": seed, **SHORT}
+        return [sample.output for sample in evaluate(*byte_model, ["mgsm_direct_sw"], **options).samples]
+
+    assert outputs(1) == outputs(1)
+    assert outputs(1) != outputs(2)
+
+
+def test_progress_counts_every_request(byte_model: Model) -> None:
+    told: list[tuple[int, int]] = []
+    tasks = ["mgsm_direct_sw", "mgsm_direct_te"]
+    options = {"num_fewshot": 0, "limit": 2, "max_gen_toks": 2}
+    evaluate(*byte_model, tasks, on_progress=lambda done, total: told.append((done, total)), **options)
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_chat_prompts_are_turns(byte_model: Model) -> None:
+    options = {**SHORT, "limit": 1, "apply_chat_template": True, "system_instruction": "Be brief."}
+    (sample,) = evaluate(*byte_model, ["mgsm_direct_sw"], **options).samples
+    task = mgsm_task("mgsm_direct_sw")
+    turns = "".join(f"<user>{task.prompt(q)}</user><assistant>{a}</assistant>" for q, a in task.shots()[:2])
+    asked = task.prompt(task.language.questions[0][0])
+    assert sample.prompt == f"<system>Be brief.</system>{turns}<user>{asked}</user><assistant>"
+    (previewed,) = preview(byte_model[1], byte_model[0].config, ["mgsm_direct_sw"], **options)
+    assert previewed.prompt == sample.prompt
+
+
+def test_a_prompt_that_does_not_fit_is_refused_or_counted() -> None:
+    tokenizer, options = byte_tokenizer(), {"num_fewshot": 2, "limit": 3, "max_gen_toks": 8, "batch_size": 1}
+    (previewed,) = preview(tokenizer, pico_model(layers=1).config, ["mgsm_direct_sw"], **options)
+    context = previewed.longest + 8
+    fitting = evaluate(pico_model(layers=1, context=context), tokenizer, ["mgsm_direct_sw"], **options)
+    assert fitting.tasks["mgsm_direct_sw"].truncated == 0
+    tight = pico_model(layers=1, context=context - 1)
+    told = rf"mgsm_direct_sw: a prompt of {previewed.longest} tokens .* context of {context - 1}"
+    with pytest.raises(AdapterswapError, match=told):
+        evaluate(tight, tokenizer, ["mgsm_direct_sw"], **options)
+    result = evaluate(tight, tokenizer, ["mgsm_direct_sw"], truncate=True, **options)
+    assert result.tasks["mgsm_direct_sw"].truncated == 1
+
+
+def test_a_preview_asks_what_an_evaluation_asks(byte_model: Model) -> None:
+    model, tokenizer = byte_model
+    tasks = ["mgsm_native_cot_te", "mgsm_en_cot_ja"]
+    previews = preview(tokenizer, model.config, tasks, **SHORT)
+    result = evaluate(model, tokenizer, tasks, **SHORT)
+    for task in previews:
+        asked = [sample.prompt for sample in result.samples if sample.task == task.name]
+        assert (task.prompt, task.num_docs, task.num_requests) == (asked[0], 3, 3)
+        assert task.longest == max(len(prompt.encode()) for prompt in asked)
+        assert task.room == model.config.max_position_embeddings - task.longest
+
+
+def test_the_folder_is_the_same_every_time_and_names_no_path(byte_model: Model, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        result = evaluate(*byte_model, ["mgsm_direct_ja"], **SHORT)
+        write_result(result, tmp_path / name, subject={"base_model": {"source": "byte-base"}})
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    assert one == two
+    assert set(one) == {"results.json", "samples.jsonl"}
+    assert str(tmp_path).encode() not in b"".join(one.values())
+    content = json.loads(one["results.json"])
+    assert content["subject"] == {"base_model": {"source": "byte-base"}}
+    assert content["tasks"][0]["name"] == "mgsm_direct_ja"
+    assert content["first_prompts"]["mgsm_direct_ja"] == result.samples[0].prompt
+    rows = [json.loads(line) for line in one["samples.jsonl"].decode().split("\n") if line]
+    assert [row["doc_id"] for row in rows] == [0, 1, 2]
+    assert [row["output"] for row in rows] == [sample.output for sample in result.samples]
+    with pytest.raises(AdapterswapError, match="exists, and is not replaced unasked"):
+        write_result(result, tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"limit": 0}, "the limit 0 is neither"),
+        ({"limit": -3}, "the limit -3 is neither"),
+        ({"limit": 2.5}, "the limit 2.5 is neither"),
+        ({"limit": float("nan")}, "the limit nan is neither"),
+        ({"limit": float("inf")}, "the limit inf is neither"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"max_gen_toks": -1}, "max_gen_toks is -1"),
+        ({"num_fewshot": 9}, "9 shots are asked for, and MGSM has 8 exemplars"),
+        ({"num_fewshot": -1}, "the number of shots is -1"),
+    ],
+)
+def test_bad_settings_are_told(byte_model: Model, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(AdapterswapError, match=told):
+        evaluate(*byte_model, ["mgsm_direct_sw"], **options)
+
+
+def test_all_bad_settings_are_told_together(byte_model: Model) -> None:
+    model, tokenizer = byte_model
+    tokenizer.chat_template = tokenizer.eos_token = None
+    with pytest.raises(AdapterswapError) as caught:
+        evaluate(model, tokenizer, ["mgsm_direct_sw"], limit=0, batch_size=0, apply_chat_template=True)
+    assert len(caught.value.problems) == 4
+
+
+def test_a_fraction_of_the_documents(byte_model: Model) -> None:
+    previews = preview(byte_model[1], byte_model[0].config, ["mgsm_direct_sw"], limit=0.1)
+    assert [(task.num_docs, task.num_fewshot) for task in previews] == [(25, 8)]

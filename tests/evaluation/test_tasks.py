@@ -1,0 +1,130 @@
+"""Names of tasks, and tasks that lm-evaluation-harness brings itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapterswap import AdapterswapError
+from adapterswap.evaluation import evaluate
+from adapterswap.evaluation.mgsm import LANGUAGES
+from adapterswap.evaluation.tasks import load_tasks
+
+Model = tuple[Any, Any]
+
+CHOICES = """
+task: pico_{name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{label}}}}"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+metadata: {{version: 3}}
+"""
+GROUP = """
+group: pico
+task: [pico_one, pico_two]
+aggregate_metric_list:
+  - {metric: acc, aggregation: mean, weight_by_size: true}
+"""
+ROWS = [
+    {"question": f"{i} and {i} are", "choices": [str(i), str(i + i), str(i * i)], "label": i % 3} for i in range(3, 9)
+]
+
+
+@pytest.fixture(scope="module")
+def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two task files and a group, over a local data file."""
+    folder = tmp_path_factory.mktemp("tasks")
+    data = tmp_path_factory.mktemp("data")
+    (data / "rows.json").write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
+    for name in ("one", "two"):
+        text = CHOICES.format(name=name, data=data / "rows.json", cache=data / "cache")
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    (folder / "group.yaml").write_text(GROUP, encoding="utf-8")
+    return folder
+
+
+def choose(model: Any, tokenizer: Any, row: dict[str, Any]) -> tuple[int, list[float]]:
+    """The likeliest choice and every choice's log-likelihood, by a plain loop."""
+    totals = []
+    for choice in row["choices"]:
+        begin = len(tokenizer(row["question"])["input_ids"])
+        ids = tokenizer(f"{row['question']} {choice}", return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logs = model(ids).logits[0].log_softmax(-1)
+        totals.append(sum(float(logs[i - 1, ids[0, i]]) for i in range(begin, ids.shape[1])))
+    return max(range(3), key=totals.__getitem__), totals
+
+
+def test_a_task_of_the_harness_equals_a_plain_loop(byte_model: Model, own_tasks: Path) -> None:
+    result = evaluate(*byte_model, ["pico", "mgsm_direct_sw"], include_path=own_tasks, limit=5, max_gen_toks=2)
+    right = []
+    for row, sample in zip(ROWS, [s for s in result.samples if s.task == "pico_one"], strict=False):
+        choice, totals = choose(*byte_model, row)
+        right.append(choice == row["label"])
+        assert [likelihood for likelihood, _ in sample.output] == pytest.approx(totals, abs=1e-4)
+        assert sample.scores["none"]["acc"] == right[-1]
+        assert sample.doc["question"] == row["question"]
+    assert len(right) == 5
+    task = result.tasks["pico_one"]
+    assert task.score(metric="acc").value == pytest.approx(sum(right) / 5)
+    assert (task.num_docs, task.num_fewshot, task.cut, task.version) == (5, 0, None, "3")
+    assert list(result.groups) == ["pico"]
+    assert result.groups["pico"].score(metric="acc").value == task.score(metric="acc").value
+    assert result.groups["pico"].num_docs == 10
+    assert set(result.tasks) == {"pico_one", "pico_two", "mgsm_direct_sw"}
+
+
+def test_shots_of_a_task_of_the_harness_follow_the_seed(byte_model: Model, own_tasks: Path) -> None:
+    def prompts(seed: int) -> list[str]:
+        options = {"include_path": own_tasks, "num_fewshot": 1, "seed": seed}
+        return [sample.prompt for sample in evaluate(*byte_model, ["pico_one"], **options).samples]
+
+    assert prompts(1) == prompts(1)
+    assert prompts(1) != prompts(2)
+
+
+def test_an_unknown_task_is_told_with_its_nearest_names(own_tasks: Path) -> None:
+    with pytest.raises(AdapterswapError) as caught:
+        load_tasks(["mgsm_direct_swa", "picko_one", "mgsm_direct_sw"], include_path=own_tasks)
+    first, second = caught.value.problems
+    assert first.what == "no task is named 'mgsm_direct_swa'"
+    assert "mgsm_direct_sw" in first.mend
+    assert "pico_one" in second.mend
+
+
+def test_a_task_whose_data_is_not_at_hand_is_told(own_tasks: Path) -> None:
+    with pytest.raises(AdapterswapError, match=r"cannot load gsm8k: .* Its data comes from the Hub"):
+        load_tasks(["gsm8k"], include_path=own_tasks)
+
+
+def test_families_and_patterns() -> None:
+    assert list(load_tasks(["mgsm_direct"])["tasks"]) == [f"mgsm_direct_{code}" for code in LANGUAGES]
+    assert list(load_tasks(["mgsm_*_sw"])["tasks"]) == ["mgsm_direct_sw", "mgsm_native_cot_sw", "mgsm_en_cot_sw"]
+    assert list(load_tasks(["mgsm_direct_sw", "mgsm_direct_s?"])["tasks"]) == ["mgsm_direct_sw"]
+
+
+def test_a_folder_of_tasks_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(AdapterswapError, match="is not a folder"):
+        load_tasks(["pico"], include_path=tmp_path / "absent")
+
+
+def test_no_task() -> None:
+    with pytest.raises(AdapterswapError, match="no task is named"):
+        load_tasks([])
+
+
+def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(AdapterswapError, match=r"pip install 'adapterswap\[eval\]'"):
+        load_tasks(["mgsm_direct_sw"])
