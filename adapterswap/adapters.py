@@ -6,24 +6,27 @@ No tensor is read and torch is not imported. Knows nothing of compositions.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from adapterswap.adapter_config import AdapterConfig, read_adapter_config, scale
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.layers import Kind, kind_of, layer_container, layer_of
+from adapterswap.layers import Kind, kind_of, layer_container, layer_of, parse_layers
 from adapterswap.sources import Source, find_source
 from adapterswap.tensorfile import Tensor, TensorFile, read_header
 
-__all__ = ["Adapter", "LoraModule", "open_adapter"]
+__all__ = ["Adapter", "FullModule", "LoraModule", "by_layer", "open_adapter"]
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PROVENANCE = "adapterswap.json"
 
 _PREFIX = "base_model.model."
+_BASE_COPY = ".base_layer.weight"
 _DTYPES = ("F32", "F16", "BF16")
 
 # What PEFT writes beside A and B, by the end of the key, and why it is refused.
@@ -50,6 +53,7 @@ class LoraModule:
         scale: s, which is α/√r (rsLoRA) or α/r.
         a, b: where the factors lie in the file.
         embedding: an embedding's LoRA.
+        base: the copy of the base's own weight that PEFT saves beside the LoRA of an embedding or head; else None.
     """
 
     name: str
@@ -62,6 +66,7 @@ class LoraModule:
     a: Tensor
     b: Tensor
     embedding: bool
+    base: Tensor | None = None
 
     @property
     def in_features(self) -> int:
@@ -73,8 +78,33 @@ class LoraModule:
 
     @property
     def dtype(self) -> str:
-        """The dtype of A and B; the wider one where they differ."""
+        """The dtype of A and B; float32 where they differ."""
         return self.a.dtype if self.a.dtype == self.b.dtype else "F32"
+
+    @property
+    def shape(self) -> str:
+        """What must agree between experts of one base, in words."""
+        return f"{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
+
+
+@dataclass(frozen=True)
+class FullModule:
+    """A module trained in full (PEFT's `modules_to_save`): its whole weights W, not a ΔW.
+
+    Attributes:
+        name, layer, kind: as for `LoraModule`.
+        tensors: where its parameters lie in the file, by their name within the module (`weight`, `bias`).
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def shape(self) -> str:
+        """What must agree between experts of one base, in words."""
+        return ", ".join(f"{name} {'×'.join(map(str, tensor.shape))}" for name, tensor in sorted(self.tensors.items()))
 
 
 @dataclass(frozen=True)
@@ -85,19 +115,33 @@ class Adapter:
         source: the folder, and its name or Hub id.
         config: what adapter_config.json says.
         file: the safetensors file's header.
-        modules: by full name, sorted by layer (those without one first), then by name.
+        modules: the LoRA modules by full name, sorted by layer (those without one first), then by name.
+        saved: the modules trained in full (`modules_to_save`), likewise.
         container: the list of layers in the base, such as `model.layers`; None if no module has a layer.
+        kept_layers: the layers that `adapterswap slice` left in it; None for a whole expert.
     """
 
     source: Source
     config: AdapterConfig
     file: TensorFile
     modules: Mapping[str, LoraModule]
+    saved: Mapping[str, FullModule]
     container: str | None
+    kept_layers: frozenset[int] | None = None
 
     @property
     def name(self) -> str:
         return str(self.source)
+
+
+_Module = TypeVar("_Module", LoraModule, FullModule)
+
+
+class _Factors(NamedTuple):
+    a: Tensor
+    b: Tensor
+    embedding: bool
+    base: Tensor | None
 
 
 def open_adapter(reference: str | Path) -> Adapter:
@@ -120,19 +164,36 @@ def open_adapter(reference: str | Path) -> Adapter:
     problems.raise_if_any()
     assert config is not None
     assert file is not None
-    pairs = _pair_factors(file, folder, problems)
+    pairs, saved = _sort_keys(file, config, folder, problems)
     container = None
     with problems.collect():
-        container = layer_container(pairs)
-    modules = {}
-    for name, (a, b, embedding) in pairs.items():
+        container = layer_container([*pairs, *saved])
+    modules: dict[str, LoraModule] = {}
+    for name, factors in pairs.items():
         with problems.collect():
-            modules[name] = _module(name, a, b, embedding, config, container, folder)
-    if not pairs and not problems:
+            modules[name] = _module(name, factors, config, container, folder)
+    full = {name: FullModule(name, layer_of(name, container), kind_of(name), saved[name]) for name in saved}
+    for name in sorted(pairs.keys() & full.keys()):
+        problems.add(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
+    if not modules and not problems:
         problems.add(f"{folder / WEIGHTS} holds no LoRA tensors", "Give a LoRA adapter saved by PEFT")
     problems.raise_if_any()
+    return Adapter(source, config, file, by_layer(modules), by_layer(full), container, _kept_layers(folder))
+
+
+def by_layer(modules: Mapping[str, _Module]) -> dict[str, _Module]:
+    """The modules in the order of all listings: those without a layer first, then by layer and name."""
     ordered = sorted(modules.values(), key=lambda m: (-1 if m.layer is None else m.layer, m.name))
-    return Adapter(source, config, file, {module.name: module for module in ordered}, container)
+    return {module.name: module for module in ordered}
+
+
+def _kept_layers(folder: Path) -> frozenset[int] | None:
+    """The layers of a slice, from its adapterswap.json; None where there is none, or it says nothing of a slice."""
+    try:
+        content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        return parse_layers(content["slice"]["layers"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _explain_missing(folder: Path) -> tuple[str, str]:
@@ -149,33 +210,43 @@ def _explain_missing(folder: Path) -> tuple[str, str]:
     return f"{folder} has no {WEIGHTS}", "Give the folder of a PEFT adapter"
 
 
-def _pair_factors(file: TensorFile, folder: Path, problems: Problems) -> dict[str, tuple[Tensor, Tensor, bool]]:
-    """The A and B of each module, by the module's name; whatever else lies in the file is a problem."""
+def _sort_keys(
+    file: TensorFile, config: AdapterConfig, folder: Path, problems: Problems
+) -> tuple[dict[str, _Factors], dict[str, dict[str, Tensor]]]:
+    """The factors of each LoRA module, and the parameters of each saved one, by name; all other keys are problems."""
     factors: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, dict[str, Tensor]] = {}
+    copies: dict[str, Tensor] = {}
     for key, tensor in file.tensors.items():
         match = re.fullmatch(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?", key)
         if match and key.startswith(_PREFIX) and bool(match["embedding"]) != bool(match["weight"]):
             factor = (match["embedding"] or "") + match["factor"]
             factors.setdefault(match["name"].removeprefix(_PREFIX), {})[factor] = tensor
             continue
+        if key.startswith(_PREFIX) and key.endswith(_BASE_COPY):
+            copies[key.removeprefix(_PREFIX).removesuffix(_BASE_COPY)] = tensor
+            continue
+        name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
+        if key.startswith(_PREFIX) and any(f".{name}".endswith(f".{end}") for end in config.modules_to_save):
+            saved.setdefault(name, {})[parameter] = tensor
+            continue
         refused = next((why for end, why in _REFUSED_KEYS.items() if key.endswith(end)), None)
         if refused:
             problems.add(f"{folder}: {key} is {refused}, which is no part of s·B·A", "Train it as a plain or rsLoRA")
-        elif key.endswith("base_layer.weight"):
-            problems.add(
-                f"{folder}: {key} is a whole weight of the base (PEFT saves it when the vocabulary grew)",
-                "Save the adapter with save_embedding_layers=False if the base's embeddings are unchanged",
-            )
-        elif re.search(r"\.lora_(embedding_)?[AB]\b", key):
-            problems.add(
-                f"{folder}: {key} is not named as PEFT saves it ({_PREFIX}MODULE.lora_A.weight)",
-                "Save it again by PEFT",
-            )
         else:
             problems.add(
-                f"{folder}: {key} is a weight trained in full (modules_to_save), not a LoRA factor",
-                "Compose adapters without modules_to_save",
+                f"{folder}: {key} is neither a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight) "
+                "nor in modules_to_save",
+                "Save the adapter again with PEFT",
             )
+    for name in sorted(copies.keys() - factors.keys()):
+        problems.add(f"{folder}: {name}{_BASE_COPY} is the base's weight, and {name} has no LoRA", "Save it again")
+    return _pair_factors(factors, copies, folder, problems), saved
+
+
+def _pair_factors(
+    factors: dict[str, dict[str, Tensor]], copies: dict[str, Tensor], folder: Path, problems: Problems
+) -> dict[str, _Factors]:
     pairs = {}
     for name, found in factors.items():
         embedding = any(key.startswith("embedding_") for key in found)
@@ -185,13 +256,12 @@ def _pair_factors(file: TensorFile, folder: Path, problems: Problems) -> dict[st
             lacks = " and ".join(f"lora_{factor}" for factor in missing) or "one pair of factors"
             problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
         else:
-            pairs[name] = (found[f"{prefix}A"], found[f"{prefix}B"], embedding)
+            pairs[name] = _Factors(found[f"{prefix}A"], found[f"{prefix}B"], embedding, copies.get(name))
     return pairs
 
 
-def _module(
-    name: str, a: Tensor, b: Tensor, embedding: bool, config: AdapterConfig, container: str | None, folder: Path
-) -> LoraModule:
+def _module(name: str, factors: _Factors, config: AdapterConfig, container: str | None, folder: Path) -> LoraModule:
+    a, b = factors.a, factors.b
     mend = "The file and its config do not belong together: save the adapter again"
     for factor, tensor in (("A", a), ("B", b)):
         if tensor.dtype not in _DTYPES:
@@ -219,5 +289,6 @@ def _module(
         scale=scale(rank, alpha, config.rslora),
         a=a,
         b=b,
-        embedding=embedding,
+        embedding=factors.embedding,
+        base=factors.base,
     )

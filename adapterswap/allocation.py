@@ -7,52 +7,28 @@ Knows modules by name, layer and kind only, and experts by name only.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from adapterswap.layers import Kind
+from adapterswap.layers import NO_LAYER, Kind, format_layers, parse_layers
 from adapterswap.yamlfiles import StrictModel
 
-__all__ = ["BASE", "Rule", "format_layers", "parse_layers"]
+__all__ = ["BASE", "SPARSE_METHODS", "BlendMethod", "Rule", "check_weights"]
 
 BASE = "base"  # the reserved name of the unchanged base model
-NO_LAYER = "none"  # the layer selection of modules outside the layers: embeddings, heads
 
 _KINDS = ("attention", "mlp", "other")
 
-
-def parse_layers(text: str) -> frozenset[int]:
-    """The layers in a text such as `0-4,30-31`; empty for `none`.
-
-    Raises:
-        ValueError: the text is no such list, or a range runs backwards.
-    """
-    if text == NO_LAYER:
-        return frozenset()
-    layers: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
-        if match is None:
-            raise ValueError(f"{text!r} is no list of layers; write for instance 0-4,30-31, or none")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if first > last:
-            raise ValueError(f"the range {part.strip()} runs backwards")
-        layers.update(range(first, last + 1))
-    return frozenset(layers)
-
-
-def format_layers(layers: Iterable[int]) -> str:
-    """The shortest text that `parse_layers` reads as these layers: `0-4,30-31`."""
-    ranges: list[list[int]] = []
-    for layer in sorted(set(layers)):
-        if ranges and layer == ranges[-1][1] + 1:
-            ranges[-1][1] = layer
-        else:
-            ranges.append([layer, layer])
-    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges) or NO_LAYER
+# How a blend is computed from the experts' ΔW. All but linear and slerp are nonlinear in ΔW.
+BlendMethod = Literal["linear", "slerp", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
+SPARSE_METHODS = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
+_NORMALIZED = (
+    "linear",
+    "slerp",
+    "ties",
+)  # the methods whose weights are divided by their sum by default, as in mergekit
 
 
 def _canonical_layers(value: Any) -> Any:
@@ -81,7 +57,17 @@ class Rule(StrictModel):
     )
     expert: str | None = Field(default=None, description="The expert that owns them; `base` leaves them unchanged.")
     blend: dict[str, float] | None = Field(default=None, description="Experts and their weights.")
-    normalize: bool = Field(default=True, description="Divide a blend's weights by their sum.")
+    weights: Literal["magnitude"] | None = Field(
+        default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: as they are."
+    )
+    method: BlendMethod = Field(default="linear", description="How a blend is computed from the experts' ΔW.")
+    density: float = Field(default=1.0, gt=0, le=1, description="TIES, DARE, magnitude_prune: the share of ΔW kept.")
+    lambda_: float = Field(
+        default=1.0, alias="lambda", description="TIES, DARE, magnitude_prune: factor of the result."
+    )
+    normalize: bool | None = Field(
+        default=None, description="Divide a blend's weights by their sum. Default: yes for linear and ties, else no."
+    )
     optional: bool = Field(default=False, description="The rule may match nothing; otherwise that is an error.")
 
     @field_validator("modules", mode="before")
@@ -97,9 +83,30 @@ class Rule(StrictModel):
             raise ValueError("`modules` holds an empty name")
         if self.modules == ():
             raise ValueError("`modules` is empty: leave it out to match all modules")
-        if self.blend is not None:
-            check_weights(self.blend, normalize=self.normalize)
+        if self.blend is None:
+            extra = self.model_fields_set & {"weights", "method", "density", "lambda_", "normalize"}
+            if extra:
+                raise ValueError(
+                    f"{', '.join(sorted(extra)).rstrip('_')} belong to a `blend`, and the rule names an owner"
+                )
+            return self
+        if self.method not in SPARSE_METHODS and (self.density != 1 or self.lambda_ != 1):
+            raise ValueError(f"density and lambda belong to {', '.join(SPARSE_METHODS)}, not to {self.method}")
+        if not math.isfinite(self.lambda_):
+            raise ValueError(f"lambda is {self.lambda_}, which is not a finite number")
+        if self.weights and self.method != "linear":
+            raise ValueError(f"magnitude weights belong to averages, not to {self.method}")
+        if self.method == "slerp":
+            if len(self.blend) != 2 or BASE in self.blend:
+                raise ValueError("slerp turns from one expert to another: name exactly two")
+            if min(self.blend.values()) < 0 or self.normalize is False:
+                raise ValueError("slerp's weights are shares of the way: not negative, and always divided by their sum")
+        check_weights(self.blend, normalize=self.normalizes)
         return self
+
+    @property
+    def normalizes(self) -> bool:
+        return self.method in _NORMALIZED if self.normalize is None else self.normalize
 
     def matches(self, name: str, layer: int | None, kind: Kind) -> bool:
         """Whether the rule takes the module of this name, layer and kind."""
@@ -110,11 +117,15 @@ class Rule(StrictModel):
         return self.modules is None or any(selects(module, name, kind) for module in self.modules)
 
     def coefficients(self) -> dict[str, float]:
-        """The factor of each expert's ΔW: 1 for an owner, w_i/Σw or w_i for a blend; the base and zeros left out."""
+        """The factor of each expert's ΔW: 1 for an owner, w_i/Σw or w_i for a blend; the base and zeros left out.
+
+        For nonlinear methods, and for weights that depend on the tensors, these are the weights w_i themselves.
+        """
         if self.expert is not None:
             return {} if self.expert == BASE else {self.expert: 1.0}
         assert self.blend is not None
-        total = math.fsum(self.blend.values()) if self.normalize else 1.0
+        linear = self.method == "linear" and self.weights is None
+        total = math.fsum(self.blend.values()) if linear and self.normalizes else 1.0
         return {name: weight / total for name, weight in self.blend.items() if name != BASE and weight != 0}
 
     def __str__(self) -> str:
@@ -125,6 +136,7 @@ class Rule(StrictModel):
         else:
             assert self.blend is not None
             what = " + ".join(f"{weight:g}·{name}" for name, weight in self.blend.items())
+            what = what if self.method == "linear" else f"{self.method}({what})"
         return f"{' and '.join(where) or 'everything'} → {what}"
 
 

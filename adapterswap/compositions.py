@@ -12,13 +12,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from adapterswap.allocation import BASE, NO_LAYER, Rule, check_weights, format_layers
+from adapterswap.allocation import BASE, SPARSE_METHODS, Rule, check_weights
 from adapterswap.errors import AdapterswapError
+from adapterswap.layers import NO_LAYER, format_layers
 from adapterswap.yamlfiles import StrictModel, validate
 
 __all__ = ["Composition", "Method", "parse_composition", "scaled_default"]
 
-Method = Literal["layer_swap", "soup", "task_arithmetic"]
+Method = Literal[
+    "layer_swap", "soup", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp", "magnitude_prune"
+]
 Partition = Literal["A", "B", "C", "Z"]
 
 # The first paper's defaults, for its 32 layers.
@@ -28,6 +31,8 @@ _PARTITION_LAYERS = 28
 _PARTITION_COUNTS: dict[str, tuple[int, int]] = {"A": (6, 2), "B": (8, 4), "C": (6, 2), "Z": (8, 4)}
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+_SIDED = {*_ZONES, "task", "language", "task_weight", "language_weight", "weights", "scale", "density", "partition"}
+_SCALED = ("task_arithmetic", *SPARSE_METHODS)
 
 
 def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
@@ -56,7 +61,19 @@ class Composition(StrictModel):
     top_transition: int = Field(default=0, ge=0, description="Layers below the top ones that are blended.")
     task_weight: float = Field(default=1.0, description="The task expert's weight wherever experts are blended.")
     language_weight: float = Field(default=1.0, description="The language expert's weight in blends.")
-    scale: float = Field(default=1.0, description="task_arithmetic: λ, the factor of the sum of task vectors.")
+    weights: Literal["equal", "magnitude"] = Field(
+        default="equal", description="magnitude: weights are divided by each expert's mean absolute ΔW."
+    )
+    scale: float = Field(
+        default=1.0, description="λ: the factor of the combined ΔW, for task_arithmetic, ties, dare_*, magnitude_prune."
+    )
+    density: float | None = Field(
+        default=None, gt=0, le=1, description="ties, dare_*, magnitude_prune: the share of ΔW that is kept."
+    )
+    seed: int = Field(default=0, ge=0, description="dare_*: the seed of what is dropped.")
+    row_threshold: float | None = Field(
+        default=None, gt=0, description="Rows of each expert's ΔW whose mean absolute value is below this become zero."
+    )
     partition: Partition | None = Field(default=None, description="Layers and modules as in the second paper.")
     allocation: tuple[Rule, ...] | None = Field(default=None, description="Rules, the first match wins.")
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
@@ -74,9 +91,7 @@ class Composition(StrictModel):
         if not self.task or not self.language:
             raise ValueError("`task` and `language` name at least one expert each")
         if self.allocation is not None:
-            extra = sorted(
-                given & {*_ZONES, "task", "language", "task_weight", "language_weight", "scale", "partition"}
-            )
+            extra = sorted(given & _SIDED)
             if extra:
                 raise ValueError(f"`allocation` says everything, so {', '.join(extra)} cannot be given beside it")
             if self.method != "layer_swap":
@@ -90,14 +105,20 @@ class Composition(StrictModel):
                 raise ValueError(f"{', '.join(extra)} belong to a layer swap by zones, not to {what}")
         if self.partition and self.method != "layer_swap":
             raise ValueError(f"a partition is a layer swap, and the method is {self.method}")
-        if self.method != "task_arithmetic" and "scale" in given and self.scale != 1:
-            raise ValueError(f"scale belongs to task_arithmetic, not to {self.method}")
+        if self.method not in _SCALED and self.scale != 1:
+            raise ValueError(f"scale belongs to {', '.join(_SCALED)}, not to {self.method}")
+        if self.method in SPARSE_METHODS and self.density is None:
+            raise ValueError(f"{self.method} needs a density: the share of ΔW that it keeps, such as 0.5")
+        if self.method not in SPARSE_METHODS and self.density is not None:
+            raise ValueError(f"density belongs to {', '.join(SPARSE_METHODS)}, not to {self.method}")
+        if self.weights == "magnitude" and self.method in _SCALED:
+            raise ValueError(f"magnitude weights belong to averages (layer_swap, soup), not to {self.method}")
         self._check_weights()
         return self
 
     def _check_weights(self) -> None:
         weights = {"the task": self.task_weight, "the language": self.language_weight}
-        check_weights(weights, normalize=self.method != "task_arithmetic")
+        check_weights(weights, normalize=self.method not in _SCALED)
         if not math.isfinite(self.scale) or self.scale == 0:
             raise ValueError(f"scale is {self.scale}, and must be a finite number other than 0")
         if self.allow_negative:
@@ -152,11 +173,16 @@ class Composition(StrictModel):
         if self.allocation is not None:
             return self.allocation
         if self.method == "soup":
-            return (Rule(blend=self._both()),)
-        if self.method == "task_arithmetic":
-            terms = [(name, self.task_weight) for name in self.task]
-            terms += [(name, self.language_weight) for name in self.language]
-            return (Rule(blend={name: weight * self.scale for name, weight in terms}, normalize=False),)
+            return (self._blend(),)
+        if self.method == "slerp":
+            return (Rule(blend=self._both(), method="slerp"),)
+        if self.method != "layer_swap":
+            # Each expert brings its own task vector, so a side's weight is not shared between its experts.
+            terms = dict.fromkeys(self.task, self.task_weight) | dict.fromkeys(self.language, self.language_weight)
+            if self.method == "task_arithmetic":
+                return (Rule(blend={name: weight * self.scale for name, weight in terms.items()}, normalize=False),)
+            rule = {"blend": terms, "method": self.method, "density": self.density, "lambda": self.scale}
+            return (Rule.model_validate(rule),)
         if self.partition:
             return self._partition_rules(num_layers)
         bottom, top, bottom_transition, top_transition = self.zones(num_layers)
@@ -165,7 +191,7 @@ class Composition(StrictModel):
         blended += range(num_layers - top - top_transition, num_layers - top)
         rules = [Rule(layers=format_layers(outer), **_side(self.language))] if outer else []
         if blended:
-            rules.append(Rule(layers=format_layers(blended), blend=self._both()))
+            rules.append(self._blend(layers=format_layers(blended)))
         return (*rules, self._non_layer_rule(), Rule(**_side(self.task), optional=True))
 
     def _partition_rules(self, num_layers: int) -> tuple[Rule, ...]:
@@ -183,7 +209,11 @@ class Composition(StrictModel):
         """Embeddings and heads are averaged, as the first paper found best; a reset leaves them to the expert."""
         if BASE in self.language:
             return Rule(layers=NO_LAYER, **_side(self.task), optional=True)
-        return Rule(layers=NO_LAYER, blend=self._both(), optional=True)
+        return self._blend(layers=NO_LAYER, optional=True)
+
+    def _blend(self, layers: str | None = None, *, optional: bool = False) -> Rule:
+        weights: Literal["magnitude"] | None = "magnitude" if self.weights == "magnitude" else None
+        return Rule(blend=self._both(), weights=weights, layers=layers, optional=optional)
 
     def _both(self) -> dict[str, float]:
         """Each side's weight, shared equally by its experts; an expert on both sides gets both shares."""
@@ -199,7 +229,7 @@ def _side(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_SHORT_KEYS = (*_ZONES, "task_weight", "language_weight", "scale", "method", "partition")
+_SHORT_KEYS = (*_ZONES, "task_weight", "language_weight", "weights", "scale", "density", "seed", "method", "partition")
 
 
 def parse_composition(name: str) -> Composition:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adapterswap.allocation import BASE, format_layers
-from adapterswap.layers import Kind
-from adapterswap.plan import ModulePlan, Plan
+from adapterswap.adapters import FullModule, LoraModule
+from adapterswap.allocation import BASE, SPARSE_METHODS
+from adapterswap.layers import Kind, format_layers
+from adapterswap.modules import ModulePlan
+from adapterswap.plan import Plan
 
 __all__ = ["Mark", "blend_text", "draw_strip", "marks", "strip", "unusual"]
 
@@ -30,7 +32,7 @@ class Mark:
 def marks(plan: Plan) -> list[Mark]:
     """A mark for each module that lies in a layer."""
     return [
-        Mark(module.layer, module.kind, module.owner, "" if module.owner else blend_text(module.asked))
+        Mark(module.layer, module.kind, module.owner, "" if module.owner else blend_of(module))
         for module in plan
         if module.layer is not None
     ]
@@ -62,10 +64,13 @@ def unusual(plan: Plan) -> list[str]:
     """What a reader should know beside the strip: modules outside the layers, and experts that lack a module."""
     lines = []
     grouped: dict[tuple[str, str], list[int]] = {}
+    for saved in plan.saved.values():
+        what = _remark(saved) or saved.owner or blend_text(saved.asked)
+        lines.append(f"{saved.name} (trained in full): {what}")
     for module in plan:
         remark = _remark(module)
         if module.layer is None:
-            lines.append(f"{module.name}: {remark or module.owner or blend_text(module.asked)}")
+            lines.append(f"{module.name}: {remark or module.owner or blend_of(module)}")
         elif remark:
             within = module.name.partition(f".{module.layer}.")[2]
             grouped.setdefault((within, remark), []).append(module.layer)
@@ -81,7 +86,16 @@ def blend_text(coefficients: Mapping[str, float]) -> str:
     return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
 
 
-def _remark(module: ModulePlan) -> str:
+def blend_of(module: ModulePlan[LoraModule]) -> str:
+    """A module's blend in words, with its method and what its weights wait for."""
+    rule, text = module.rule, blend_text(module.asked)
+    if rule.method != "linear":
+        kept = f" at density {rule.density:g}" if rule.method in SPARSE_METHODS else ""
+        text = f"{rule.method}({text}){kept}"
+    return f"{text}, weighted by magnitude" if rule.weights else text
+
+
+def _remark(module: ModulePlan[LoraModule] | ModulePlan[FullModule]) -> str:
     if not module.absent:
         return ""
     asked = blend_text(module.asked) if len(module.asked) > 1 else next(iter(module.asked))

@@ -12,9 +12,20 @@ from typing import Any, Literal
 
 from adapterswap.errors import AdapterswapError
 
-__all__ = ["Kind", "kind_of", "layer_container", "layer_of", "num_layers_in_config"]
+__all__ = [
+    "NO_LAYER",
+    "Kind",
+    "format_layers",
+    "kind_of",
+    "layer_container",
+    "layer_of",
+    "num_layers_in_config",
+    "parse_layers",
+]
 
 Kind = Literal["attention", "mlp", "other"]
+
+NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, heads
 
 # The first numbered segment of a name, and the container before it: `model.layers` in
 # `model.layers.3.mlp.experts.1.w1`.
@@ -84,3 +95,34 @@ def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
         if type(value) is int and value > 0:
             return value
     return None
+
+
+def parse_layers(text: str) -> frozenset[int]:
+    """The layers in a text such as `0-4,30-31`; empty for `none`.
+
+    Raises:
+        ValueError: the text is no such list, or a range runs backwards.
+    """
+    if text == NO_LAYER:
+        return frozenset()
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
+        if match is None:
+            raise ValueError(f"{text!r} is no list of layers; write for instance 0-4,30-31, or none")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise ValueError(f"the range {part.strip()} runs backwards")
+        layers.update(range(first, last + 1))
+    return frozenset(layers)
+
+
+def format_layers(layers: Iterable[int]) -> str:
+    """The shortest text that `parse_layers` reads as these layers: `0-4,30-31`."""
+    ranges: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if ranges and layer == ranges[-1][1] + 1:
+            ranges[-1][1] = layer
+        else:
+            ranges.append([layer, layer])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges) or NO_LAYER

@@ -1,51 +1,128 @@
 """Which tensors a plan's adapter holds, and the adapter_config.json that makes PEFT compute the plan's ΔW from them.
 
-Layout `exact`: a copied module keeps its tensors, rank and alpha; a blend Σ c_i s_i B_i A_i is the rank concatenation
-A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'. The scale s' of blends is the adapter's most frequent one, so
-that where the experts' scales agree even a reader that ignores the patterns computes the right sum. No tensor is read
-here.
+* `exact`: a copied module keeps its tensors, rank and alpha; a blend Σ c_i s_i B_i A_i is the rank concatenation
+  A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'. The scale s' of blends is the adapter's most frequent one, so
+  that where the experts' scales agree even a reader that ignores the patterns computes the right sum.
+* `portable`: every module has the same rank (zeros fill it up), plain LoRA with alpha = r, so s' = 1, and no patterns.
+
+No tensor is read here.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.adapter_config import scale
-from adapterswap.plan import ModulePlan, Plan
+from adapterswap.adapters import FullModule, LoraModule
+from adapterswap.allocation import BASE
+from adapterswap.base_weights import find_base_tensor
+from adapterswap.errors import Problems
+from adapterswap.modules import ModulePlan, needs_base
+from adapterswap.plan import Plan
 from adapterswap.tensorfile import Tensor
 
-__all__ = ["Layout", "OutputTensor", "Piece", "exact_layout"]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from adapterswap.resolving import Resolved
+
+__all__ = [
+    "Form",
+    "Layout",
+    "OutputTensor",
+    "Piece",
+    "Reduced",
+    "blend_scale",
+    "lay_out",
+    "total_rank",
+    "uses_rslora",
+    "written_scale",
+]
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an adapter is written.
+
+    Attributes:
+        layout: see above.
+        max_rank: no module has a higher rank; those that would are truncated.
+        max_error: blends are truncated to the smallest rank with at most this relative error of ΔW.
+    """
+
+    layout: Literal["exact", "portable"] = "exact"
+    max_rank: int | None = None
+    max_error: float | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        if self.layout not in ("exact", "portable"):
+            problems.add(f"layout is {self.layout!r}", "Choose exact or portable")
+        if self.max_rank is not None and self.max_rank < 1:
+            problems.add(f"max_rank is {self.max_rank}, and a rank is 1 or more", "Give a larger one")
+        if self.max_error is not None and not 0 < self.max_error < 1:
+            problems.add(f"max_error is {self.max_error}, and must lie between 0 and 1", "Give for instance 0.1")
+        problems.raise_if_any()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A source tensor, multiplied by `factor`, at `offset` along the output's rank axis."""
+    """A source tensor, multiplied by `factor`, at `offset` along the output's rank axis.
+
+    `rows` says which rows stay (of B, so of ΔW); the others become zero.
+    """
 
     expert: str
+    path: Path
     tensor: Tensor
-    factor: float
-    offset: int
+    factor: float = 1.0
+    offset: int = 0
+    rows: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to write: its pieces side by side along `axis`, 0 for A (rank×in) and 1 for B (out×rank)."""
+    """A tensor to write.
+
+    Attributes:
+        key, dtype, shape: as in the safetensors file.
+        axis: pieces lie side by side along it: 0 for A (rank×in), 1 for B (out×rank); None: they are added up.
+        pieces: what it is made of; what they do not fill is zero.
+        data: its bytes, where they were computed before (a truncated module).
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    axis: int
-    pieces: tuple[Piece, ...]
+    axis: int | None
+    pieces: tuple[Piece, ...] = ()
+    data: npt.NDArray[np.uint8] | None = None
 
     @property
     def is_copied(self) -> bool:
         """Whether the bytes of all pieces can be copied as they are."""
-        contiguous = self.axis == 0 or len(self.pieces) == 1
-        return contiguous and all(p.factor == 1 and p.tensor.dtype == self.dtype for p in self.pieces)
+        if self.data is not None:
+            return False
+        alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == self.shape
+        plain = all(p.factor == 1 and p.rows is None and p.tensor.dtype == self.dtype for p in self.pieces)
+        return plain and (alone or self.axis == 0)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A module that was truncated: its rank, its factors as tensors with data, and its relative error in ΔW."""
+
+    rank: int
+    tensors: tuple[OutputTensor, ...]
+    error: float
 
 
 @dataclass(frozen=True)
@@ -65,50 +142,99 @@ class _Shape:
     scale: float
 
 
-def exact_layout(plan: Plan) -> Layout:
-    """The layout in which copies stay byte for byte and blends are exact."""
+def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> Layout:
+    """The layout of a plan's adapter.
+
+    Args:
+        resolved: the plan.
+        form: how it is written.
+        reduced: the modules that were truncated, by name.
+    """
+    plan = resolved.plan
     modules = [module for module in plan if module.terms]
-    rslora = _rslora(plan)
-    common = _common_scale(modules)
-    shapes = {module.name: _shape(module, rslora, common) for module in modules}
-    rank, alpha = _most_common(
-        ((shape.rank, shape.alpha) for shape in shapes.values() if math.isclose(shape.scale, common)),
-        default=(next(iter(shapes.values())).rank, next(iter(shapes.values())).alpha) if shapes else (1, 1),
-    )
-    # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
-    names = sorted(shapes, key=lambda name: (-name.count("."), name))
-    config = {
-        "peft_type": "LORA",
-        "task_type": next(iter(plan.experts.values())).config.task_type,
-        "base_model_name_or_path": plan.base_model,
-        "revision": _agreed(adapter.config.revision for adapter in plan.experts.values()),
-        "r": rank,
-        "lora_alpha": alpha,
-        "use_rslora": rslora,
-        "rank_pattern": {name: shapes[name].rank for name in names if shapes[name].rank != rank},
-        "alpha_pattern": {name: shapes[name].alpha for name in names if shapes[name].alpha != alpha},
-        "target_modules": sorted(shapes),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": next(iter(plan.experts.values())).config.fan_in_fan_out,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "layers_to_transform": None,
-        "modules_to_save": None,
+    common = blend_scale(plan, form)
+    ranks = {
+        module.name: reduced[module.name].rank if module.name in reduced else total_rank(module) for module in modules
     }
-    return Layout(config, tuple(tensor for module in modules for tensor in _tensors(module, shapes[module.name])))
+    if form.layout == "portable":
+        rank = max(ranks.values(), default=1)
+        rslora, alpha = False, float(rank)
+        shapes = {name: _Shape(rank, rank, 1.0) for name in ranks}
+    else:
+        rslora = uses_rslora(plan)
+        shapes = {m.name: _shape(m, ranks[m.name], m.name in reduced, rslora, common) for m in modules}
+        agreeing = [(s.rank, s.alpha) for s in shapes.values() if math.isclose(s.scale, common)]
+        rank, alpha = _most_common(agreeing or [(s.rank, s.alpha) for s in shapes.values()], default=(1, 1.0))
+    tensors = [
+        tensor
+        for module in modules
+        for tensor in (
+            _padded(reduced[module.name].tensors, rank if form.layout == "portable" else None)
+            if module.name in reduced
+            else _tensors(module, shapes[module.name], resolved)
+        )
+    ]
+    tensors += _base_copies(modules, plan)
+    tensors += [tensor for module in plan.saved.values() for tensor in _saved_tensors(module, plan)]
+    return Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors))
 
 
-def _rslora(plan: Plan) -> bool:
+def blend_scale(plan: Plan, form: Form) -> float:
+    """s' of blends: 1 in the portable layout, else the scale of most copied modules (of most terms without copies)."""
+    if form.layout == "portable":
+        return 1.0
+    copied = [module.terms[0].module.scale for module in plan if module.owner and module.terms]
+    scales = copied or [term.module.scale for module in plan for term in module.terms]
+    return float(_most_common(scales, default=1.0))
+
+
+def total_rank(module: ModulePlan[LoraModule]) -> int:
+    """The rank of a module's exact form: the sum of its terms' ranks."""
+    return sum(term.module.rank for term in module.terms)
+
+
+def uses_rslora(plan: Plan) -> bool:
     """Rank-stabilized, unless every expert is plain: then the numbers of the experts' own configs are kept."""
     return any(adapter.config.rslora for adapter in plan.experts.values())
 
 
-def _common_scale(modules: list[ModulePlan]) -> float:
-    """The scale of most copied modules, or of most terms where nothing is copied."""
-    copied = [module.terms[0].module.scale for module in modules if module.owner]
-    scales = copied or [term.module.scale for module in modules for term in module.terms]
-    return float(_most_common(scales, default=1.0))
+def written_scale(rank: int, rslora: bool, wanted: float) -> tuple[float, float]:
+    """The alpha that gives a module of this rank the scale `wanted`, and the scale that PEFT computes from it."""
+    alpha = wanted * (math.sqrt(rank) if rslora else rank)
+    # PEFT's own configs hold whole numbers: keep one where alpha is one up to the rounding of its computation.
+    alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
+    return alpha, scale(rank, alpha, rslora)
+
+
+def _config(plan: Plan, shapes: Mapping[str, _Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
+    first = next(iter(plan.experts.values())).config
+    # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
+    names = sorted(shapes, key=lambda name: (-name.count("."), name))
+    saved = sorted(name for name, module in plan.saved.items() if module.terms)
+    revisions = {adapter.config.revision for adapter in plan.experts.values()}
+    return {
+        "peft_type": "LORA",
+        "task_type": first.task_type,
+        "base_model_name_or_path": plan.base_model,
+        "revision": revisions.pop() if len(revisions) == 1 else None,
+        "r": rank,
+        "lora_alpha": _whole(alpha),
+        "use_rslora": rslora,
+        "rank_pattern": {name: shapes[name].rank for name in names if shapes[name].rank != rank},
+        "alpha_pattern": {name: _whole(shapes[name].alpha) for name in names if shapes[name].alpha != alpha},
+        "target_modules": sorted(shapes),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": first.fan_in_fan_out,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "layers_to_transform": None,
+        "modules_to_save": saved or None,
+    }
+
+
+def _whole(alpha: float) -> float:
+    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _most_common(values: Iterable[Any], *, default: Any) -> Any:
@@ -116,40 +242,79 @@ def _most_common(values: Iterable[Any], *, default: Any) -> Any:
     return min(counted, key=lambda value: (-counted[value], value)) if counted else default
 
 
-def _agreed(values: Iterable[str | None]) -> str | None:
-    distinct = set(values)
-    return distinct.pop() if len(distinct) == 1 else None
-
-
-def _shape(module: ModulePlan, rslora: bool, common: float) -> _Shape:
+def _shape(module: ModulePlan[LoraModule], rank: int, is_reduced: bool, rslora: bool, common: float) -> _Shape:
     part = module.terms[0].module
-    rank = sum(term.module.rank for term in module.terms)
-    if module.owner and part.rslora == rslora:
+    copied = bool(module.owner) and not is_reduced
+    if copied and part.rslora == rslora:
         return _Shape(rank, part.alpha, part.scale)
-    wanted = part.scale if module.owner else common
-    alpha = _tidy(wanted * (math.sqrt(rank) if rslora else rank))
-    return _Shape(rank, alpha, scale(rank, alpha, rslora))
+    return _Shape(rank, *written_scale(rank, rslora, part.scale if copied else common))
 
 
-def _tidy(alpha: float) -> float:
-    """A whole number where alpha is one up to the rounding of its computation: PEFT's own configs hold integers."""
-    return round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
-
-
-def _tensors(module: ModulePlan, shape: _Shape) -> Iterable[OutputTensor]:
-    parts = [term.module for term in module.terms]
-    dtypes = {part.dtype for part in parts}
+def _tensors(module: ModulePlan[LoraModule], shape: _Shape, resolved: Resolved) -> Iterator[OutputTensor]:
+    """A and B of a module that is copied or concatenated."""
+    first = module.terms[0].module
+    dtypes = {term.module.dtype for term in module.terms}
     common_dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
     a_pieces, b_pieces = [], []
     offset = 0
     for term in module.terms:
-        part = term.module
-        a_pieces.append(Piece(term.expert, part.a, 1.0, offset))
-        factor = 1.0 if module.owner else term.coefficient * part.scale / shape.scale
-        b_pieces.append(Piece(term.expert, part.b, factor, offset))
+        part, path = term.module, resolved.plan.experts[term.expert].file.path
+        factor = term.coefficient * part.scale / shape.scale
+        if module.owner and math.isclose(factor, 1, rel_tol=1e-12):
+            factor = 1.0  # the same scale, reached through another formula (rsLoRA or plain)
+        rows = resolved.kept_rows.get((term.expert, module.name))
+        a_pieces.append(Piece(term.expert, path, part.a, 1.0, offset))
+        b_pieces.append(Piece(term.expert, path, part.b, factor, offset, rows))
         offset += part.rank
-    first = parts[0]
     for axis, pieces in ((0, a_pieces), (1, b_pieces)):
         source = pieces[0].tensor
         dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
         yield OutputTensor(source.name, source.dtype if module.owner else common_dtype, dims, axis, tuple(pieces))
+
+
+def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:
+    """Truncated factors as they are, or filled up with zeros to `rank`."""
+    for tensor in tensors:
+        assert tensor.data is not None
+        assert tensor.axis is not None
+        missing = (rank or tensor.shape[tensor.axis]) - tensor.shape[tensor.axis]
+        if missing == 0:
+            yield tensor
+            continue
+        import numpy as np
+
+        width = tensor.data.size // math.prod(tensor.shape)
+        grown = [(0, 0), (0, 0), (0, 0)]
+        grown[tensor.axis] = (0, missing)
+        data = np.pad(tensor.data.reshape(*tensor.shape, width), grown)
+        yield replace(tensor, shape=data.shape[:2], data=data.reshape(-1))
+
+
+def _base_copies(modules: Iterable[ModulePlan[LoraModule]], plan: Plan) -> Iterator[OutputTensor]:
+    """The base's own weight beside the LoRA of an embedding, where an expert carries it; LoRA never changes it."""
+    for module in modules:
+        for term in module.terms:
+            base = term.module.base
+            if base is not None:
+                path = plan.experts[term.expert].file.path
+                yield OutputTensor(base.name, base.dtype, base.shape, 0, (Piece(term.expert, path, base),))
+                break
+
+
+def _saved_tensors(module: ModulePlan[FullModule], plan: Plan) -> Iterator[OutputTensor]:
+    """A module trained in full: Σ c_i W_i + (1 - Σ c_i) W_base."""
+    if not module.terms:
+        return
+    for parameter, tensor in module.terms[0].module.tensors.items():
+        pieces = [
+            Piece(term.expert, plan.experts[term.expert].file.path, term.module.tensors[parameter], term.coefficient)
+            for term in module.terms
+        ]
+        if needs_base(module):
+            assert plan.composition.base_model is not None
+            path, original = find_base_tensor(plan.composition.base_model, f"{module.name}.{parameter}")
+            rest = 1 - math.fsum(term.coefficient for term in module.terms)
+            pieces.append(Piece(BASE, path, original, rest))
+        dtypes = {piece.tensor.dtype for piece in pieces}
+        dtype = tensor.dtype if len(dtypes) == 1 else "F32"
+        yield OutputTensor(f"{_PREFIX}{module.name}.{parameter}", dtype, tensor.shape, None, tuple(pieces))

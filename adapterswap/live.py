@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.plan import Plan
+from adapterswap.resolving import resolve
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-__all__ = ["LiveComposer", "load_experts"]
+__all__ = ["LiveComposer", "load_experts", "why_not_live"]
 
 
 def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
@@ -38,6 +39,18 @@ def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
             reason = " ".join(str(error).split())[:200]
             raise AdapterswapError(f"the expert {name!r} does not fit the base model: {reason}", "Check both") from None
     return peft_model
+
+
+def why_not_live(plan: Plan) -> str | None:
+    """Why a plan cannot be computed by switching adapters on and off; None if it can."""
+    nonlinear = next((module for module in plan if module.terms and not module.is_linear), None)
+    if nonlinear is not None:
+        return f"{nonlinear.rule.method} is not linear in the experts' ΔW, and needs tensors of its own"
+    if plan.composition.row_threshold is not None:
+        return "a row threshold needs tensors of its own"
+    if plan.saved:
+        return f"{next(iter(plan.saved))} is trained in full (modules_to_save), which PEFT cannot blend"
+    return None
 
 
 class LiveComposer:
@@ -71,6 +84,7 @@ class LiveComposer:
         Raises:
             AdapterswapError: the plan's experts are not loaded, lack its modules, or adapters are merged.
         """
+        plan = resolve(plan).plan
         self._check(plan)
         before = {name: _state(layer) for name, layer in self._layers.items()}
         try:
@@ -86,6 +100,8 @@ class LiveComposer:
         problems = Problems()
         if any(layer.merged for layer in self._layers.values()):
             problems.add("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+        if (reason := why_not_live(plan)) is not None:
+            problems.add(reason, "Write it with write_adapter (adapterswap compose), and load that")
         for module in plan:
             loaded = getattr(self._layers.get(module.name), "scaling", {})
             for name in sorted({term.expert for term in module.terms} - set(loaded)):

@@ -1,4 +1,4 @@
-"""ΔW of what is written, against numpy in float64: sums, one rounding, identity, bytes that stay, and the same twice."""
+"""ΔW of what is written, against numpy in float64: sums, one rounding, identity, bytes that stay, determinism."""
 
 from __future__ import annotations
 

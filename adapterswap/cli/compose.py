@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
-from adapterswap.cli.printing import human_bytes, note, print_json
+from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from adapterswap.layout import Layout
+    from adapterswap.layout import Form, Layout
     from adapterswap.plan import Plan
+    from adapterswap.writing import Written
+
+
+_LAYOUT = "exact keeps every number; portable has one rank and scale 1, for any engine."
+_TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is told of
 
 
 @click.command("compose")
@@ -19,7 +24,9 @@ if TYPE_CHECKING:
 @composition_options
 @click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
 @click.option("--base-model", metavar="PATH|ID", help="The experts' base, where they name none or name it differently.")
-@click.option("--layout", type=click.Choice(["exact"]), default="exact", show_default=True, help="Form of the output.")
+@click.option("--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True, help=_LAYOUT)
+@click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
+@click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -27,7 +34,9 @@ def command(
     recipe: str | None,
     out_path: str,
     base_model: str | None,
-    layout: str,
+    layout: Literal["exact", "portable"],
+    max_rank: int | None,
+    max_error: float | None,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -42,20 +51,27 @@ def command(
     from pathlib import Path
 
     from adapterswap.folders import check_target
-    from adapterswap.layout import exact_layout
-    from adapterswap.writing import write_adapter
+    from adapterswap.layout import Form
+    from adapterswap.writing import prepare, write_prepared
 
+    form = Form(layout, max_rank, max_error)
     plan = plan_from_options(options, recipe=recipe, base_model=base_model)
-    output = exact_layout(plan)
-    if dry_run:
-        inputs = [adapter.source.folder for adapter in plan.experts.values()]
-        check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
-    else:
-        write_adapter(plan, out_path, overwrite=overwrite)
+    inputs = [adapter.source.folder for adapter in plan.experts.values()]
+    check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
+    with progress_bar("truncating", _to_truncate(plan, form)) as advance:
+        written = prepare(plan, form, lambda name: advance())
+    if not dry_run:
+        write_prepared(written, out_path, overwrite=overwrite)
     if as_json:
-        print_json(_as_json(plan, output, out_path, dry_run))
+        print_json(_as_json(written, out_path, dry_run))
     else:
-        _print(plan, output, out_path, dry_run)
+        _print(written, out_path, dry_run)
+
+
+def _to_truncate(plan: Plan, form: Form) -> int:
+    from adapterswap.reduction import must_reduce
+
+    return sum(must_reduce(module, form) for module in plan)
 
 
 def _size(layout: Layout) -> int:
@@ -66,10 +82,12 @@ def _size(layout: Layout) -> int:
     return sum(DTYPE_BYTES[tensor.dtype] * prod(tensor.shape) for tensor in layout.tensors)
 
 
-def _as_json(plan: Plan, layout: Layout, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(written: Written, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.describe import unusual
-    from adapterswap.plan import coefficients
+    from adapterswap.modules import coefficients
+    from adapterswap.writing.provenance import numbers
 
+    plan, layout = written.plan, written.layout
     return {
         "out_path": out_path,
         "written": not dry_run,
@@ -77,20 +95,22 @@ def _as_json(plan: Plan, layout: Layout, out_path: str, dry_run: bool) -> dict[s
         "num_layers": plan.num_layers,
         "experts": {name: str(adapter.source) for name, adapter in plan.experts.items()},
         "rules": [str(rule) for rule in plan.rules],
-        "modules": {module.name: coefficients(module) for module in plan},
+        "modules": {module.name: coefficients(module) for module in [*plan, *plan.saved.values()]},
         "unusual": unusual(plan),
         "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
         "bytes": _size(layout),
+        **numbers(written),
     }
 
 
 def _largest_rank(layout: Layout) -> int:
-    return max((tensor.shape[tensor.axis] for tensor in layout.tensors), default=0)
+    return max((tensor.shape[tensor.axis] for tensor in layout.tensors if tensor.axis is not None), default=0)
 
 
-def _print(plan: Plan, layout: Layout, out_path: str, dry_run: bool) -> None:
+def _print(written: Written, out_path: str, dry_run: bool) -> None:
     from adapterswap.describe import strip, unusual
 
+    plan, layout = written.plan, written.layout
     if (told := _zones_text(plan)) is not None:
         note(told)
     click.echo(strip(plan))
@@ -99,7 +119,24 @@ def _print(plan: Plan, layout: Layout, out_path: str, dry_run: bool) -> None:
     copied = sum(tensor.is_copied for tensor in layout.tensors)
     told = f"{len(plan.modules)} modules; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(_size(layout))}")
+    _print_numbers(written)
     note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+
+
+def _print_numbers(written: Written) -> None:
+    for name, magnitude in written.resolved.magnitudes.items():
+        note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
+    for name, share in written.resolved.kept_share().items():
+        note(f"{name}: {share:.1%} of its rows are kept")
+    if written.reduced:
+        worst = max(written.reduced, key=lambda name: written.reduced[name].error)
+        errors = [reduced.error for reduced in written.reduced.values()]
+        note(
+            f"{len(errors)} modules truncated: relative error of ΔW {sum(errors) / len(errors):.3f} on average, "
+            f"{max(errors):.3f} at most ({worst})"
+        )
+        if max(errors) > _TELLING_ERROR:
+            note(f"Warning: more than {_TELLING_ERROR:.0%} of a module's ΔW is lost. Raise --max-rank to keep more.")
 
 
 def _zones_text(plan: Plan) -> str | None:

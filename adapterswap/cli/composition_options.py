@@ -19,6 +19,10 @@ __all__ = ["composition_from_options", "composition_options", "plan_from_options
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_METHODS = [
+    "layer_swap", "soup", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp", "magnitude_prune",
+]  # fmt: skip
+
 _OPTIONS = (
     click.option("-t", "--task-expert", multiple=True, metavar="PATH|ID", help="Task expert; repeat to soup several."),
     click.option(
@@ -30,7 +34,7 @@ _OPTIONS = (
     ),
     click.option(
         "--method",
-        type=click.Choice(["layer_swap", "soup", "task_arithmetic"]),
+        type=click.Choice(_METHODS),
         help="How experts are combined.  [default: layer_swap]",
     ),
     click.option(
@@ -43,7 +47,17 @@ _OPTIONS = (
     click.option("--top-transition", type=int, metavar="N", help="Blended layers below the top ones.  [default: 0]"),
     click.option("--task-weight", type=float, metavar="X", help="The task's weight in blends.  [default: 1]"),
     click.option("--language-weight", type=float, metavar="Y", help="The language's weight in blends.  [default: 1]"),
-    click.option("--scale", type=float, metavar="λ", help="task_arithmetic: factor of the sum.  [default: 1]"),
+    click.option(
+        "--weights",
+        type=click.Choice(["equal", "magnitude"]),
+        help="magnitude: weights are divided by each expert's mean |ΔW|.  [default: equal]",
+    ),
+    click.option(
+        "--scale", type=float, metavar="λ", help="Factor of the sum (task_arithmetic, ties, dare).  [default: 1]"
+    ),
+    click.option("--density", type=float, metavar="D", help="Share of ΔW that ties, dare and magnitude_prune keep."),
+    click.option("--seed", type=int, metavar="S", help="Seed of what dare drops.  [default: 0]"),
+    click.option("--row-threshold", type=float, metavar="X", help="Rows of ΔW with a mean |ΔW| below X become zero."),
     click.option(
         "--partition", type=click.Choice(["A", "B", "C", "Z"]), help="Layers and modules of the second paper."
     ),
@@ -56,7 +70,7 @@ _OPTIONS = (
 # Option → key of a Composition, where they differ; the experts are named on the way.
 _KEYS = (
     "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", "scale",
-    "partition", "num_layers",
+    "weights", "density", "seed", "row_threshold", "partition", "num_layers",
 )  # fmt: skip
 
 

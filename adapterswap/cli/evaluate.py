@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from adapterswap.plan import Plan
 
 # Options that `evaluate` takes under the same names; what is left of **options says what to compose.
-_SETTINGS = (
-    "num_fewshot", "limit", "batch_size", "max_gen_toks", "apply_chat_template", "system_instruction", "truncate",
-    "include_path", "seed",
-)  # fmt: skip
+_CHECKED = ("limit", "batch_size", "max_gen_toks", "apply_chat_template")
+_OF_TASKS = ("num_fewshot", "gen_kwargs", "include_path")
+_SETTINGS = (*_CHECKED, *_OF_TASKS, "system_instruction", "truncate")
 
 
 @click.command("evaluate")
@@ -52,7 +51,14 @@ _SETTINGS = (
     show_default=True,
     help="Of the base; auto: as stored.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=1234, show_default=True, metavar="N", help="For sampling.")
+@click.option(
+    "--sampling-seed",
+    type=click.IntRange(min=0),
+    default=1234,
+    show_default=True,
+    metavar="N",
+    help="For shots and sampling.",
+)
 @click.option("-o", "--out-path", metavar="O", help="Folder to write: results.json and samples.jsonl.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @click.option("--dry-run", is_flag=True, help="Check everything, show a prompt, load no weights.")
@@ -79,11 +85,13 @@ def command(
     from pathlib import Path
 
     from adapterswap.evaluation import evaluate, write_result
+    from adapterswap.evaluation.evaluating import check_settings
     from adapterswap.evaluation.subjects import choose_device, describe_subject, find_adapter, load_subject, open_base
-    from adapterswap.evaluation.tasks import require_lm_eval
+    from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
     from adapterswap.folders import check_target
 
     require_lm_eval()
+    names = [name for name in tasks.split(",") if name]
     plan = _plan(base_model, adapter, recipe, options)
     source = find_adapter(adapter) if adapter else None
     inputs = [source.folder] if source else []
@@ -93,7 +101,8 @@ def command(
         check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
     base = open_base(base_model)
     inputs.append(base.source.folder)
-    names = [name for name in tasks.split(",") if name]
+    check_settings(base.tokenizer, **{name: settings[name] for name in _CHECKED})
+    load_tasks(names, **{name: settings[name] for name in _OF_TASKS})  # mistakes are told before weights are loaded
     subject = describe_subject(base, adapter=source, plan=plan)
     if dry_run:
         choose_device(device)
@@ -114,8 +123,8 @@ def command(
 
 def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dict[str, Any]) -> Plan | None:
     """The composition that is asked for, if one is."""
-    given = [name for name, value in options.items() if name not in (*_SETTINGS, "gen_kwargs") and value]
-    if not recipe and not given:
+    asked = {name: value for name, value in options.items() if name not in (*_SETTINGS, "sampling_seed")}
+    if not recipe and all(value in (None, ()) or value is False for value in asked.values()):
         return None
     if adapter:
         raise click.UsageError("Give --adapter, or a composition: not both.")
@@ -124,9 +133,8 @@ def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dic
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """The options that `evaluate` takes under the same names."""
-    settings = {name: options[name] for name in _SETTINGS}
-    text = options["gen_kwargs"]
-    if text:
+    settings = {name: options[name] for name in _SETTINGS} | {"seed": options["sampling_seed"]}
+    if text := settings["gen_kwargs"]:
         from lm_eval.utils import simple_parse_args_string
 
         if not all(item.partition("=")[2] for item in text.split(",")):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.printing import human_bytes, print_json
+from adapterswap.layers import format_layers
 
 if TYPE_CHECKING:
     from adapterswap.adapters import Adapter, LoraModule
@@ -96,7 +97,6 @@ def _print(adapter: Adapter, made_of: dict[str, Any] | None) -> None:
 
 def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
     """Modules that differ only by their layer share a row."""
-    from adapterswap.allocation import format_layers
 
     grouped: dict[tuple[str, ...], list[int]] = {}
     for m in adapter.modules.values():

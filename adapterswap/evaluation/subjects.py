@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,19 +131,28 @@ def describe_subject(base: Base, *, adapter: Source | None = None, plan: Plan | 
     """What is evaluated as plain data, without paths of this machine; weights of adapters by their SHA-256."""
     subject: dict[str, Any] = {"base_model": {"source": base.source.name, "revision": base.source.revision}}
     if adapter is not None:
-        subject["adapter"] = {
-            "source": adapter.name,
-            "revision": adapter.revision,
-            "sha256": _sha256(adapter.folder / WEIGHTS),
-        }
+        subject["adapter"] = _describe(adapter)
         if (made_of := _provenance(adapter.folder)) is not None:
             subject["composition"] = made_of
     if plan is not None:
-        from adapterswap.writing.provenance import provenance
-
-        hashes = {name: _sha256(expert.source.folder / WEIGHTS) for name, expert in plan.experts.items()}
-        subject["composition"] = _without_modules(provenance(plan, hashes))
+        asked = plan.composition.model_dump(
+            mode="json", exclude_defaults=True, exclude={"experts", "base_model"}, by_alias=True
+        )
+        subject["composition"] = {
+            "num_layers": plan.num_layers,
+            "composition": {"method": plan.composition.method, **asked},
+            "experts": {name: _describe(expert.source) for name, expert in plan.experts.items()},
+            "rules": [rule.model_dump(mode="json", exclude_defaults=True, by_alias=True) for rule in plan.rules],
+        }
     return subject
+
+
+def _describe(source: Source) -> dict[str, Any]:
+    hashes = {}
+    for name in (WEIGHTS, CONFIG):
+        with (source.folder / name).open("rb") as file:
+            hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"source": source.name, "revision": source.revision, "sha256": hashes}
 
 
 def _load_weights(base: Base, dtype: str) -> Any:
@@ -205,16 +214,9 @@ def _provenance(folder: Path) -> dict[str, Any] | None:
         content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return _without_modules(content) if isinstance(content, dict) else None
-
-
-def _without_modules(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in provenance.items() if key != "modules"}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    if not isinstance(content, dict):
+        return None
+    return {key: content[key] for key in ("num_layers", "composition", "output", "experts", "rules") if key in content}
 
 
 def _reason(error: BaseException) -> str:

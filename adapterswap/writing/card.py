@@ -18,6 +18,11 @@ _METHODS = {
     "layer_swap": "layer swapping (Bandarkar et al. 2025)",
     "soup": "a model soup (Wortsman et al. 2022)",
     "task_arithmetic": "task arithmetic (Ilharco et al. 2023)",
+    "ties": "TIES merging (Yadav et al. 2023)",
+    "dare_linear": "DARE (Yu et al. 2024)",
+    "dare_ties": "DARE with TIES' election of signs (Yu et al. 2024)",
+    "slerp": "spherical interpolation of ΔW (SLERP)",
+    "magnitude_prune": "magnitude pruning",
 }
 
 

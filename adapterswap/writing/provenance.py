@@ -6,29 +6,60 @@ Knows a plan and the hashes of its sources. Knows nothing of how the tensors wer
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from adapterswap import __version__
 from adapterswap.adapters import CONFIG, WEIGHTS
-from adapterswap.plan import Plan, coefficients
+from adapterswap.layout import Form, Layout, Reduced
+from adapterswap.modules import coefficients
+from adapterswap.plan import Plan
+from adapterswap.resolving import Resolved
 from adapterswap.sources import public_name
 from adapterswap.writing.copying import sha256_of
 
-__all__ = ["provenance"]
+__all__ = ["Written", "describe_plan", "numbers", "provenance"]
 
 FORMAT = 1
 
 
-def provenance(plan: Plan, hashes: Mapping[str, str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Written:
+    """An adapter as it is (to be) written: the plan with its numbers, the form, the tensors."""
+
+    resolved: Resolved
+    form: Form
+    layout: Layout
+    reduced: Mapping[str, Reduced]
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+
+def provenance(written: Written, hashes: Mapping[str, str]) -> dict[str, Any]:
     """The content of adapterswap.json.
 
     Args:
-        plan: what was carried out.
+        written: what was carried out.
         hashes: the SHA-256 of each expert's safetensors file.
     """
-    asked = plan.composition.model_dump(mode="json", exclude_defaults=True, exclude={"experts", "base_model"})
+    plan = written.plan
     return {
         "format": FORMAT,
+        **describe_plan(plan, hashes),
+        "output": {key: value for key, value in asdict(written.form).items() if value is not None},
+        "modules": {module.name: coefficients(module) for module in [*plan, *plan.saved.values()]},
+        **numbers(written),
+    }
+
+
+def describe_plan(plan: Plan, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """What was composed from which files, as plain data that may be published; see `provenance`."""
+    asked = plan.composition.model_dump(
+        mode="json", exclude_defaults=True, exclude={"experts", "base_model"}, by_alias=True
+    )
+    return {
         "adapterswap_version": __version__,
         "base_model": public_name(plan.base_model),
         "num_layers": plan.num_layers,
@@ -41,6 +72,19 @@ def provenance(plan: Plan, hashes: Mapping[str, str]) -> dict[str, Any]:
             }
             for name, adapter in plan.experts.items()
         },
-        "rules": [rule.model_dump(mode="json", exclude_defaults=True) for rule in plan.rules],
-        "modules": {module.name: coefficients(module) for module in plan},
+        "rules": [rule.model_dump(mode="json", exclude_defaults=True, by_alias=True) for rule in plan.rules],
     }
+
+
+def numbers(written: Written) -> dict[str, Any]:
+    """What was only known from the tensors."""
+    found: dict[str, Any] = {}
+    if written.resolved.magnitudes:
+        found["magnitudes"] = dict(written.resolved.magnitudes)
+    if written.resolved.kept_rows:
+        found["kept_rows"] = written.resolved.kept_share()
+    if written.reduced:
+        found["reduced"] = {
+            name: {"rank": reduced.rank, "relative_error": reduced.error} for name, reduced in written.reduced.items()
+        }
+    return found

@@ -1,0 +1,75 @@
+"""What becomes of one module in a plan: the experts that enter, with which coefficients, by which rule.
+
+Pure data. Knows experts' modules and rules; knows nothing of whole plans, nor of how a module is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from adapterswap.adapters import FullModule, LoraModule
+from adapterswap.allocation import BASE, Rule
+from adapterswap.layers import Kind
+
+__all__ = ["ModulePlan", "Term", "coefficients", "needs_base"]
+
+_Module = TypeVar("_Module", LoraModule, FullModule)
+
+
+@dataclass(frozen=True)
+class Term(Generic[_Module]):
+    """One expert's part in a module: its coefficient c, and where its numbers lie."""
+
+    expert: str
+    coefficient: float
+    module: _Module
+
+
+@dataclass(frozen=True)
+class ModulePlan(Generic[_Module]):
+    """What becomes of one module: for a linear rule ΔW' = Σ c_i ΔW_i over `terms`.
+
+    Attributes:
+        name, layer, kind: the module.
+        terms: none leaves the base unchanged; a single one with coefficient 1 is a copy; all others are a blend.
+        asked: the coefficients that the rule gave, before experts that lack the module were left out.
+        rule: the rule that matched. It says how a blend is computed, and whether coefficients still wait for tensors.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    terms: tuple[Term[_Module], ...]
+    asked: Mapping[str, float]
+    rule: Rule
+
+    @property
+    def owner(self) -> str | None:
+        """The expert that is copied, `base` for no change, None for a blend."""
+        if not self.terms:
+            return BASE
+        alone = self.is_linear and len(self.terms) == 1 and self.terms[0].coefficient == 1
+        return self.terms[0].expert if alone else None
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether ΔW' is a weighted sum of the experts' ΔW (slerp is one, with weights that depend on them)."""
+        return self.rule.method in ("linear", "slerp")
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The experts that the rule asked for and that do not adapt this module (their ΔW is zero)."""
+        present = {term.expert for term in self.terms}
+        return tuple(name for name in self.asked if name not in present)
+
+
+def coefficients(module: ModulePlan[LoraModule] | ModulePlan[FullModule]) -> str | dict[str, float]:
+    """What becomes of a module as plain data: the owner's name, `base`, or each expert's coefficient."""
+    return module.owner or {term.expert: term.coefficient for term in module.terms}
+
+
+def needs_base(plan: ModulePlan[FullModule]) -> bool:
+    """Whether Σ c_i W_i + (1 - Σ c_i) W_base has a part of the base's own weights."""
+    return bool(plan.terms) and abs(1 - sum(term.coefficient for term in plan.terms)) > 1e-12

@@ -1,0 +1,161 @@
+"""What must hold before a plan is made: experts that belong together, rules that mean something.
+
+Each function adds the mistakes that it finds to a `Problems`, so that all are told at once. Decides nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from adapterswap.adapters import Adapter, FullModule, LoraModule
+from adapterswap.allocation import Rule
+from adapterswap.compositions import Composition
+from adapterswap.errors import Problems
+from adapterswap.layers import NO_LAYER, format_layers, layer_container, parse_layers
+from adapterswap.modules import ModulePlan, needs_base
+from adapterswap.sources import same_base
+
+__all__ = ["check_depth", "check_experts", "check_matches", "check_rules", "check_saved", "check_used"]
+
+_AnyPlan = ModulePlan[LoraModule] | ModulePlan[FullModule]
+
+
+def check_experts(experts: Mapping[str, Adapter], composition: Composition, problems: Problems) -> None:
+    """Whether the experts adapt the same base in the same way; each is compared with the first."""
+    if not experts:
+        return
+    first_name, first = next(iter(experts.items()))
+    for name, adapter in experts.items():
+        one, other = first.config, adapter.config
+        if composition.base_model is None and not same_base(one.base_model, other.base_model):
+            problems.add(
+                f"{first_name} adapts the base {one.base_model}, and {name} adapts {other.base_model}",
+                "Compose experts of one base; if both names mean the same weights, declare them with --base-model",
+            )
+        if one.fan_in_fan_out != other.fan_in_fan_out:
+            problems.add(
+                f"fan_in_fan_out is {one.fan_in_fan_out} in {first_name}, and {other.fan_in_fan_out} in {name}",
+                "Compose experts that store their base's weights the same way round",
+            )
+        if one.task_type != other.task_type:
+            problems.add(
+                f"task_type is {one.task_type} in {first_name}, and {other.task_type} in {name}",
+                "Compose experts of one task type",
+            )
+        _check_shapes(first_name, first.modules, name, adapter.modules, problems)
+        _check_shapes(first_name, first.saved, name, adapter.saved, problems)
+    with problems.collect():
+        layer_container(name for adapter in experts.values() for name in [*adapter.modules, *adapter.saved])
+
+
+def _check_shapes(
+    first_name: str,
+    first: Mapping[str, LoraModule] | Mapping[str, FullModule],
+    name: str,
+    modules: Mapping[str, LoraModule] | Mapping[str, FullModule],
+    problems: Problems,
+) -> None:
+    for module in modules.values():
+        other = first.get(module.name)
+        if other is not None and other.shape != module.shape:
+            problems.add(
+                f"{module.name} is {other.shape} in {first_name}, and {module.shape} in {name}",
+                "Compose experts of one base model",
+            )
+
+
+def check_depth(experts: Mapping[str, Adapter], num_layers: int, problems: Problems) -> None:
+    for name, adapter in experts.items():
+        layers = [m.layer for m in adapter.modules.values()] + [m.layer for m in adapter.saved.values()]
+        deepest = max((layer for layer in layers if layer is not None), default=-1)
+        if deepest >= num_layers:
+            problems.add(
+                f"{name} adapts layer {deepest}, and the base has {num_layers} layers (0-{num_layers - 1})",
+                "Check --num-layers or --base-model",
+            )
+
+
+def check_rules(rules: Sequence[Rule], num_layers: int, problems: Problems) -> None:
+    for rule in rules:
+        outside = sorted(layer for layer in parse_layers(rule.layers or NO_LAYER) if layer >= num_layers)
+        if outside:
+            problems.add(
+                f"the rule `{rule}` names layer {outside[0]}, and the base has {num_layers} (0-{num_layers - 1})",
+                "Correct the rule's layers, or --num-layers",
+            )
+
+
+def check_matches(
+    rules: Sequence[Rule],
+    plans: Sequence[_AnyPlan],
+    experts: Mapping[str, Adapter],
+    problems: Problems,
+) -> None:
+    """A rule that takes nothing is a mistake; a slice that is asked for a layer that was cut away is another."""
+    matched = {id(plan.rule) for plan in plans}
+    for rule in rules:
+        if id(rule) not in matched and not rule.optional:
+            problems.add(f"the rule `{rule}` matches no module that it could still have", _explain(rule, plans))
+    for plan in plans:
+        for name in plan.asked:
+            kept = experts[name].kept_layers if name in experts else None
+            if kept is not None and plan.layer is not None and plan.layer not in kept:
+                problems.add(
+                    f"{name} is a slice with the layers {format_layers(kept)}, and is asked for layer {plan.layer}",
+                    "Give the whole expert, or other zones",
+                )
+
+
+def check_saved(
+    modules: Mapping[str, ModulePlan[LoraModule]],
+    saved: Mapping[str, ModulePlan[FullModule]],
+    composition: Composition,
+    problems: Problems,
+) -> None:
+    """Full weights can be averaged among themselves; to mix them with no change, the base's own are needed."""
+    for name, plan in saved.items():
+        if name in modules:
+            problems.add(
+                f"{name} is trained in full (modules_to_save) by one expert, and by LoRA by another",
+                "Compose experts that adapt it in the same way",
+            )
+        if plan.rule.method != "linear" or plan.rule.weights is not None:
+            problems.add(
+                f"{name} is trained in full (modules_to_save), and cannot be blended by magnitude or by a method on ΔW",
+                "Give it explicit weights, in a rule of its own: {modules: [" + name + "], expert: NAME}",
+            )
+        elif needs_base(plan) and composition.base_model is None:
+            told = " and ".join(plan.absent) or "the base"
+            problems.add(
+                f"{name} is to be averaged with {told}, which has the base's own weights there",
+                "Give the base's folder with --base-model",
+            )
+
+
+def _explain(rule: Rule, modules: Sequence[_AnyPlan]) -> str:
+    if any(rule.matches(m.name, m.layer, m.kind) for m in modules):
+        return "Earlier rules took them all: put it before them, or remove it"
+    ends = sorted({m.name.rpartition(".")[2] for m in modules})
+    layers = {m.layer for m in modules if m.layer is not None}
+    told = f"layers {min(layers)}-{max(layers)}" if layers else "no layer"
+    return f"The experts adapt {', '.join(ends[:12])} in {told}: correct the rule, or mark it optional: true"
+
+
+def check_used(
+    names: Sequence[str],
+    rules: Sequence[Rule],
+    modules: Mapping[str, ModulePlan[LoraModule]],
+    composition: Composition,
+    problems: Problems,
+) -> None:
+    """An expert that gives nothing is a mistake, unless zones of 0 layers or a weight of 0 ask for just that."""
+    if composition.bottom is not None and composition.top is not None and composition.allocation is None:
+        return
+    used = {term.expert for module in modules.values() for term in module.terms}
+    silenced = {name for rule in rules for name, weight in (rule.blend or {}).items() if weight == 0}
+    for name in names:
+        if name not in used | silenced and modules:
+            problems.add(
+                f"the expert {name!r} gives no module to the result",
+                "Leave it out, or give it layers and modules that it adapts",
+            )

@@ -1,0 +1,140 @@
+"""Modules that must be cut to a rank: linear blends above --max-rank, and every nonlinear blend.
+
+Linear blends are low-rank already and are truncated by `lowrank` without forming ΔW. Nonlinear ones (TIES, DARE,
+pruning) have full rank: their ΔW is formed, a module at a time, and approximated by torch's randomized SVD (Halko et
+al. 2011). Knows plans and forms; writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.adapters import LoraModule
+from adapterswap.arithmetic import FactorReader, factor_reader, finite_bytes
+from adapterswap.errors import AdapterswapError
+from adapterswap.layout import Form, OutputTensor, Reduced, blend_scale, total_rank, uses_rslora, written_scale
+from adapterswap.lowrank import Factors, Truncated, concatenate, truncate
+from adapterswap.modules import ModulePlan
+from adapterswap.nonlinear import drop_mask, merge_deltas
+from adapterswap.plan import Plan
+from adapterswap.resolving import Resolved
+
+__all__ = ["approximate", "dense_delta", "must_reduce", "reduce"]
+
+_OVERSAMPLING = 16  # columns beyond the wanted rank, and
+_POWER_ITERATIONS = 4  # passes over the matrix: both make the randomized SVD more exact
+
+
+def must_reduce(module: ModulePlan[LoraModule], form: Form) -> bool:
+    """Whether a module cannot be written in the exact form: it is nonlinear, too high in rank, or to be made small."""
+    if not module.terms:
+        return False
+    too_high = form.max_rank is not None and total_rank(module) > form.max_rank
+    return not module.is_linear or too_high or (form.max_error is not None and not module.owner)
+
+
+def check_form(plan: Plan, form: Form) -> None:
+    """Raise `AdapterswapError` where a nonlinear plan is to be written without a bound on its rank or error."""
+    nonlinear = next((module for module in plan if module.terms and not module.is_linear), None)
+    if nonlinear is not None and form.max_rank is None and form.max_error is None:
+        raise AdapterswapError(
+            f"{nonlinear.rule.method} gives {nonlinear.name} a ΔW of full rank, and an adapter has a low one",
+            "Give --max-rank or --max-error",
+        )
+
+
+def reduce(
+    resolved: Resolved, form: Form, progress: Callable[[str], None] = lambda name: None
+) -> Mapping[str, Reduced]:
+    """Truncate every module that must be; `progress` is called with each one's name when it is done.
+
+    Raises:
+        AdapterswapError: a nonlinear method without a rank or error, NaN or infinity in a factor, overflow.
+    """
+    plan = resolved.plan
+    check_form(plan, form)
+    wanted = [module for module in plan if must_reduce(module, form)]
+    if not wanted:
+        return {}
+    reduced = {}
+    with factor_reader(plan) as read:
+        for module in wanted:
+            result = _truncated(module, resolved, form, read)
+            reduced[module.name] = _as_tensors(module, result, plan, form)
+            progress(module.name)
+    return reduced
+
+
+def _truncated(module: ModulePlan[LoraModule], resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
+    if not module.is_linear:
+        return approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
+    terms = [(t.coefficient, _masked(read(t.expert, t.module), resolved, t.expert, module.name)) for t in module.terms]
+    return truncate(concatenate(terms), rank=form.max_rank, error=None if module.owner else form.max_error)
+
+
+def dense_delta(module: ModulePlan[LoraModule], resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:
+    """The module's ΔW' (out×in) by its rule's nonlinear method."""
+    deltas, weights, masks = [], [], []
+    for term in module.terms:
+        factors = _masked(read(term.expert, term.module), resolved, term.expert, module.name)
+        delta = np.asarray(factors.b @ factors.a, np.float32)
+        deltas.append(delta)
+        weights.append(term.coefficient)
+        seed = resolved.plan.composition.seed
+        if module.rule.method.startswith("dare"):
+            masks.append(drop_mask(delta.shape, module.rule.density, seed=seed, expert=term.expert, module=module.name))
+    return merge_deltas(module.rule, deltas, weights, masks or None)
+
+
+def approximate(delta: npt.NDArray[np.float32], *, rank: int | None, error: float | None) -> Truncated:
+    """A low-rank approximation of a dense ΔW by randomized SVD, with its true relative error.
+
+    With `error`, the rank is doubled until it suffices (or `rank`, or full rank, is reached), then cut to the smallest.
+    """
+    import torch
+
+    matrix = torch.from_numpy(delta)
+    norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float64))
+    limit = min(*delta.shape, rank or min(delta.shape))
+    size = limit if error is None else min(limit, 32)
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same bytes every time
+            sampled = min(size + _OVERSAMPLING, *delta.shape)
+            u, sigma, v = torch.svd_lowrank(matrix, q=sampled, niter=_POWER_ITERATIONS)
+        kept = np.cumsum(sigma[:size].numpy().astype(np.float64) ** 2)
+        errors = np.sqrt(np.maximum(0.0, 1 - kept / norm**2)) if norm else np.zeros(size)
+        if error is None or errors[-1] <= error or size == limit:
+            break
+        size = min(2 * size, limit)
+    keep = size if error is None else int(next((i + 1 for i, e in enumerate(errors) if e <= error), size))
+    root = sigma[:keep].sqrt()
+    factors = Factors((root[:, None] * v[:, :keep].T).numpy(), (u[:, :keep] * root).numpy())
+    return Truncated(factors, sigma[:keep].numpy(), float(errors[keep - 1]))
+
+
+def _masked(factors: Factors, resolved: Resolved, expert: str, module: str) -> Factors:
+    rows = resolved.kept_rows.get((expert, module))
+    return factors if rows is None else Factors(factors.a, factors.b * rows[:, None])
+
+
+def _as_tensors(module: ModulePlan[LoraModule], result: Truncated, plan: Plan, form: Form) -> Reduced:
+    """The factors in the output's scale and dtype, under the keys of the module's own tensors."""
+    rank = len(result.singular_values)
+    scale = blend_scale(plan, form)
+    if form.layout == "exact":
+        scale = written_scale(rank, uses_rslora(plan), scale)[1]
+    dtypes = {term.module.dtype for term in module.terms}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+    # The scale is shared between the factors too, so that neither leaves the range of a half-precision dtype.
+    root = np.float32(np.sqrt(abs(scale)))
+    first = module.terms[0].module
+    values = ((0, first.a.name, result.factors.a / root), (1, first.b.name, result.factors.b * np.sign(scale) / root))
+    tensors = tuple(
+        OutputTensor(key, dtype, part.shape, axis, data=finite_bytes(np.asarray(part, np.float32), dtype, key))
+        for axis, key, part in values
+    )
+    return Reduced(rank, tensors, result.error)

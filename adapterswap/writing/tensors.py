@@ -1,0 +1,68 @@
+"""Write a layout's safetensors file: byte ranges copied while the sources are hashed, blends computed beside them.
+
+Knows layouts and files. Memory stays small: copies go through one buffer per expert, blends are computed a tensor at a
+time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from adapterswap.arithmetic import assemble, open_files
+from adapterswap.layout import Layout, OutputTensor
+from adapterswap.plan import Plan
+from adapterswap.tensorfile import Tensor, header_bytes
+from adapterswap.writing.copying import copy_and_hash, write_at
+
+__all__ = ["write_tensors"]
+
+
+def write_tensors(plan: Plan, layout: Layout, path: Path) -> dict[str, str]:
+    """Write the file at `path`, which must not exist; return each expert's SHA-256 by name.
+
+    Raises:
+        AdapterswapError: NaN or infinity in a source, overflow in a blend, a source that changed.
+        OSError: the file cannot be written.
+    """
+    header, places = header_bytes((tensor.key, tensor.dtype, tensor.shape) for tensor in layout.tensors)
+    targets = _copy_targets(plan, layout, places)
+    size = max((place.stop for place in places.values()), default=len(header))
+    computed = [tensor for tensor in layout.tensors if not tensor.is_copied]
+    sources = {adapter.file.path for adapter in plan.experts.values()}
+    sources |= {piece.path for tensor in computed for piece in tensor.pieces}
+
+    def compute(tensor: OutputTensor) -> None:
+        data = assemble(tensor, files) if tensor.data is None else tensor.data
+        write_at(output.fileno(), data, places[tensor.key].start)
+
+    with (
+        path.open("xb", buffering=0) as output,
+        open_files(sources) as files,
+        ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers,
+    ):
+        output.write(header)
+        output.truncate(size)  # what no piece fills reads as zeros
+        hashing = {
+            name: workers.submit(copy_and_hash, name, adapter.file, targets[name], output.fileno())
+            for name, adapter in plan.experts.items()
+        }
+        hashes = {name: future.result() for name, future in hashing.items()}
+        list(workers.map(compute, computed))
+    return hashes
+
+
+def _copy_targets(plan: Plan, layout: Layout, places: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
+    """Per expert and source tensor: the offsets in the output to which its bytes are copied."""
+    targets: dict[str, dict[str, list[int]]] = {name: {} for name in plan.experts}
+    for tensor in layout.tensors:
+        if not tensor.is_copied:
+            continue
+        place = places[tensor.key]
+        row = place.nbytes // tensor.shape[0]  # copied pieces lie one after the other along the first axis, or alone
+        for piece in tensor.pieces:
+            offset = place.start + piece.offset * row
+            targets[piece.expert].setdefault(piece.tensor.name, []).append(offset)
+    return targets

@@ -1,0 +1,164 @@
+"""The command line: help, what it imports, streams, exit codes, JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from adapterswap.cli import COMMANDS
+
+HEAVY = ("torch", "transformers", "peft", "datasets", "trl", "lm_eval", "matplotlib", "accelerate")
+
+
+def modules_after(*arguments: object) -> set[str]:
+    """The heavy libraries that a run of the command line has imported, in a process of its own."""
+    script = (
+        "import sys; from adapterswap.cli import main\n"
+        f"try: main({[str(argument) for argument in arguments]!r})\n"
+        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "print('IMPORTED', *sorted(name for name in sys.modules if '.' not in name))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.rpartition("IMPORTED")[2].split())
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["--version"], *[[name, "-h"] for name in COMMANDS]], ids=" ".join)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    assert not modules_after(*arguments) & {*HEAVY, "numpy", "pydantic"}
+
+
+def test_composing_and_inspecting_import_no_torch(math: Path, swahili: Path, tmp_path: Path) -> None:
+    compose = ["compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", "--bottom-transition", "1"]
+    assert not modules_after(*compose) & {*HEAVY, "huggingface_hub"}
+    assert not modules_after("inspect", tmp_path / "out") & {*HEAVY, "huggingface_hub"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_tells_the_truth(name: str, run: Callable[..., Result]) -> None:
+    command = importlib.import_module(f"adapterswap.cli.{name}").command
+    assert command.name == name
+    assert (command.help or "").splitlines()[0] == COMMANDS[name]
+    assert run(name, "-h").exit_code == 0
+
+
+def test_compose_writes_and_tells(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
+    result = run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out")
+    assert result.exit_code == 0
+    strip = result.stdout.splitlines()
+    assert strip[:2] == ["        012345", "layers  " + strip[1][8] + 5 * strip[1][9]]
+    assert "bottom 1, top 0: the paper's default, in proportion" in result.stderr
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    again = run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out")
+    assert again.exit_code == 1
+    assert again.stdout == ""
+    assert "--overwrite" in again.stderr
+    assert run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", "--overwrite").exit_code == 0
+
+
+def test_a_dry_run_writes_nothing(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
+    options = ["-t", math, "-l", swahili, "-o", tmp_path / "out", "--bottom", 2, "--top", 1, "--json"]
+    dry = run("compose", *options, "--dry-run")
+    assert dry.exit_code == 0
+    assert list(tmp_path.iterdir()) == []
+    told = json.loads(dry.stdout)
+    assert told["written"] is False
+    real = json.loads(run("compose", *options).stdout)
+    assert real == told | {"written": True}
+    header = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()[:8]
+    size = (tmp_path / "out" / "adapter_model.safetensors").stat().st_size
+    assert real["bytes"] == size - 8 - int.from_bytes(header, "little")
+    owners = {name.split(".")[2]: owner for name, owner in real["modules"].items()}
+    assert owners == {**dict.fromkeys("015", swahili.name), **dict.fromkeys("234", math.name)}
+
+
+def test_a_recipe_gives_what_the_options_give(
+    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "experts").mkdir()
+    for name, folder in (("math", math), ("swahili", swahili)):
+        (tmp_path / "experts" / name).symlink_to(folder)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "experts: {math: experts/math, swahili: experts/swahili}\n"
+        "method: layer_swap\n"
+        "allocation:\n"
+        "  - {layers: 0-1, expert: swahili}\n"
+        "  - {layers: 2, blend: {math: 1, swahili: 1}}\n"
+        "  - {layers: 5, modules: [self_attn, mlp], expert: swahili}\n"
+        "  - {expert: math}\n"
+    )
+    assert run("compose", recipe, "-o", tmp_path / "one").exit_code == 0
+    zones = ["--bottom", 2, "--top", 1, "--bottom-transition", 1]
+    experts = ["-t", tmp_path / "experts" / "math", "-l", tmp_path / "experts" / "swahili"]
+    assert run("compose", *experts, *zones, "-o", tmp_path / "two").exit_code == 0
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["compose", "-o", "x"], "Give --task-expert and --language-expert, or a recipe"),
+        (["compose", "-t", "a", "-l", "b"], "Missing option '-o'"),
+        (["compose", "r.yaml", "-t", "a", "-o", "x"], "give it alone"),
+        (["compose", "-t", "a", "-l", "b", "-o", "x", "--bottom", "many"], "'many' is not a valid integer"),
+        (["swap"], "No such command"),
+    ],
+)
+def test_wrong_usage_exits_2(arguments: list[str], told: str, run: Callable[..., Result]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["-t", "./nowhere", "-l", "base"], "the path ./nowhere does not exist"),
+        (["-t", "org/nowhere", "-l", "base"], "org/nowhere is no folder here, and cannot be had from the Hub"),
+        (["-t", "a/b/c", "-l", "base"], "the path a/b/c does not exist"),
+        (["-t", "x", "-l", "y", "--task-weight", "nan"], "not a finite number"),
+    ],
+)
+def test_errors_exit_1_with_a_mend(options: list[str], told: str, run: Callable[..., Result], tmp_path: Path) -> None:
+    result = run("compose", *options, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert told in result.stderr
+    assert all(line.startswith("Error: ") for line in result.stderr.splitlines())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_shows_modules_and_owners(
+    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    told = json.loads(run("inspect", math, "--json").stdout)
+    assert len(told["modules"]) == 42
+    first = told["modules"][0]
+    assert first["name"] == "model.layers.0.mlp.down_proj"
+    assert (first["layer"], first["kind"], first["rank"], first["alpha"]) == (0, "mlp", 8, 16)
+    assert first["scale"] == pytest.approx(16 / 8**0.5)
+    run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", "--bottom", 1, "--top-transition", 2, "--top", 1)
+    shown = run("inspect", tmp_path / "out")
+    assert shown.exit_code == 0
+    letters = shown.stdout.splitlines()[-2].removeprefix("layers  ")
+    assert letters[0] == letters[5] != letters[1] == letters[2]
+    assert letters[3:5] == "++"
+    owners = {m["layer"]: m["owner"] for m in json.loads(run("inspect", tmp_path / "out", "--json").stdout)["modules"]}
+    assert owners[1] == math.name
+    assert owners[3] == {math.name: 0.5, swahili.name: 0.5}
+
+
+def test_the_checkouts_script_and_the_module_are_the_command_line() -> None:
+    script = Path(__file__).parent.parent / "cli.py"
+    for command in ([sys.executable, str(script)], [sys.executable, "-m", "adapterswap"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("adapterswap, version ")
