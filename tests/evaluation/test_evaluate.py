@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from adapterswap import AdapterswapError, LiveComposer, layer_swap, write_adapter
-from adapterswap.evaluation import evaluate, write_result
+from adapterswap.evaluation import EvaluationResult, Sample, Score, TaskResult, evaluate, write_result
 from adapterswap.evaluation.mgsm import mgsm_task
 from adapterswap.evaluation.preview import preview
 from adapterswap.live import load_experts
@@ -246,6 +246,26 @@ def test_the_folder_is_the_same_every_time_and_names_no_path(byte_model: Model, 
     assert [row["output"] for row in rows] == [sample.output for sample in result.samples]
     with pytest.raises(AdapterswapError, match="exists, and is not replaced unasked"):
         write_result(result, tmp_path / "one")
+
+
+def test_numbers_that_json_cannot_say_are_null(tmp_path: Path) -> None:
+    score = Score("ppl", "none", float("nan"), float("inf"), False)
+    sample = Sample("t", 0, {"x": float("nan")}, "p", "1", [[float("-inf"), False], [-1.5, True]], {}, {"none": {}})
+    result = EvaluationResult({"t": TaskResult("t", 1, 0, "1", (score,))}, (sample,), {})
+    write_result(result, tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"), parse_constant=pytest.fail)
+    assert (content["tasks"][0]["scores"][0]["value"], content["tasks"][0]["scores"][0]["stderr"]) == (None, None)
+    row = json.loads((tmp_path / "out" / "samples.jsonl").read_text("utf-8"), parse_constant=pytest.fail)
+    assert (row["doc"], row["output"]) == ({"x": None}, [[None, False], [-1.5, True]])
+
+
+def test_a_device_without_memory_is_told(byte_model: Model) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    byte_model[0].model.register_forward_pre_hook(full)
+    with pytest.raises(AdapterswapError, match=r"out of memory at batch_size 4\. Lower --batch-size"):
+        evaluate(*byte_model, ["mgsm_direct_sw"], batch_size=4, **SHORT)
 
 
 @pytest.mark.parametrize(

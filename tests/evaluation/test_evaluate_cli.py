@@ -168,7 +168,7 @@ def test_mistakes(
     assert "exists, and is not replaced unasked" in error(evaluate_("-o", tmp_path / "taken"))
     assert "overlaps the input" in error(evaluate_("--adapter", math, "-o", math / "scores"))
     assert "the path" in error(run("evaluate", "--base-model", tmp_path / "absent", "--tasks", "mgsm_direct_sw"))
-    for usage in (("--adapter", math, "-t", math, "-l", math), ("-t", math), ("--bottom", 3)):
+    for usage in (("--adapter", math, "-t", math, "-l", math), ("-t", math), ("--bottom", 3), ("--bottom", 0)):
         assert evaluate_(*usage).exit_code == 2
     assert run("evaluate", "--base-model", byte_base).exit_code == 2
     assert not (tmp_path / "taken" / "results.json").exists()
@@ -212,6 +212,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     program = (
         "import sys\n"
         "from adapterswap.cli import main\n"
+        "import adapterswap.evaluation, adapterswap.evaluation.subjects\n"
         "try: main(['evaluate', '-h'])\n"
         "except SystemExit: pass\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'lm_eval', 'datasets', 'peft')))"

@@ -1,0 +1,358 @@
+"""Methods on ΔW against independent references: plain torch on full weights, dense SVDs, formulas written out."""
+
+from __future__ import annotations
+
+import json
+import math as mathematics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import load_base, logits, merged_weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from test_blends import deltas, handmade
+
+import adapterswap
+from adapterswap import AdapterswapError, Composition
+from adapterswap.allocation import Rule
+from adapterswap.arithmetic import factor_reader
+from adapterswap.lowrank import Factors, inner, row_magnitudes, truncate
+from adapterswap.nonlinear import drop_mask, keep_largest, merge_deltas
+from adapterswap.reduction import approximate
+from adapterswap.resolving import resolve
+
+FULL = 12  # the largest rank that a 12×8 or 8×12 module can have, and more
+
+
+def composed(folders: list[Path], out: Path, *, max_rank: int | None = None, **options: Any) -> dict[str, np.ndarray]:
+    """ΔW of a composition of two hand-made experts named math and swahili, from the files that were written."""
+    composition = Composition(task="math", language="swahili", num_layers=3, **options)
+    plan = adapterswap.compose(composition, dict(zip(("math", "swahili"), folders, strict=True)))
+    return deltas(adapterswap.write_adapter(plan, out, max_rank=max_rank, overwrite=True))
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    return [
+        handmade(tmp_path / "math", layers=3, rank=3, alpha=8, rslora=True, seed=1),
+        handmade(tmp_path / "swahili", layers=3, rank=2, alpha=5, rslora=False, seed=2),
+    ]
+
+
+def trimmed(delta: torch.Tensor, density: float) -> torch.Tensor:
+    """The `density` share of largest entries, by sorting."""
+    keep = delta.abs().flatten().sort(descending=True).indices[: max(1, int(density * delta.numel()))]
+    mask = torch.zeros(delta.numel(), dtype=torch.bool)
+    mask[keep] = True
+    return delta * mask.reshape(delta.shape)
+
+
+def ties(deltas_: list[torch.Tensor], weights: list[float], density: float, normalize: bool) -> torch.Tensor:
+    """TIES as its paper describes it: trim, elect, disjoint merge; entry by entry."""
+    kept = [trimmed(delta, density) for delta in deltas_]
+    merged = torch.zeros_like(kept[0])
+    for place in np.ndindex(*merged.shape):
+        values = [weight * float(delta[place]) for weight, delta in zip(weights, kept, strict=True)]
+        sign = 1 if sum(values) >= 0 else -1
+        agreeing = [(value, weight) for value, weight in zip(values, weights, strict=True) if value * sign > 0]
+        if agreeing:
+            total = sum(weight for _, weight in agreeing) if normalize else 1.0
+            merged[place] = sum(value for value, _ in agreeing) / total
+    return merged
+
+
+@pytest.mark.parametrize("density", [0.3, 0.7, 1.0])
+def test_ties_is_trim_elect_and_disjoint_merge(density: float, pair: list[Path], tmp_path: Path) -> None:
+    weights = [1.0, 0.6]
+    written = composed(
+        pair, tmp_path / "out", max_rank=FULL, method="ties", density=density, language_weight=0.6, scale=0.9
+    )
+    task, language = deltas(pair[0]), deltas(pair[1])
+    for name, delta in written.items():
+        both = [torch.from_numpy(each[name]).float() for each in (task, language)]
+        expected = 0.9 * ties(both, weights, density, normalize=True).numpy()
+        np.testing.assert_allclose(delta, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
+def test_dare_with_its_own_masks_injected(method: str, pair: list[Path], tmp_path: Path) -> None:
+    """Drop by the mask, divide by the density; then the sum, or TIES' election without trimming."""
+    written = composed(pair, tmp_path / "out", max_rank=FULL, method=method, density=0.5, seed=3)
+    task, language = deltas(pair[0]), deltas(pair[1])
+    for name, delta in written.items():
+        kept = [
+            torch.from_numpy(each[name] * drop_mask(delta.shape, 0.5, seed=3, expert=expert, module=name) / 0.5).float()
+            for expert, each in (("math", task), ("swahili", language))
+        ]
+        expected = kept[0] + kept[1] if method == "dare_linear" else ties(kept, [1, 1], 1.0, normalize=False)
+        np.testing.assert_allclose(delta, expected.numpy(), rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_dares_masks_are_seeded_and_of_the_right_density() -> None:
+    mask = drop_mask((400, 500), 0.3, seed=1, expert="math", module="m")
+    assert mask.mean() == pytest.approx(0.3, abs=4 * mathematics.sqrt(0.3 * 0.7 / 200_000))
+    assert np.array_equal(mask, drop_mask((400, 500), 0.3, seed=1, expert="math", module="m"))
+    for other in ({"seed": 2}, {"expert": "swahili"}, {"module": "n"}):
+        assert not np.array_equal(
+            mask, drop_mask((400, 500), 0.3, **({"seed": 1, "expert": "math", "module": "m"} | other))
+        )
+
+
+def test_magnitude_prune_sums_what_is_left(pair: list[Path], tmp_path: Path) -> None:
+    written = composed(pair, tmp_path / "out", max_rank=FULL, method="magnitude_prune", density=0.4, task_weight=0.5)
+    task, language = deltas(pair[0]), deltas(pair[1])
+    for name, delta in written.items():
+        expected = 0.5 * trimmed(torch.from_numpy(task[name]), 0.4) + trimmed(torch.from_numpy(language[name]), 0.4)
+        np.testing.assert_allclose(delta, expected.numpy(), rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_nonlinear_methods_need_a_rank(pair: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        AdapterswapError, match=r"full rank, and an adapter has a low one\. Give --max-rank or"
+    ):
+        composed(pair, tmp_path / "out", method="ties", density=0.5)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
+def test_slerp_is_its_formula_on_delta_w(weight: float, pair: list[Path], tmp_path: Path) -> None:
+    """Exact at any rank: slerp is a weighted sum, with weights that depend on the angle between the two ΔW."""
+    written = composed(pair, tmp_path / "out", method="slerp", language_weight=weight)
+    t = weight / (1 + weight)
+    task, language = deltas(pair[0]), deltas(pair[1])
+    for name, delta in written.items():
+        one, other = task[name].ravel(), language[name].ravel()
+        angle = mathematics.acos(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+        expected = (mathematics.sin((1 - t) * angle) * one + mathematics.sin(t * angle) * other) / mathematics.sin(
+            angle
+        )
+        np.testing.assert_allclose(delta.ravel(), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+def test_slerp_of_parallel_deltas_is_the_line_between_them(tmp_path: Path) -> None:
+    folders = [
+        handmade(tmp_path / name, layers=3, rank=2, alpha=alpha, rslora=True, seed=1)
+        for name, alpha in (("math", 4), ("swahili", 12))
+    ]
+    written = composed(folders, tmp_path / "out", method="slerp")
+    for name, delta in written.items():
+        np.testing.assert_allclose(delta, 2 * deltas(folders[0])[name], rtol=0, atol=1e-5)
+
+
+def test_magnitude_weights_are_the_inverse_mean_of_all_rows(pair: list[Path], tmp_path: Path) -> None:
+    written = composed(pair, tmp_path / "out", weights="magnitude", bottom=1, top=0, bottom_transition=1)
+    task, language = deltas(pair[0]), deltas(pair[1])
+    means = [
+        np.mean(np.concatenate([np.abs(delta).mean(axis=1) for delta in each.values()])) for each in (task, language)
+    ]
+    shares = (1 / np.array(means)) / (1 / np.array(means)).sum()
+    for name, delta in written.items():
+        layer = int(name.split(".")[2])
+        blend = shares[0] * task[name] + shares[1] * language[name]
+        expected = (language[name], blend, task[name])[layer]
+        np.testing.assert_allclose(delta, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    recorded = json.loads((tmp_path / "out" / "adapterswap.json").read_text())["magnitudes"]
+    assert [recorded["math"], recorded["swahili"]] == pytest.approx(means, rel=1e-6)
+
+
+def test_rows_under_a_threshold_go_back_to_zero(pair: list[Path], tmp_path: Path) -> None:
+    task, language = deltas(pair[0]), deltas(pair[1])
+    threshold = float(np.median(np.concatenate([np.abs(delta).mean(axis=1) for delta in task.values()])))
+    written = composed(pair, tmp_path / "out", bottom=1, top=0, row_threshold=threshold)
+    kept, rows = 0, 0
+    for name, delta in written.items():
+        expected = (language if int(name.split(".")[2]) == 0 else task)[name]
+        stays = np.abs(expected).mean(axis=1) >= threshold
+        np.testing.assert_allclose(delta, expected * stays[:, None], rtol=0, atol=1e-6 * np.abs(expected).max())
+        if int(name.split(".")[2]) > 0:
+            kept, rows = kept + stays.sum(), rows + stays.size
+    told = json.loads((tmp_path / "out" / "adapterswap.json").read_text())["kept_rows"]
+    assert told["math"] == pytest.approx(kept / rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), out=st.integers(1, 12), width=st.integers(1, 12), rank=st.integers(1, 8))
+def test_truncation_is_the_svd_of_delta_w(data: st.DataObject, out: int, width: int, rank: int) -> None:
+    numbers = st.floats(-2, 2, width=32)
+    b = data.draw(hnp.arrays(np.float64, (out, rank), elements=numbers))
+    a = data.draw(hnp.arrays(np.float64, (rank, width), elements=numbers))
+    dense = b @ a
+    wanted = data.draw(st.integers(1, rank))
+    result = truncate(Factors(a, b), rank=wanted)
+    sigma = np.linalg.svd(dense, compute_uv=False)
+    count = min(len(result.singular_values), len(sigma))
+    np.testing.assert_allclose(result.singular_values[:count], sigma[:count], rtol=0, atol=1e-9 + 1e-9 * sigma[0])
+    lost = np.linalg.norm(dense - result.factors.b @ result.factors.a)
+    assert lost == pytest.approx(np.linalg.norm(sigma[wanted:]), abs=1e-9 + 1e-9 * sigma[0])
+    # √(machine epsilon): errors are told from squares of singular values
+    assert result.error == pytest.approx(lost / (np.linalg.norm(dense) or 1), abs=1e-6)
+
+
+@pytest.mark.parametrize("error", [0.5, 0.1, 0.01])
+def test_max_error_takes_the_smallest_rank_that_reaches_it(error: float, tmp_path: Path) -> None:
+    folders = [
+        handmade(tmp_path / name, layers=3, rank=4, alpha=4, rslora=True, seed=seed)
+        for name, seed in (("math", 1), ("swahili", 2))
+    ]
+    plan = adapterswap.soup(*folders, num_layers=3)
+    out = adapterswap.write_adapter(plan, tmp_path / "out", max_error=error)
+    record = json.loads((out / "adapterswap.json").read_text())["reduced"]
+    task, language = deltas(folders[0]), deltas(folders[1])
+    for name, delta in deltas(out).items():
+        exact = (task[name] + language[name]) / 2
+        sigma = np.linalg.svd(exact, compute_uv=False)
+        errors = [np.linalg.norm(sigma[k:]) / np.linalg.norm(sigma) for k in range(len(sigma) + 1)]
+        smallest = next(k for k in range(1, len(errors)) if errors[k] <= error)
+        assert record[name]["rank"] == smallest
+        assert record[name]["relative_error"] == pytest.approx(errors[smallest], rel=1e-3, abs=1e-6)
+        assert np.linalg.norm(delta - exact) / np.linalg.norm(exact) == pytest.approx(errors[smallest], rel=1e-3, abs=1e-6)
+
+
+def test_max_rank_bounds_copies_too(pair: list[Path], tmp_path: Path) -> None:
+    plan = adapterswap.layer_swap(*pair, num_layers=3, bottom=1, top=0)
+    out = adapterswap.write_adapter(plan, tmp_path / "out", max_rank=2)
+    for key, tensor in load_file(out / "adapter_model.safetensors").items():
+        assert tensor.shape[0 if "lora_A" in key else 1] == 2
+    whole = deltas(pair[0])
+    for name, delta in deltas(out).items():
+        if int(name.split(".")[2]) > 0:
+            sigma = np.linalg.svd(whole[name], compute_uv=False)
+            assert np.linalg.norm(delta - whole[name]) == pytest.approx(sigma[2], rel=1e-4)
+
+
+@pytest.mark.parametrize(("rank", "error"), [(5, None), (None, 0.2), (4, 0.05)])
+def test_randomized_svd_is_as_good_as_the_dense_one(rank: int | None, error: float | None) -> None:
+    dense = np.random.default_rng(0).standard_normal((60, 40)).astype(np.float32)
+    sigma = np.linalg.svd(dense, compute_uv=False)
+    errors = np.array([np.linalg.norm(sigma[k:]) / np.linalg.norm(sigma) for k in range(len(sigma) + 1)])
+    result = approximate(dense, rank=rank, error=error)
+    keep = len(result.singular_values)
+    lost = np.linalg.norm(dense - result.factors.b @ result.factors.a) / np.linalg.norm(dense)
+    assert lost == pytest.approx(result.error, abs=1e-3)
+    assert lost <= errors[keep] * 1.02
+    if error is None or rank == 4:
+        assert keep == rank
+    else:
+        assert errors[keep] <= error
+        assert keep <= int(np.argmax(errors <= error)) + 1
+
+
+def test_a_matrix_of_zeros_has_no_error() -> None:
+    assert approximate(np.zeros((6, 5), np.float32), rank=2, error=None).error == 0
+    assert truncate(Factors(np.zeros((2, 5)), np.ones((6, 2))), rank=1).error == 0
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 300))
+def test_low_rank_arithmetic_equals_dense(seed: int, rank: int, out: int) -> None:
+    random = np.random.default_rng(seed)
+    one, other = (Factors(random.standard_normal((rank, 7)), random.standard_normal((out, rank))) for _ in range(2))
+    assert inner(one, other) == pytest.approx(np.sum((one.b @ one.a) * (other.b @ other.a)), rel=1e-9, abs=1e-9)
+    np.testing.assert_allclose(row_magnitudes(one), np.abs(one.b @ one.a).mean(axis=1), rtol=1e-12)
+
+
+def test_keep_largest_keeps_at_least_one() -> None:
+    delta = np.array([[1.0, -3.0], [2.0, 0.5]], np.float32)
+    assert np.array_equal(keep_largest(delta, 0.01), [[0, -3], [0, 0]])
+    assert np.array_equal(keep_largest(delta, 0.5), [[0, -3], [2, 0]])
+    assert keep_largest(delta, 1.0) is delta
+
+
+def test_weights_that_cancel_do_not_divide_by_zero() -> None:
+    rule = Rule.model_validate({"blend": {"a": 1, "b": 1}, "method": "ties", "density": 1})
+    merged = merge_deltas(rule, [np.ones((2, 2), np.float32)] * 2, [1.0, -1.0])
+    assert np.isfinite(merged).all()
+
+
+def test_methods_may_differ_by_rule(pair: list[Path], tmp_path: Path) -> None:
+    """A general allocation: TIES in the middle, SLERP at the top, the language below."""
+    rules = [
+        {"layers": 0, "expert": "swahili"},
+        {"layers": 1, "blend": {"math": 1, "swahili": 1}, "method": "ties", "density": 0.5, "lambda": 2},
+        {"layers": 2, "blend": {"math": 1, "swahili": 1}, "method": "slerp"},
+    ]
+    composition = Composition.model_validate({"allocation": rules, "num_layers": 3})
+    plan = adapterswap.compose(composition, dict(zip(("math", "swahili"), pair, strict=True)))
+    written = deltas(adapterswap.write_adapter(plan, tmp_path / "out", max_rank=FULL))
+    task, language = deltas(pair[0]), deltas(pair[1])
+    name = "model.layers.1.mlp.down_proj"
+    expected = 2 * ties([torch.from_numpy(each[name]).float() for each in (task, language)], [1, 1], 0.5, True).numpy()
+    np.testing.assert_allclose(written[name], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    name = "model.layers.0.mlp.down_proj"
+    np.testing.assert_array_equal(written[name], language[name])
+
+
+def test_souped_sides(tmp_path: Path) -> None:
+    """Three language experts and two task experts, each side averaged before the swap."""
+    names = ("m1", "m2", "s1", "s2", "s3")
+    folders = {
+        name: handmade(tmp_path / name, layers=4, rank=2 + i % 2, alpha=4 + i, rslora=i % 2 == 0, seed=i)
+        for i, name in enumerate(names)
+    }
+    composition = Composition(task=names[:2], language=names[2:], num_layers=4, bottom=1, top=1, bottom_transition=1)
+    written = deltas(adapterswap.write_adapter(adapterswap.compose(composition, folders), tmp_path / "out"))
+    for name, delta in written.items():
+        each = [deltas(folders[expert])[name] for expert in names]
+        task, language = np.mean(each[:2], axis=0), np.mean(each[2:], axis=0)
+        expected = (language, (task + language) / 2, task, language)[int(name.split(".")[2])]
+        np.testing.assert_allclose(delta, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("method", ["swap", "blend", "truncated"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_portable_gives_the_same_logits(
+    method: str, architecture: str, base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    folders = [expert(architecture, seed=1, r=4), expert(architecture, seed=2, r=6, lora_alpha=5, use_rslora=False)]
+    zones = {"bottom": 2, "top": 1, "bottom_transition": 0 if method == "swap" else 2}
+    plan = adapterswap.layer_swap(*folders, **zones)
+    rank = 5 if method == "truncated" else None
+    exact = adapterswap.write_adapter(plan, tmp_path / "exact", max_rank=rank)
+    portable = adapterswap.write_adapter(plan, tmp_path / "portable", layout="portable", max_rank=rank)
+    config = json.loads((portable / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"], config["use_rslora"]) == ({}, {}, False)
+    assert config["lora_alpha"] == config["r"] == {"swap": 6, "blend": 10, "truncated": 5}[method]
+    found = [logits(PeftModel.from_pretrained(load_base(base(architecture)), folder)) for folder in (exact, portable)]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path) -> None:
+    """`modules_to_save`: averaged where both experts have a copy; with the base's own where only one has."""
+    both = [expert(seed=seed, modules_to_save=["lm_head"]) for seed in (1, 2)]
+    for seed, folder in enumerate(both):
+        tensors = load_file(folder / "adapter_model.safetensors")
+        generator = torch.Generator().manual_seed(seed)
+        tensors["base_model.model.lm_head.weight"] += 0.05 * torch.randn(96, 32, generator=generator)
+        save_file(tensors, tmp_path / "changed.safetensors", metadata={"format": "pt"})
+        (tmp_path / "changed.safetensors").rename(folder / "adapter_model.safetensors")
+    plain = expert(seed=2)
+    for language, mend in ((both[1], None), (plain, "--base-model")):
+        if mend:
+            with pytest.raises(
+                AdapterswapError, match=r"lm_head is to be averaged .* Give the base's folder with --base"
+            ):
+                adapterswap.layer_swap(both[0], language, bottom=2, top=1)
+        plan = adapterswap.layer_swap(both[0], language, bottom=2, top=1, base_model=str(base("llama")))
+        out = adapterswap.write_adapter(plan, tmp_path / "out", overwrite=True)
+        full = [merged_weights(base("llama"), folder) for folder in (both[0], language, out)]
+        torch.testing.assert_close(
+            full[2]["lm_head.weight"], (full[0]["lm_head.weight"] + full[1]["lm_head.weight"]) / 2
+        )
+        name = "model.layers.0.mlp.up_proj.weight"
+        torch.testing.assert_close(full[2][name], full[1][name], rtol=0, atol=1e-6)
+
+
+def test_a_reader_needs_no_plan_to_be_linear(pair: list[Path]) -> None:
+    """`resolve` leaves a plan that waits for nothing as it is."""
+    plan = adapterswap.layer_swap(*pair, num_layers=3, bottom=1)
+    assert resolve(plan).plan is plan
+    with factor_reader(plan) as read:
+        module = next(iter(plan.experts[pair[0].name].modules.values()))
+        factors = read(pair[0].name, module)
+        np.testing.assert_allclose(factors.b @ factors.a, deltas(pair[0])[module.name], rtol=0, atol=1e-5)
