@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import Problems
+from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.isolation import restored_modes, seeded, silenced
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
@@ -66,12 +66,14 @@ def evaluate(
         Scores with standard errors, and every sample.
 
     Raises:
-        AdapterswapError: see `load_tasks` and `check_settings`; a prompt that does not fit.
+        AdapterswapError: see `load_tasks` and `check_settings`; a prompt that does not fit; the device runs out
+            of memory.
     """
     require_lm_eval()
     check_settings(tokenizer, limit, batch_size, max_gen_toks, apply_chat_template)
     loaded = load_tasks(tasks, num_fewshot=num_fewshot, gen_kwargs=gen_kwargs, include_path=include_path)
 
+    import torch
     from lm_eval import evaluator
 
     from adapterswap.evaluation.harness import EvaluatedModel
@@ -98,16 +100,24 @@ def evaluate(
         )
         for task in loaded["tasks"].values():
             task.set_fewshot_seed(seed)
-        found = evaluator.evaluate(
-            harness_model,
-            loaded,
-            limit=limit,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=apply_chat_template,
-            system_instruction=system_instruction,
-        )
+        try:
+            found = evaluator.evaluate(
+                harness_model,
+                loaded,
+                limit=limit,
+                apply_chat_template=apply_chat_template,
+                fewshot_as_multiturn=apply_chat_template,
+                system_instruction=system_instruction,
+            )
+        except torch.OutOfMemoryError:
+            raise AdapterswapError(
+                f"the device ran out of memory at batch_size {batch_size}",
+                "Lower --batch-size, or load a smaller dtype",
+            ) from None
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be
+    if limit is not None and limit >= 1:
+        limit = int(limit)
     settings = {
         "tasks": list(loaded["tasks"]),
         "num_fewshot": num_fewshot,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -103,7 +104,7 @@ class Sample:
         """The sample as plain data; the prompt, which repeats the shots every time, as its sha256."""
         content = asdict(self)
         digest = hashlib.sha256(content.pop("prompt").encode("utf-8")).hexdigest()
-        return {**content, "prompt_sha256": digest}
+        return dict(_finite({**content, "prompt_sha256": digest}))
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,13 @@ class EvaluationResult:
 
     def as_json(self) -> dict[str, Any]:
         """Scores and settings as plain data, without the samples."""
-        return {
+        content = {
             "adapterswap": __version__,
             "settings": dict(self.settings),
             "tasks": [asdict(task) for task in self.tasks.values()],
             "groups": [asdict(group) for group in self.groups.values()],
         }
+        return dict(_finite(content))
 
 
 def write_result(
@@ -160,4 +162,15 @@ def write_result(
         (folder / "results.json").write_text(text + "\n", encoding="utf-8")
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for sample in result.samples:
-                file.write(json.dumps(sample.as_json(), ensure_ascii=False, default=str) + "\n")
+                file.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def _finite(content: Any) -> Any:
+    """`content` with None for NaN and infinity, which JSON cannot say (a score over nothing, a likelihood of zero)."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content

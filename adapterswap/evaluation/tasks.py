@@ -92,10 +92,10 @@ def _check_known(names: Sequence[str], include_path: str | Path | None) -> None:
     if include_path is not None and not Path(include_path).is_dir():
         raise AdapterswapError(f"{include_path} is not a folder", "Give the folder that holds your task files (YAML)")
     manager = _manager(str(include_path) if include_path else None)
-    known = [*mgsm_task_names(), *_FAMILIES, *manager.all_tasks]
+    known = sorted({*mgsm_task_names(), *_FAMILIES, *manager.all_tasks})
     for name in names:
         if not manager.match_tasks([name]):
-            near = difflib.get_close_matches(name, known, n=3)
+            near = difflib.get_close_matches(name, known)
             mend = f"Did you mean {' or '.join(near)}" if near else "`lm_eval ls tasks` lists the harness's tasks"
             problems.add(f"no task is named {name!r}", mend)
     problems.raise_if_any()
