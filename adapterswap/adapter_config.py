@@ -5,14 +5,16 @@ Knows the meaning of the keys, as PEFT 0.21 resolves them. Knows nothing of tens
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
-import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import Problems
+from adapterswap.patterns import Patterns
+from adapterswap.smallfiles import parse_json, read_small, shown
 
 __all__ = ["AdapterConfig", "read_adapter_config", "scale"]
 
@@ -49,6 +51,7 @@ _REFUSED = {
 # Values of init_lora_weights that leave the base's weights as they were.
 _PLAIN_INITS = {True, False, "gaussian", "eva", "orthogonal"}
 
+_SIMPLER = "Write the patterns as plain names of modules"
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
 
 
@@ -68,6 +71,7 @@ class AdapterConfig:
         fan_in_fan_out: the base stores its weights transposed (GPT-2's Conv1D).
         task_type: such as CAUSAL_LM, or None.
         modules_to_save: modules trained in full, by the last part of their name.
+        sha256: of the file's bytes as they were read, in hexadecimal.
     """
 
     base_model: str | None
@@ -78,19 +82,29 @@ class AdapterConfig:
     fan_in_fan_out: bool
     task_type: str | None
     modules_to_save: tuple[str, ...] = ()
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    rank_pattern: Patterns[int] = field(default_factory=Patterns)
+    alpha_pattern: Patterns[float] = field(default_factory=Patterns)
+    sha256: str = ""
 
     def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.rank)
+        return self.rank_pattern.get(module, self.rank)
 
     def alpha_of(self, module: str) -> float:
-        return self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.alpha)
+        return self.alpha_pattern.get(module, self.alpha)
 
+    def check_patterns(self, modules: Collection[str]) -> None:
+        """Call this before `rank_of` and `alpha_of`: the patterns are a stranger's, and may be made to run for ever.
 
-def _pattern_key(patterns: dict[str, Any], module: str) -> str:
-    """PEFT's rule: the first key that, as a regex, matches the module's name from some dot on."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+        Raises:
+            AdapterswapError: resolving the patterns for all these modules could take longer than ten seconds.
+        """
+        problems = Problems()
+        for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            try:
+                patterns.check(modules)
+            except ValueError as error:
+                problems.add(f"{key} of the adapter for {self.base_model}: {error}", _SIMPLER)
+        problems.raise_if_any()
 
 
 def read_adapter_config(path: str | Path) -> AdapterConfig:
@@ -101,88 +115,92 @@ def read_adapter_config(path: str | Path) -> AdapterConfig:
             a variant of LoRA that cannot be composed exactly. All mistakes are told together.
     """
     path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise AdapterswapError(
-            f"{path} cannot be read: {error.strerror}", "Give a PEFT adapter: a folder with adapter_config.json"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise AdapterswapError(f"{path} is not JSON in UTF-8: {error}", "Save or download the adapter again") from None
-    if not isinstance(content, dict):
-        raise AdapterswapError(f"{path} is not a JSON object", "Save or download the adapter again")
+    raw = read_small(path, "Give a PEFT adapter: a folder with adapter_config.json")
+    content = parse_json(raw, str(path), "Save or download the adapter again")
     problems = Problems()
     _refuse(content, path, problems)
-    config = _read(content, path, problems)
+    config = _read(content, path, hashlib.sha256(raw).hexdigest(), problems)
     problems.raise_if_any()
-    assert config is not None
     return config
 
 
 def _refuse(content: dict[str, Any], path: Path, problems: Problems) -> None:
     if content.get("peft_type") != "LORA":
-        problems.add(f"{path}: peft_type is {content.get('peft_type')!r}, not LORA", "Give a LoRA adapter")
+        problems.add(f"{path}: peft_type is {shown(content.get('peft_type'))}, not LORA", "Give a LoRA adapter")
         return  # another method's keys are not judged by LoRA's rules
     for key, reason in _REFUSED.items():
         if content.get(key):
             problems.add(f"{path}: {key} is set: {reason}", _RETRAIN)
     if content.get("bias", "none") != "none":
-        problems.add(f"{path}: bias is {content['bias']!r}, and trained biases are not part of ΔW", _RETRAIN)
+        problems.add(f"{path}: bias is {shown(content['bias'])}, and trained biases are not part of ΔW", _RETRAIN)
     init = content.get("init_lora_weights", True)
     if not (init is None or (isinstance(init, bool | str) and init in _PLAIN_INITS)):
         problems.add(
-            f"{path}: init_lora_weights is {init!r}, which changed the base's weights",
+            f"{path}: init_lora_weights is {shown(init)}, which changed the base's weights",
             "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
         )
     for key in sorted(content.keys() - _HARMLESS - _READ - _REFUSED.keys()):
         if content[key]:
             problems.add(
-                f"{path}: the key {key!r} is unknown here, and may change what the adapter computes",
+                f"{path}: the key {shown(key)} is unknown here, and may change what the adapter computes",
                 "Remove the key if it does not, or use a version of adapterswap that knows it",
             )
 
 
-def _read(content: dict[str, Any], path: Path, problems: Problems) -> AdapterConfig | None:
+def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) -> AdapterConfig:
     def value(key: str, default: Any, accept: Any, rule: str) -> Any:
-        found = content.get(key, default)
+        found = content.get(key)
         if found is None:
-            found = default
+            return default
         if not accept(found):
             problems.add(
-                f"{path}: {key} is {found!r}, and must be {rule}"[:400], "Correct it, or save the adapter again"
+                f"{path}: {key} is {shown(found)}, and must be {rule}", "Correct it, or save the adapter again"
             )
             return default
         return found
 
-    def pattern(key: str, accept: Any, rule: str) -> dict[str, Any]:
-        found: dict[str, Any] = value(key, {}, lambda v: isinstance(v, dict) and all(map(accept, v.values())), rule)
-        for regex in found:
-            try:
-                re.compile(regex)
-            except (re.error, RecursionError):
-                problems.add(f"{path}: {key} has the key {regex!r}, which is no regex", "Correct it")
-                return {}
-        return found
+    def patterns(key: str, accept: Any, rule: str) -> Patterns[Any]:
+        found = value(key, {}, lambda v: isinstance(v, dict) and all(map(accept, v.values())), rule)
+        try:
+            return Patterns(found)
+        except ValueError as error:
+            problems.add(f"{path}: {key}: {error}", _SIMPLER)
+            return Patterns()
 
-    def is_rank(v: Any) -> bool:
-        return type(v) is int and 0 < v <= 2**20
-
-    def is_alpha(v: Any) -> bool:
-        return type(v) in (int, float) and math.isfinite(v) and v != 0
-
-    def is_text(v: Any) -> bool:
-        return v is None or isinstance(v, str)
-
-    saved = value("modules_to_save", [], lambda v: isinstance(v, list) and all(map(is_text, v)), "a list of names")
     return AdapterConfig(
-        base_model=value("base_model_name_or_path", None, is_text, "a path, a Hub id or null"),
-        revision=value("revision", None, is_text, "a revision or null"),
-        rank=value("r", 8, is_rank, "a positive whole number"),
-        alpha=value("lora_alpha", 8, is_alpha, "a finite number other than 0"),
-        rslora=value("use_rslora", False, lambda v: isinstance(v, bool), "true or false"),
-        fan_in_fan_out=value("fan_in_fan_out", False, lambda v: isinstance(v, bool), "true or false"),
-        task_type=value("task_type", None, is_text, "a task type or null"),
-        modules_to_save=tuple(saved),
-        rank_pattern=pattern("rank_pattern", is_rank, "a mapping to positive whole numbers"),
-        alpha_pattern=pattern("alpha_pattern", is_alpha, "a mapping to finite numbers other than 0"),
+        base_model=value("base_model_name_or_path", None, _is_text, "a printable path, a Hub id or null"),
+        revision=value("revision", None, _is_text, "a revision or null"),
+        rank=value("r", 8, _is_rank, _RANK),
+        alpha=value("lora_alpha", 8, _is_alpha, _ALPHA),
+        rslora=value("use_rslora", False, _is_bool, "true or false"),
+        fan_in_fan_out=value("fan_in_fan_out", False, _is_bool, "true or false"),
+        task_type=value("task_type", None, _is_text, "a task type or null"),
+        modules_to_save=tuple(value("modules_to_save", [], _is_texts, "a list of names")),
+        rank_pattern=patterns("rank_pattern", _is_rank, f"a mapping whose values are each {_RANK}"),
+        alpha_pattern=patterns("alpha_pattern", _is_alpha, f"a mapping whose values are each {_ALPHA}"),
+        sha256=sha256,
     )
+
+
+# The bounds are far beyond any use; within them no sum or quotient of scales overflows or vanishes.
+_RANK, _ALPHA = f"a whole number from 1 to {2**20}", "a number from 1e-9 to 1e9 in size"
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 < value <= 2**20
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 1e-9 <= abs(value) <= 1e9
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and len(value) <= 1000
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))

@@ -78,12 +78,14 @@ class Problems:
             for problem in error.problems:
                 self._keep(problem)
 
+    def as_error(self) -> AdapterswapError:
+        """One error with all of them."""
+        untold = [Problem(f"{self._untold} more problems were found", "Mend these first")] if self._untold else []
+        return AdapterswapError([*self._found, *untold])
+
     def raise_if_any(self) -> None:
-        if self._untold:
-            more = Problem(f"{self._untold} more problems were found", "Mend these first")
-            raise AdapterswapError([*self._found, more])
         if self._found:
-            raise AdapterswapError(self._found)
+            raise self.as_error()
 
     def _keep(self, problem: Problem) -> None:
         if problem in self._found:

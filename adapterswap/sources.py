@@ -1,23 +1,26 @@
 """Where experts and bases come from: a local folder, or a Hub id `org/name@revision` through huggingface_hub.
 
 An existing local path always wins. Downloads honour the Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the
-files asked for. Knows nothing of what the files hold.
+files asked for. An expert's note of its base, which a stranger may have written, leads to the reading of one
+`config.json` there and to nothing else. Symlinks are followed in local folders, as everywhere; in the Hub's cache only
+inside the cache. Knows nothing of what the files hold.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, printable
+from adapterswap.smallfiles import exists, is_folder, read_json
 
 __all__ = ["Source", "base_config", "find_source", "public_name", "same_base"]
 
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>(?!/|.*\.\.)[\w./-]+))?")
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,17 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str) -> So
         what: "adapter" or "base model", for messages.
 
     Raises:
-        AdapterswapError: no such folder, no such Hub repository or revision, or no way to reach the Hub.
+        AdapterswapError: no such folder, no such Hub repository or revision, no way to reach the Hub, or a link in its
+            cache that leads out of it.
     """
-    path = Path(reference).expanduser()
-    if path.is_dir():
-        return Source(path, path.resolve().name)
-    if path.exists():
+    path = Path(reference)
+    with suppress(RuntimeError):  # `~` and no such user
+        path = path.expanduser()
+    if reference == "":
+        raise AdapterswapError(f"the {what}'s path is empty", "Give a folder, or a Hub id such as org/name@revision")
+    if is_folder(path):
+        return Source(path, printable(path.resolve().name))
+    if exists(path):
         raise AdapterswapError(f"{reference} is a file, and the {what} is a folder", "Give the folder that holds it")
     match = None if isinstance(reference, Path) else _HUB_ID.fullmatch(reference)
     if match is None:
@@ -64,49 +72,52 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str) -> So
 
 def _download(repo: str, revision: str | None, files: Sequence[str], what: str) -> Source:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     named = f"{repo}@{revision}" if revision else repo
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
         reason = " ".join(str(error).split()).removesuffix(".")[:200]
         raise AdapterswapError(
             f"{named} is no folder here, and cannot be had from the Hub as a {what}: {reason}",
             "Check the path or id; for a private repository log in with `hf auth login`",
         ) from None
+    _check_links(folder, named)
     return Source(folder, repo, folder.name)
+
+
+def _check_links(snapshot: Path, named: str) -> None:
+    """In the Hub's cache a snapshot's files are links to blobs; whoever filled the cache may have linked elsewhere."""
+    repository, cache = snapshot.parents[1], snapshot.parents[2]
+    homes = (repository.resolve(), cache.resolve())  # the first differs where the repository's folder is itself a link
+    for path in (snapshot, *snapshot.iterdir()):
+        target = path.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
+            raise AdapterswapError(
+                f"{named}: {path} links to {target}, outside the Hub's cache",
+                "Delete it from the cache and download it again",
+            )
 
 
 def base_config(reference: str | Path) -> Mapping[str, Any]:
     """The config.json of a base model, from a local folder or the Hub (its cache first).
 
     Raises:
-        AdapterswapError: it cannot be had, or is not a JSON object.
+        AdapterswapError: it cannot be had, or is not a sound JSON object.
     """
     path = find_source(reference, ["config.json"], what="base model").folder / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise AdapterswapError(
-            f"{path} cannot be read: {error.strerror}", "Give a base model's folder, one with a config.json"
-        ) from None
-    except (ValueError, RecursionError):
-        raise AdapterswapError(f"{path} is not JSON in UTF-8", "Save or download the base model again") from None
-    if not isinstance(content, dict):
-        raise AdapterswapError(f"{path} is not a JSON object", "Save or download the base model again")
-    return content
+    return read_json(path, "Give a base model's folder, one with a sound config.json")
 
 
 def same_base(one: str | None, other: str | None) -> bool:
     """Whether two adapters' notes of their base mean the same: the same text, or paths to the same folder."""
     if one is None or other is None or one == other:
         return one == other
-    return Path(one).is_dir() and Path(other).is_dir() and Path(one).resolve() == Path(other).resolve()
+    return is_folder(Path(one)) and is_folder(Path(other)) and Path(one).samefile(other)
 
 
 def public_name(base: str | None) -> str | None:
     """A base's Hub id as it stands, or the last part of a local path: what may be told to others."""
-    if base is None or (_HUB_ID.fullmatch(base) and not Path(base).exists()):
+    if base is None or (_HUB_ID.fullmatch(base) and not exists(Path(base))):
         return base
     return Path(base).name

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.smallfiles import open_regular, parse_json, shown
 
-__all__ = ["DTYPE_BYTES", "Tensor", "TensorFile", "header_bytes", "read_header"]
+__all__ = ["DTYPE_BYTES", "Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header"]
 
 # Bytes per element of every dtype that a safetensors file may hold and that is a whole number of bytes.
 DTYPE_BYTES = {
@@ -26,7 +29,9 @@ DTYPE_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 
-_MAX_HEADER = 100_000_000  # the safetensors library's own limit, in bytes
+# In bytes; the safetensors library's own limit is 100 MB, and 140,000 tensors with long names take 21 MB.
+_MAX_HEADER = 32 * 2**20
+_MAX_NAME = 500  # characters
 _MEND = "The file is damaged or no safetensors file: download or save it again"
 
 
@@ -54,7 +59,8 @@ class TensorFile:
         tensors: by name, in the order of their bytes.
         data_start: where the tensor data begins, in bytes from the start of the file.
         size: the file's size in bytes.
-        header: the header's raw bytes (length prefix included), to notice a file that changes later.
+        header: the header's raw bytes (length prefix included).
+        stamp: the file's size and when it was last written to; see `open_tensors`.
     """
 
     path: Path
@@ -62,19 +68,21 @@ class TensorFile:
     data_start: int
     size: int
     header: bytes
+    stamp: tuple[int, ...]
 
 
 def read_header(path: str | Path) -> TensorFile:
     """Read and check the header of a safetensors file, without touching the tensors.
 
     Raises:
-        AdapterswapError: the file is missing, truncated, or its header is not one: too long, not UTF-8, not JSON, a
-            name twice, an unknown dtype, a shape that disagrees with its bytes, ranges that overlap, leave gaps or run
-            past the end.
+        AdapterswapError: the file is missing, no regular file, truncated, or its header is not one: too long, not
+            UTF-8, not JSON, a name twice or not printable, an unknown dtype, a shape that disagrees with its bytes,
+            ranges that overlap, leave gaps or run past the end.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
+    with open_regular(path, "Give the path of a readable file") as file:
+        try:
+            stamp = _stamp(file)
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
@@ -82,16 +90,28 @@ def read_header(path: str | Path) -> TensorFile:
                 told = f"a header of {length} bytes" if len(prefix) == 8 else "no header"
                 raise AdapterswapError(f"{path} is {size} bytes long and announces {told}", _MEND)
             raw = file.read(length)
-    except OSError as error:
-        raise AdapterswapError(f"{path} cannot be read: {error.strerror}", "Give the path of a readable file") from None
-    content = _parse(raw, path)
+        except OSError as error:
+            raise AdapterswapError(f"{path} cannot be read: {error.strerror}", "Check the disk") from None
+    content = parse_json(raw, f"the header of {path}", _MEND)
+    _check_metadata(content.pop("__metadata__", {}), path)
     data_start = 8 + length
-    tensors = {
-        name: _tensor(name, entry, data_start, path) for name, entry in content.items() if name != "__metadata__"
-    }
+    tensors = {name: _tensor(name, entry, data_start, path) for name, entry in content.items()}
     ordered = sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop))
     _check_ranges(ordered, data_start, size, path)
-    return TensorFile(path, {tensor.name: tensor for tensor in ordered}, data_start, size, prefix + raw)
+    return TensorFile(path, {tensor.name: tensor for tensor in ordered}, data_start, size, prefix + raw, stamp)
+
+
+@contextmanager
+def open_tensors(source: TensorFile) -> Iterator[BufferedReader]:
+    """Open a file whose header has been read, to read its tensors.
+
+    Raises:
+        AdapterswapError: the file is gone, or was replaced or written to since, up to the end of the block.
+    """
+    with open_regular(source.path, "Start again once it is complete") as file:
+        _check_stamp(file, source)
+        yield file
+        _check_stamp(file, source)
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Tensor]]:
@@ -115,39 +135,36 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     return len(raw).to_bytes(8, "little") + raw, moved
 
 
-def _parse(raw: bytes, path: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) < len(pairs):
-            raise ValueError("a key stands twice")
-        return mapping
-
-    try:
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise AdapterswapError(f"{path} has a header that is not JSON in UTF-8: {_one_line(error)}", _MEND) from None
-    if not isinstance(content, dict):
-        raise AdapterswapError(f"{path} has a header that is not a JSON object", _MEND)
-    return content
+def _stamp(file: BufferedReader) -> tuple[int, ...]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+def _check_stamp(file: BufferedReader, source: TensorFile) -> None:
+    if _stamp(file) != source.stamp:
+        raise AdapterswapError(f"{source.path} changed since it was opened", "Start again once it is complete")
+
+
+def _check_metadata(metadata: Any, path: Path) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise AdapterswapError(f"{path}: __metadata__ is {shown(metadata)}, and maps texts to texts", _MEND)
 
 
 def _tensor(name: str, entry: Any, data_start: int, path: Path) -> Tensor:
     def is_size(value: Any) -> bool:
         return type(value) is int and 0 <= value < 2**63
 
+    if not name.isprintable() or len(name) > _MAX_NAME:
+        raise AdapterswapError(f"{path}: {shown(name)} is no name of a tensor", _MEND)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise AdapterswapError(f"{path}: {name!r} lacks one of dtype, shape, data_offsets, or has more", _MEND)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise AdapterswapError(f"{path}: {name!r} has the unknown dtype {dtype!r}", _MEND)
+        raise AdapterswapError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _MEND)
     if not isinstance(shape, list) or len(shape) > 8 or not all(map(is_size, shape)):
-        raise AdapterswapError(f"{path}: {name!r} has the impossible shape {shape!r}"[:300], _MEND)
+        raise AdapterswapError(f"{path}: {name!r} has the impossible shape {shown(shape)}", _MEND)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)) or offsets[0] > offsets[1]:
-        raise AdapterswapError(f"{path}: {name!r} has the impossible offsets {offsets!r}"[:300], _MEND)
+        raise AdapterswapError(f"{path}: {name!r} has the impossible offsets {shown(offsets)}", _MEND)
     if DTYPE_BYTES[dtype] * prod(shape) != offsets[1] - offsets[0]:
         raise AdapterswapError(
             f"{path}: {name!r} is {dtype} {shape}, which is not the {offsets[1] - offsets[0]} bytes that it takes",

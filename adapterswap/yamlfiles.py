@@ -1,20 +1,23 @@
 """Read a YAML recipe into a pydantic model, and report every mistake in it at once.
 
-Safe YAML only (no object construction), duplicate keys refused, unknown keys refused with the nearest known one. Knows
-nothing of what recipes mean: the models say that.
+Safe YAML only (no object construction), duplicate keys refused, unknown keys refused with the nearest known one. A
+recipe may come from a stranger: its size, also after aliases are followed, is bounded. Knows nothing of what recipes
+mean: the models say that.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from adapterswap.errors import AdapterswapError, Problem
+from adapterswap.errors import AdapterswapError, Problem, Problems
+from adapterswap.smallfiles import exists, read_small, shown
 
 __all__ = ["StrictModel", "apply_overrides", "load_yaml", "read_recipe", "validate"]
 
@@ -24,11 +27,18 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class StrictModel(BaseModel):
     """A piece of a recipe: unknown keys are errors, and a value once read is not changed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+_MAX_BYTES = 2**18  # of a recipe; PyYAML takes about ten seconds for a megabyte
+_MAX_VALUES = 20_000  # keys, values and items of a recipe once its aliases are followed
+_MAX_DEPTH = 40
+
+
+class _Loader(yaml.SafeLoader):
     """YAML says that keys are unique; PyYAML keeps the last one in silence."""
+
+    merged = 0
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -36,37 +46,85 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *shared` may be overridden, that is its point
                 continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, list | dict):
+            if not isinstance(key, Hashable):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be a plain value", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                    None, None, f"the key {shown(key)} stands twice", node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Carry out `<<`, which copies; a few lines of YAML can ask for billions of copies."""
+        merges = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
+        if len(merges) > 1 or any(isinstance(value, yaml.SequenceNode) for value in merges):
+            raise yaml.constructor.ConstructorError(None, None, "`<<` takes one mapping", node.start_mark)
+        super().flatten_mapping(node)  # type: ignore[no-untyped-call]
+        self.merged += len(node.value) if merges else 0
+        if self.merged > _MAX_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, "`<<` copies too much", node.start_mark)
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        AdapterswapError: the file cannot be read, is not UTF-8, not YAML, holds a key twice, or is not a mapping.
+        AdapterswapError: the file cannot be read, is no regular file, larger than 256 KiB, not UTF-8, not YAML, or no
+            mapping; it holds a key twice, a control character, or more than 20,000 values once aliases are followed.
     """
     path = Path(path)
+    if not exists(path):
+        raise AdapterswapError(f"{path} does not exist", "Give the path of a recipe (YAML)")
+    raw = read_small(path, "Give the path of a recipe (YAML)", limit=_MAX_BYTES)
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except FileNotFoundError:
-        raise AdapterswapError(f"{path} does not exist", "Give the path of a recipe (YAML)") from None
-    except OSError as error:
-        raise AdapterswapError(f"{path} cannot be read: {error.strerror}", "Give the path of a recipe (YAML)") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise AdapterswapError(f"{path} is not valid YAML: {reason}", "Correct the file there") from None
+        content = _parse(raw.decode("utf-8"))
+    except ValueError as error:
+        raise AdapterswapError(f"{path} is not valid YAML: {error}", "Correct the file there") from None
     if not isinstance(content, dict):
         raise AdapterswapError(
             f"{path} holds {type(content).__name__}, not keys with values", "Write `key: value` lines"
         )
     return content
+
+
+def _parse(text: str) -> Any:
+    """The value in a YAML text; ValueError with the reason where there is none that is sound."""
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    _check_values(content)
+    return content
+
+
+def _check_values(content: Any) -> None:
+    """Aliases share a value in memory, but whoever walks through the content meets it anew each time."""
+    stack = [(content, 1)]
+    for _ in range(_MAX_VALUES):
+        if not stack:
+            return
+        value, depth = stack.pop()
+        inner: list[Any] = []
+        if isinstance(value, dict):
+            inner = [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set):
+            inner = list(value)
+        elif isinstance(value, str) and (odd := next((c for c in value if _is_control(c)), None)):
+            raise ValueError(f"{shown(value)} holds the control character {odd!r}")
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            raise ValueError(f"{shown(value)} is too large a number")
+        if inner and depth == _MAX_DEPTH:
+            raise ValueError(f"it nests more than {_MAX_DEPTH} deep")
+        stack += [(item, depth + 1) for item in inner]
+    raise ValueError(f"it holds more than {_MAX_VALUES} values")
+
+
+def _is_control(character: str) -> bool:
+    """What can steer a terminal or is no character at all; line ends and tabs are text."""
+    return unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t\r"
 
 
 def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -85,8 +143,8 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
         if not equals or not path:
             raise AdapterswapError(f"--set {override!r} is not key=value", "Write for instance --set training.seed=1")
         try:
-            value = yaml.load(text, Loader=_UniqueKeyLoader)
-        except yaml.YAMLError:
+            value = _parse(text)
+        except ValueError:
             value = text
         if isinstance(value, str):
             value = _number(value)
@@ -111,7 +169,7 @@ def _number(text: str) -> Any:
 
 
 def _item(place: Any, step: str, override: str) -> Any:
-    if not isinstance(place, list) or not step.isdigit() or int(step) >= len(place):
+    if not isinstance(place, list) or not step.isdecimal() or int(step) >= len(place):
         raise AdapterswapError(
             f"--set {override!r}: {step!r} leads nowhere", "Name keys of the recipe, and positions of lists from 0"
         )
@@ -129,11 +187,14 @@ def read_recipe(path: str | Path, model: type[_Model], overrides: Iterable[str] 
 
 def validate(content: dict[str, Any], model: type[_Model], *, where: str) -> _Model:
     """`content` as a `model`, or an `AdapterswapError` that lists every mistake; `where` names the source."""
+    problems = Problems()
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        problems = [_explain(details, content, model, where) for details in error.errors(include_url=False)]
-    raise AdapterswapError(problems)
+        for details in error.errors(include_url=False):
+            problem = _explain(details, content, model, where)
+            problems.add(problem.what, problem.mend)
+    raise problems.as_error()
 
 
 def _explain(details: Any, content: Any, model: type[BaseModel], where: str) -> Problem:
@@ -150,12 +211,7 @@ def _explain(details: Any, content: Any, model: type[BaseModel], where: str) -> 
     message = details["msg"].removeprefix("Value error, ")
     if kind == "value_error" and not location:  # a rule about several keys names them itself
         return Problem(f"{where}: {message}", "Correct it")
-    return Problem(f"{where}: {key} is {_short(details['input'])}: {message[:1].lower()}{message[1:]}", "Correct it")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+    return Problem(f"{where}: {key} is {shown(details['input'])}: {message[:1].lower()}{message[1:]}", "Correct it")
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from adapterswap.arithmetic import check_finite, not_finite
 from adapterswap.errors import AdapterswapError
-from adapterswap.tensorfile import TensorFile
+from adapterswap.tensorfile import TensorFile, open_tensors
 
-__all__ = ["copy_and_hash", "sha256_of"]
+__all__ = ["copy_and_hash", "sha256_of", "write_at"]
 
 _BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
 
@@ -35,31 +35,33 @@ def copy_and_hash(expert: str, source: TensorFile, targets: Mapping[str, Sequenc
         The SHA-256 of the whole source file, in hexadecimal.
 
     Raises:
-        AdapterswapError: a tensor in `targets` holds NaN or infinity, or the file changed since its header was read.
+        AdapterswapError: a tensor in `targets` holds NaN or infinity, the file cannot be read, or it changed since its
+            header was read.
+        OSError: the output cannot be written.
     """
-    changed = AdapterswapError(f"{source.path} changed while it was read", "Compose again once it is complete")
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(source.header)
     buffer = np.empty(_BUFFER, np.uint8)
-    with source.path.open("rb", buffering=0) as file:
-        header = file.read(source.data_start)
-        if header != source.header:
-            raise changed
-        digest.update(header)
+    with open_tensors(source) as file:
+        file.seek(source.data_start)
         for tensor in source.tensors.values():  # in the order of their bytes, without gaps: `read_header` saw to it
             places = targets.get(tensor.name, ())
             done = 0
             while done < tensor.nbytes:
                 view = buffer[: min(_BUFFER, tensor.nbytes - done)]
-                if file.readinto(view.data) != view.size:
-                    raise changed
+                try:
+                    read = file.readinto(view.data)
+                except OSError as error:
+                    raise AdapterswapError(
+                        f"{source.path} cannot be read: {error.strerror}", "Check the disk"
+                    ) from None
+                if read != view.size:
+                    raise AdapterswapError(f"{source.path} became shorter", "Start again once it is complete")
                 digest.update(view.data)
                 if places and not check_finite(view, tensor.dtype):
                     raise not_finite(expert, tensor.name)
                 for place in places:
                     write_at(output, view, place + done)
                 done += view.size
-        if file.read(1):
-            raise changed
     return digest.hexdigest()
 
 

@@ -1,0 +1,141 @@
+"""Read small files that may come from a stranger: only regular files, only up to a size, only plain JSON.
+
+Knows nothing of what the files say. Reading JSON takes up to 40 times the file's size in memory, which is why there is
+a limit at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+from adapterswap.errors import AdapterswapError
+
+__all__ = ["exists", "is_folder", "open_regular", "parse_json", "read_json", "read_small", "shown"]
+
+_MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
+_MAX_DEPTH = 40  # the configs of real models nest about five deep
+
+
+class _Short(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"<a number of {x.bit_length()} bits>"
+
+
+_short = _Short()
+_short.maxlevel = 3
+_short.maxstring = _short.maxother = 100
+
+
+def shown(value: Any) -> str:
+    """A value from a file as it may stand in a message: like `repr`, but short however large the value is."""
+    return _short.repr(value)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something at `path`; False for what is no possible path."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder that can be seen; False for what is no possible path."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def open_regular(path: Path, mend: str) -> BufferedReader:
+    """Open a file for reading if it is a regular one: a pipe would wait for ever, a device never end.
+
+    Raises:
+        AdapterswapError: it cannot be opened, or is no regular file; `mend` says what to do.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # opening a pipe must not wait; for regular files it says nothing
+
+    try:
+        file = open(path, "rb", opener=opener)  # noqa: SIM115 - the caller closes it
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise AdapterswapError(f"{path} cannot be read: {reason}", mend) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise AdapterswapError(f"{path} is no regular file", mend)
+    return file
+
+
+def read_small(path: Path, mend: str, *, limit: int = _MAX_BYTES) -> bytes:
+    """The bytes of a small file.
+
+    Raises:
+        AdapterswapError: it cannot be read, is no regular file, or is larger than `limit` bytes.
+    """
+    with open_regular(path, mend) as file:
+        try:
+            content = file.read(limit + 1)
+        except OSError as error:
+            raise AdapterswapError(f"{path} cannot be read: {error.strerror}", mend) from None
+    if len(content) > limit:
+        raise AdapterswapError(f"{path} is larger than {limit:,} bytes, which no such file needs to be", mend)
+    return content
+
+
+def read_json(path: Path, mend: str) -> dict[str, Any]:
+    """The JSON object in a small file.
+
+    Raises:
+        AdapterswapError: see `read_small` and `parse_json`.
+    """
+    return parse_json(read_small(path, mend), str(path), mend)
+
+
+def parse_json(raw: bytes, where: str, mend: str) -> dict[str, Any]:
+    """The JSON object in `raw`; `where` names it in messages.
+
+    Raises:
+        AdapterswapError: it is not UTF-8, not JSON, no object, holds a key twice, NaN or infinity, or nests too deep.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            raise ValueError("a key stands twice in one object")
+        return mapping
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it nests too deep"
+        raise AdapterswapError(f"{where} is not JSON in UTF-8: {reason[:200]}", mend) from None
+    if not isinstance(content, dict):
+        raise AdapterswapError(f"{where} is not a JSON object", mend)
+    if _is_deep(content):
+        raise AdapterswapError(f"{where} nests more than {_MAX_DEPTH} deep", mend)
+    return content
+
+
+def _is_deep(content: Any) -> bool:
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, dict) else value)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
