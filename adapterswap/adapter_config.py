@@ -183,11 +183,11 @@ def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) 
 
 
 # The bounds are far beyond any use; within them no sum or quotient of scales overflows or vanishes.
-_RANK, _ALPHA = f"a whole number from 1 to {2**20}", "a number from 1e-9 to 1e9 in size"
+_RANK, _ALPHA = "a whole number from 1 to 65536", "a number from 1e-9 to 1e9 in size"
 
 
 def _is_rank(value: Any) -> bool:
-    return type(value) is int and 0 < value <= 2**20
+    return type(value) is int and 0 < value <= 2**16
 
 
 def _is_alpha(value: Any) -> bool:

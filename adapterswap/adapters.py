@@ -6,9 +6,8 @@ No tensor is read and torch is not imported. Knows nothing of compositions.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -16,6 +15,7 @@ from typing import NamedTuple, TypeVar
 from adapterswap.adapter_config import AdapterConfig, read_adapter_config, scale
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.layers import Kind, kind_of, layer_container, layer_of, parse_layers
+from adapterswap.smallfiles import exists, read_json
 from adapterswap.sources import Source, find_source
 from adapterswap.tensorfile import Tensor, TensorFile, read_header
 
@@ -153,7 +153,7 @@ def open_adapter(reference: str | Path) -> Adapter:
     """
     source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE, "*.bin", "*.index.json"], what="adapter")
     folder = source.folder
-    if not (folder / WEIGHTS).exists():
+    if not exists(folder / WEIGHTS):
         raise AdapterswapError(*_explain_missing(folder))
     problems = Problems()
     config = file = None
@@ -165,6 +165,9 @@ def open_adapter(reference: str | Path) -> Adapter:
     assert config is not None
     assert file is not None
     pairs, saved = _sort_keys(file, config, folder, problems)
+    _check_names([*pairs, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems)
+    _check_dtypes(file, folder, problems)
+    config.check_patterns(pairs)
     container = None
     with problems.collect():
         container = layer_container([*pairs, *saved])
@@ -190,9 +193,8 @@ def by_layer(modules: Mapping[str, _Module]) -> dict[str, _Module]:
 def _kept_layers(folder: Path) -> frozenset[int] | None:
     """The layers of a slice, from its adapterswap.json; None where there is none, or it says nothing of a slice."""
     try:
-        content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-        return parse_layers(content["slice"]["layers"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return parse_layers(str(read_json(folder / PROVENANCE, "")["slice"]["layers"]))
+    except (AdapterswapError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -244,6 +246,19 @@ def _sort_keys(
     return _pair_factors(factors, copies, folder, problems), saved
 
 
+def _check_names(names: Iterable[str], folder: Path, problems: Problems) -> None:
+    """Names are printed, and written as regexes into PEFT's configs: nothing in them may have a meaning there."""
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+", name):
+            problems.add(f"{folder}: {name!r} is no name of a module", "Save the adapter again with PEFT")
+
+
+def _check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
+    for tensor in file.tensors.values():
+        if tensor.dtype not in _DTYPES:
+            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", f"Save it as one of {', '.join(_DTYPES)}")
+
+
 def _pair_factors(
     factors: dict[str, dict[str, Tensor]], copies: dict[str, Tensor], folder: Path, problems: Problems
 ) -> dict[str, _Factors]:
@@ -264,10 +279,6 @@ def _module(name: str, factors: _Factors, config: AdapterConfig, container: str 
     a, b = factors.a, factors.b
     mend = "The file and its config do not belong together: save the adapter again"
     for factor, tensor in (("A", a), ("B", b)):
-        if tensor.dtype not in _DTYPES:
-            raise AdapterswapError(
-                f"{folder}: {name}: lora_{factor} is {tensor.dtype}", f"Save it as one of {', '.join(_DTYPES)}"
-            )
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise AdapterswapError(
                 f"{folder}: {name}: lora_{factor} has the shape {list(tensor.shape)}, and a matrix is expected",

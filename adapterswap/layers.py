@@ -13,6 +13,7 @@ from typing import Any, Literal
 from adapterswap.errors import AdapterswapError
 
 __all__ = [
+    "MAX_LAYERS",
     "NO_LAYER",
     "Kind",
     "format_layers",
@@ -25,11 +26,13 @@ __all__ = [
 
 Kind = Literal["attention", "mlp", "other"]
 
+MAX_LAYERS = 9999  # far beyond any model; a base's config that says more is no config
+
 NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, heads
 
 # The first numbered segment of a name, and the container before it: `model.layers` in
 # `model.layers.3.mlp.experts.1.w1`.
-_NUMBERED = re.compile(r"^(?P<container>(?:[^.]*[^.\d][^.]*\.)+?)(?P<layer>\d+)\.")
+_NUMBERED = re.compile(r"^(?P<container>(?:\d*[^.\d][^.]*\.)+?)(?P<layer>\d+)\.")
 
 _ATTENTION = {"self_attn", "self_attention", "attn", "attention", "linear_attn", "mixer"}
 _MLP = {"mlp", "ffn", "feed_forward", "feedforward", "block_sparse_moe", "moe", "fc1", "fc2", "shared_mlp"}
@@ -92,7 +95,7 @@ def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
             return found
     for key in _NUM_LAYERS_KEYS:
         value = config.get(key)
-        if type(value) is int and value > 0:
+        if type(value) is int and 0 < value <= MAX_LAYERS:
             return value
     return None
 
@@ -101,13 +104,15 @@ def parse_layers(text: str) -> frozenset[int]:
     """The layers in a text such as `0-4,30-31`; empty for `none`.
 
     Raises:
-        ValueError: the text is no such list, or a range runs backwards.
+        ValueError: the text is no such list, longer than any list needs to be, or a range runs backwards.
     """
     if text == NO_LAYER:
         return frozenset()
+    if len(text) > MAX_LAYERS:
+        raise ValueError(f"a list of layers is {len(text)} characters long; write ranges, such as 0-4,30-31")
     layers: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
+        match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
         if match is None:
             raise ValueError(f"{text!r} is no list of layers; write for instance 0-4,30-31, or none")
         first, last = int(match[1]), int(match[2] or match[1])

@@ -90,7 +90,7 @@ def read_small(path: Path, mend: str, *, limit: int = _MAX_BYTES) -> bytes:
     return content
 
 
-def read_json(path: Path, mend: str) -> dict[str, Any]:
+def read_json(path: Path, mend: str = "Write or download it again") -> dict[str, Any]:
     """The JSON object in a small file.
 
     Raises:

@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
         merges = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
         if len(merges) > 1 or any(isinstance(value, yaml.SequenceNode) for value in merges):
             raise yaml.constructor.ConstructorError(None, None, "`<<` takes one mapping", node.start_mark)
-        super().flatten_mapping(node)  # type: ignore[no-untyped-call]
+        super().flatten_mapping(node)
         self.merged += len(node.value) if merges else 0
         if self.merged > _MAX_VALUES:
             raise yaml.constructor.ConstructorError(None, None, "`<<` copies too much", node.start_mark)
