@@ -22,7 +22,16 @@ from adapterswap.lowrank import Factors
 from adapterswap.plan import Plan
 from adapterswap.tensorfile import Tensor
 
-__all__ = ["FactorReader", "assemble", "check_finite", "decode", "encode", "factor_reader", "open_files"]
+__all__ = [
+    "FactorReader",
+    "assemble",
+    "check_finite",
+    "decode",
+    "encode",
+    "factor_reader",
+    "open_files",
+    "read_factors",
+]
 
 FactorReader = Callable[[str, LoraModule], Factors]  # (expert, module) → its ΔW = b·a in float32, the scale in b
 
@@ -122,8 +131,12 @@ def factor_reader(plan: Plan) -> Iterator[FactorReader]:
     with open_files(adapter.file.path for adapter in plan.experts.values()) as files:
 
         def read(expert: str, module: LoraModule) -> Factors:
-            file = files[plan.experts[expert].file.path]
-            b = read_numbers(expert, file, module.b) * np.float32(module.scale)
-            return Factors(read_numbers(expert, file, module.a), b)
+            return read_factors(expert, files[plan.experts[expert].file.path], module)
 
         yield read
+
+
+def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
+    """A module's factors from the open file `file`, in float32, with the scale in B."""
+    b = read_numbers(expert, file, module.b) * np.float32(module.scale)
+    return Factors(read_numbers(expert, file, module.a), b)

@@ -24,7 +24,7 @@ from adapterswap.base_weights import find_base_tensor
 from adapterswap.errors import Problems
 from adapterswap.modules import ModulePlan, needs_base
 from adapterswap.plan import Plan
-from adapterswap.tensorfile import Tensor
+from adapterswap.tensorfile import DTYPE_BYTES, Tensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,6 +131,11 @@ class Layout:
 
     config: dict[str, Any]
     tensors: tuple[OutputTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors' data."""
+        return sum(DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)

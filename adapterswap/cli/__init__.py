@@ -20,6 +20,9 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "compose": "Compose adapters by layer into a new adapter.",
     "inspect": "Show what an adapter holds: ranks, scales, layers, owners.",
+    "slice": "Cut an expert to some layers: a shell or a core.",
+    "verify": "Recompute a composed adapter from its sources and compare.",
+    "diff": "Compare two adapters: distance and cosine of their ΔW.",
     "train": "Train an expert from a recipe.",
     "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",
     "lab": "Tell the whole story on an embedded pico model, offline.",

@@ -27,6 +27,7 @@ _TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is told of
 @click.option("--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True, help=_LAYOUT)
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
 @click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
+@click.option("--push-to-hub", metavar="ID", help="Upload the folder to this Hub repository, with its model card.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -37,6 +38,7 @@ def command(
     layout: Literal["exact", "portable"],
     max_rank: int | None,
     max_error: float | None,
+    push_to_hub: str | None,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -52,6 +54,7 @@ def command(
 
     from adapterswap.folders import check_target
     from adapterswap.layout import Form
+    from adapterswap.sources import publish
     from adapterswap.writing import prepare, write_prepared
 
     form = Form(layout, max_rank, max_error)
@@ -62,6 +65,8 @@ def command(
         written = prepare(plan, form, lambda name: advance())
     if not dry_run:
         write_prepared(written, out_path, overwrite=overwrite)
+    if push_to_hub and not dry_run:
+        note(f"uploaded: {publish(Path(out_path), push_to_hub)}")
     if as_json:
         print_json(_as_json(written, out_path, dry_run))
     else:
@@ -72,14 +77,6 @@ def _to_truncate(plan: Plan, form: Form) -> int:
     from adapterswap.reduction import must_reduce
 
     return sum(must_reduce(module, form) for module in plan)
-
-
-def _size(layout: Layout) -> int:
-    from math import prod
-
-    from adapterswap.tensorfile import DTYPE_BYTES
-
-    return sum(DTYPE_BYTES[tensor.dtype] * prod(tensor.shape) for tensor in layout.tensors)
 
 
 def _as_json(written: Written, out_path: str, dry_run: bool) -> dict[str, Any]:
@@ -98,7 +95,7 @@ def _as_json(written: Written, out_path: str, dry_run: bool) -> dict[str, Any]:
         "modules": {module.name: coefficients(module) for module in [*plan, *plan.saved.values()]},
         "unusual": unusual(plan),
         "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
-        "bytes": _size(layout),
+        "bytes": layout.nbytes,
         **numbers(written),
     }
 
@@ -118,7 +115,7 @@ def _print(written: Written, out_path: str, dry_run: bool) -> None:
         click.echo(line)
     copied = sum(tensor.is_copied for tensor in layout.tensors)
     told = f"{len(plan.modules)} modules; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
-    note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(_size(layout))}")
+    note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
     _print_numbers(written)
     note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
 

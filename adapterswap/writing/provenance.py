@@ -15,6 +15,7 @@ from adapterswap.layout import Form, Layout, Reduced
 from adapterswap.modules import coefficients
 from adapterswap.plan import Plan
 from adapterswap.resolving import Resolved
+from adapterswap.slicing import sliced_layers
 from adapterswap.sources import public_name
 from adapterswap.writing.copying import sha256_of
 
@@ -50,6 +51,7 @@ def provenance(written: Written, hashes: Mapping[str, str]) -> dict[str, Any]:
         **describe_plan(plan, hashes),
         "output": {key: value for key, value in asdict(written.form).items() if value is not None},
         "modules": {module.name: coefficients(module) for module in [*plan, *plan.saved.values()]},
+        **({"slice": {"layers": layers}} if (layers := sliced_layers(plan)) else {}),
         **numbers(written),
     }
 

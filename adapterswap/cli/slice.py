@@ -1,0 +1,53 @@
+"""`adapterswap slice`: a shell or a core of an expert."""
+
+from __future__ import annotations
+
+import click
+
+from adapterswap.cli.printing import human_bytes, note, print_json
+
+
+@click.command("slice")
+@click.argument("expert")
+@click.option("--layers", required=True, metavar="LAYERS", help="Layers to keep, such as 0-4,30-31.")
+@click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
+@click.option("--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--dry-run", is_flag=True, help="Say what would be kept and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    expert: str, layers: str, out_path: str, num_layers: int | None, overwrite: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Cut an expert to some layers: a shell or a core.
+
+    A shell holds only the outer layers of a language expert, a core only the middle of a task expert. Composing them
+    gives the tensors and the config that composing the whole experts gives; asking one for a layer that was cut away is
+    an error. Modules outside the layers are kept.
+    """
+    from pathlib import Path
+
+    from adapterswap.adapters import open_adapter
+    from adapterswap.folders import check_target
+    from adapterswap.layout import Form
+    from adapterswap.slicing import slice_plan
+    from adapterswap.writing import prepare, write_prepared
+
+    adapter = open_adapter(expert)
+    plan = slice_plan(adapter, layers, num_layers=num_layers)
+    written = prepare(plan, Form())
+    if dry_run:
+        check_target(Path(out_path), overwrite=overwrite, inputs=[adapter.source.folder])
+    else:
+        write_prepared(written, out_path, overwrite=overwrite)
+    kept = sum(bool(module.terms) for module in plan)
+    share = written.layout.nbytes / sum(tensor.nbytes for tensor in adapter.file.tensors.values())
+    told = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": kept}
+    told |= {"of_modules": len(plan.modules), "bytes": written.layout.nbytes, "share": share}
+    if as_json:
+        print_json(told)
+        return
+    click.echo(
+        f"layers {plan.rules[0].layers} of {plan.num_layers}: {kept} of {len(plan.modules)} modules, "
+        f"{human_bytes(written.layout.nbytes)}, {share:.0%} of the whole"
+    )
+    note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")

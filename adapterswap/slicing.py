@@ -1,0 +1,57 @@
+"""Cut an adapter to some of its layers: a shell (the outer layers of a language expert) or a core (the middle of a
+task's).
+
+A slice is the plan that gives the chosen layers to the expert and the others to the base, so composing slices gives
+what composing the whole experts gives. Modules outside the layers stay, since compositions average them. Knows plans
+only.
+"""
+
+from __future__ import annotations
+
+from adapterswap.adapters import Adapter
+from adapterswap.allocation import BASE, Rule
+from adapterswap.composing import expert_name
+from adapterswap.compositions import Composition
+from adapterswap.errors import AdapterswapError
+from adapterswap.layers import NO_LAYER, format_layers, parse_layers
+from adapterswap.plan import Plan, make_plan
+
+__all__ = ["slice_plan"]
+
+
+def slice_plan(adapter: Adapter, layers: str, *, num_layers: int | None = None) -> Plan:
+    """The plan that keeps `layers` (such as `0-4,30-31`) of an adapter, and its modules outside the layers.
+
+    Args:
+        adapter: the whole expert, or a slice that still has these layers.
+        layers: which to keep.
+        num_layers: the base's layers; by default from the base's config.
+
+    Raises:
+        AdapterswapError: the text names no layers, or layers that the base or the adapter does not have.
+    """
+    mend = "Write for instance --layers 0-4,30-31"
+    try:
+        kept = parse_layers(layers)
+    except ValueError as error:
+        raise AdapterswapError(f"--layers: {error}", mend) from None
+    if not kept:
+        raise AdapterswapError(f"--layers {layers!r} names no layer", mend)
+    name = expert_name(adapter, {}, "expert")
+    rules = (
+        Rule(layers=format_layers(kept), expert=name),
+        Rule(layers=NO_LAYER, expert=name, optional=True),
+        Rule(expert=BASE, optional=True),
+    )
+    return make_plan(Composition(allocation=rules, num_layers=num_layers), {name: adapter})
+
+
+def sliced_layers(plan: Plan) -> str | None:
+    """The layers that a slice keeps; None for a plan that is no slice."""
+    rules = plan.rules
+    if len(plan.experts) != 1 or len(rules) != 3 or plan.composition.allocation is None:
+        return None
+    kept, outside, rest = rules
+    name = next(iter(plan.experts))
+    is_slice = kept.expert == outside.expert == name and rest == Rule(expert=BASE, optional=True)
+    return kept.layers if is_slice and kept.modules is None and outside.layers == NO_LAYER else None

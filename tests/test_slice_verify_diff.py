@@ -1,0 +1,190 @@
+"""Shells and cores, recomputing from sources, distances: through the command line and against dense references."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file, save_file
+from test_blends import deltas, handmade
+
+import adapterswap
+from adapterswap import AdapterswapError
+from adapterswap.verifying import verify
+
+ZONES = ["--bottom", 2, "--top", 1, "--bottom-transition", 1]
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def test_slices_compose_to_what_whole_experts_compose_to(
+    run: Callable[..., Result], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Byte for byte, tensors and config, with different ranks, a transition, and LoRA on the embedding and the head."""
+    targets = ["q_proj", "down_proj", "embed_tokens", "lm_head"]
+    math, swahili = (expert(seed=seed, r=rank, target_modules=targets) for seed, rank in ((1, 4), (2, 8)))
+    whole = run("compose", "-t", math, "-l", swahili, *ZONES, "-o", tmp_path / "whole")
+    assert whole.exit_code == 0, whole.stderr
+    assert run("slice", math, "--layers", "2-4", "-o", tmp_path / "core").exit_code == 0
+    assert run("slice", swahili, "--layers", "0-2,5", "-o", tmp_path / "shell").exit_code == 0
+    both = run("compose", "-t", tmp_path / "core", "-l", tmp_path / "shell", *ZONES, "-o", tmp_path / "sliced")
+    assert both.exit_code == 0, both.stderr
+    for name in (WEIGHTS, CONFIG):
+        assert (tmp_path / "sliced" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_slice_holds_its_layers_byte_for_byte(run: Callable[..., Result], swahili: Path, tmp_path: Path) -> None:
+    told = json.loads(run("slice", swahili, "--layers", "0-1,5", "-o", tmp_path / "shell", "--json").stdout)
+    assert (told["layers"], told["modules"], told["of_modules"]) == ("0-1,5", 21, 42)
+    assert told["share"] == pytest.approx(0.5)
+    whole, shell = load_file(swahili / WEIGHTS), load_file(tmp_path / "shell" / WEIGHTS)
+    assert {int(key.split(".layers.")[1].split(".")[0]) for key in shell} == {0, 1, 5}
+    assert all(torch.equal(shell[key], whole[key]) for key in shell)
+    assert sum(tensor.nbytes for tensor in shell.values()) == told["bytes"]
+
+
+def test_a_slice_is_not_asked_for_what_was_cut_away(
+    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    run("slice", swahili, "--layers", "0-1", "-o", tmp_path / "shell")
+    for zones in (["--bottom", 3, "--top", 0], ["--bottom", 2, "--top", 1], ["--bottom", 2, "--bottom-transition", 1]):
+        refused = run("compose", "-t", math, "-l", tmp_path / "shell", *zones, "-o", tmp_path / "out")
+        assert refused.exit_code == 1
+        assert "shell is a slice with the layers 0-1, and is asked for layer" in refused.stderr
+    assert run("slice", tmp_path / "shell", "--layers", "1", "-o", tmp_path / "smaller").exit_code == 0
+    assert run("slice", tmp_path / "shell", "--layers", "2", "-o", tmp_path / "none").exit_code == 1
+
+
+@pytest.mark.parametrize("layers", ["", "none", "7", "x", "4-2"])
+def test_layers_that_cannot_be_kept(layers: str, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+    refused = run("slice", math, "--layers", layers, "-o", tmp_path / "out")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("Error: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def composed(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> dict[str, Path]:
+    """Copies of two experts and three compositions of them."""
+    for name, source in (("math", math), ("swahili", swahili)):
+        shutil.copytree(source, tmp_path / name)
+    experts = ["-t", tmp_path / "math", "-l", tmp_path / "swahili"]
+    forms = {
+        "swap": ZONES,
+        "ties": ["--method", "ties", "--density", 0.5, "--max-rank", 6],
+        "portable": [*ZONES, "--weights", "magnitude", "--layout", "portable", "--max-error", 0.3],
+    }
+    for name, options in forms.items():
+        done = run("compose", *experts, *options, "-o", tmp_path / name)
+        assert done.exit_code == 0, done.stderr
+    return {name: tmp_path / name for name in (*forms, "math", "swahili")}
+
+
+def test_verify_says_equal(run: Callable[..., Result], composed: dict[str, Path]) -> None:
+    sources = ["--expert", f"math={composed['math']}", "--expert", f"swahili={composed['swahili']}"]
+    for name in ("swap", "ties", "portable"):
+        result = run("verify", composed[name], *sources)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.startswith("equal")
+
+
+def test_verify_names_the_module_that_differs(run: Callable[..., Result], composed: dict[str, Path]) -> None:
+    sources = ["--expert", f"math={composed['math']}", "--expert", f"swahili={composed['swahili']}"]
+    file = composed["swap"] / WEIGHTS
+    tensors = load_file(file)
+    key = "base_model.model.model.layers.3.mlp.up_proj.lora_A.weight"
+    tensors[key][0, 0] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    result = run("verify", composed["swap"], *sources, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {
+        "equal": False, "changed_sources": {}, "differing": [key], "config_differs": False
+    }  # fmt: skip
+
+
+def test_verify_names_the_source_that_changed(run: Callable[..., Result], composed: dict[str, Path]) -> None:
+    file = composed["math"] / WEIGHTS
+    tensors = load_file(file)
+    key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"  # not used: layer 0 is the language's
+    tensors[key] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = verify(composed["swap"], {name: composed[name] for name in ("math", "swahili")})
+    assert found.changed_sources == {"math": WEIGHTS}
+    assert found.differing == ()
+    assert not found.equal
+    shown = run("verify", composed["swap"], *(f"--expert={name}={composed[name]}" for name in ("math", "swahili")))
+    assert shown.exit_code == 1
+    assert "source changed: math's adapter_model.safetensors" in shown.stdout
+
+
+def test_verify_asks_for_what_it_cannot_find(run: Callable[..., Result], composed: dict[str, Path], math: Path) -> None:
+    missing = run("verify", composed["swap"], "--expert", f"math={composed['math']}")
+    assert missing.exit_code == 1
+    assert "came from a folder named 'swahili'" in missing.stderr
+    assert "--expert swahili=PATH" in missing.stderr
+    assert "composed of" in run("verify", composed["swap"], "--expert", f"code={math}").stderr
+    assert "nothing says what it was composed of" in run("verify", math).stderr
+    assert run("verify", composed["swap"], "--expert", "math").exit_code == 2
+    (composed["swap"] / "adapterswap.json").write_text('{"format": 1, "num_layers": "six"}')
+    assert "not understood" in run("verify", composed["swap"]).stderr
+
+
+def test_diff_is_the_dense_distance_and_cosine(run: Callable[..., Result], tmp_path: Path) -> None:
+    one = handmade(tmp_path / "one", layers=3, rank=3, alpha=8, rslora=True, seed=1)
+    other = handmade(tmp_path / "other", layers=3, rank=2, alpha=5, rslora=False, seed=2)
+    told = json.loads(run("diff", one, other, "--json").stdout)
+    pairs = {name: (delta, deltas(other)[name]) for name, delta in deltas(one).items()}
+    for name, (x, y) in pairs.items():
+        assert told["modules"][name]["distance"] == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(x), rel=1e-5)
+        cosine = np.sum(x * y) / np.linalg.norm(x) / np.linalg.norm(y)
+        assert told["modules"][name]["cosine"] == pytest.approx(cosine, abs=1e-6)
+    for layer in range(3):
+        x, y = (
+            np.concatenate([pair[side].ravel() for name, pair in pairs.items() if f".{layer}." in name])
+            for side in (0, 1)
+        )
+        assert told["layers"][str(layer)]["distance"] == pytest.approx(
+            np.linalg.norm(x - y) / np.linalg.norm(x), rel=1e-5
+        )
+    shown = run("diff", one, other)
+    assert len(shown.stdout.splitlines()) == 5
+    assert len(run("diff", one, other, "--modules").stdout.splitlines()) == 8
+
+
+def test_an_adapter_is_no_distance_from_itself(run: Callable[..., Result], math: Path) -> None:
+    told = json.loads(run("diff", math, math, "--json").stdout)["total"]
+    assert told["distance"] == pytest.approx(0, abs=1e-7)
+    assert told["cosine"] == pytest.approx(1)
+
+
+def test_modules_that_one_lacks_count_as_zero(expert: Callable[..., Path], run: Callable[..., Result]) -> None:
+    attention = expert(seed=3, target_modules=["q_proj"])
+    told = json.loads(run("diff", expert(seed=1), attention, "--json").stdout)
+    module = told["modules"]["model.layers.0.mlp.up_proj"]
+    assert module["distance"] == pytest.approx(1)
+    assert module["cosine"] is None
+    assert told["modules"]["model.layers.0.self_attn.q_proj"]["cosine"] is not None
+    back = json.loads(run("diff", attention, expert(seed=1), "--json").stdout)
+    assert back["modules"]["model.layers.0.mlp.up_proj"]["distance"] is None
+
+
+def test_adapters_of_other_shapes_cannot_be_compared(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+    plan = adapterswap.layer_swap(math, "base", bottom=1, top=1)
+    out = adapterswap.write_adapter(plan, tmp_path / "out")
+    tensors = load_file(out / WEIGHTS)
+    key = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
+    tensors[key] = tensors[key].repeat(2, 1)
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    refused = run("diff", math, out)
+    assert refused.exit_code == 1
+    assert "layers.2.mlp.up_proj is 48×32 and 96×32" in refused.stderr
+
+
+def test_verify_is_a_function_too(composed: dict[str, Path]) -> None:
+    with pytest.raises(AdapterswapError, match="Give --expert math=PATH"):
+        verify(composed["swap"])
