@@ -15,9 +15,11 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from adapterswap.layers import NO_LAYER, Kind, format_layers, parse_layers
 from adapterswap.yamlfiles import StrictModel
 
-__all__ = ["BASE", "SPARSE_METHODS", "BlendMethod", "Rule", "check_weights"]
+__all__ = ["BASE", "LARGEST", "SPARSE_METHODS", "BlendMethod", "Rule", "check_weights"]
 
 BASE = "base"  # the reserved name of the unchanged base model
+
+LARGEST = 1e9  # of weights and factors, so that no sum of them overflows
 
 _KINDS = ("attention", "mlp", "other")
 
@@ -92,8 +94,8 @@ class Rule(StrictModel):
             return self
         if self.method not in SPARSE_METHODS and (self.density != 1 or self.lambda_ != 1):
             raise ValueError(f"density and lambda belong to {', '.join(SPARSE_METHODS)}, not to {self.method}")
-        if not math.isfinite(self.lambda_):
-            raise ValueError(f"lambda is {self.lambda_}, which is not a finite number")
+        if not abs(self.lambda_) <= LARGEST:
+            raise ValueError(f"lambda is {self.lambda_:g}, which is not a finite number up to 1e9 in size")
         if self.weights and self.method != "linear":
             raise ValueError(f"magnitude weights belong to averages, not to {self.method}")
         if self.method == "slerp":
@@ -150,8 +152,8 @@ def check_weights(weights: Mapping[str, float], *, normalize: bool) -> None:
     if not weights:
         raise ValueError("a blend names no expert")
     for name, weight in weights.items():
-        if not math.isfinite(weight):
-            raise ValueError(f"the weight of {name} is {weight}, which is not a finite number")
+        if not abs(weight) <= LARGEST:
+            raise ValueError(f"the weight of {name} is {weight:g}, which is not a finite number up to 1e9 in size")
     if not any(weights.values()):
         raise ValueError("all weights are 0: give at least one expert a weight")
     if normalize and abs(math.fsum(weights.values())) < 1e-12 * max(map(abs, weights.values())):

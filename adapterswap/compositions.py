@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from adapterswap.allocation import BASE, SPARSE_METHODS, Rule, check_weights
+from adapterswap.allocation import BASE, LARGEST, SPARSE_METHODS, Rule, check_weights
 from adapterswap.errors import AdapterswapError
-from adapterswap.layers import NO_LAYER, format_layers
+from adapterswap.layers import MAX_LAYERS, NO_LAYER, format_layers
 from adapterswap.yamlfiles import StrictModel, validate
 
 __all__ = ["Composition", "Method", "parse_composition", "scaled_default"]
@@ -49,7 +49,9 @@ class Composition(StrictModel):
     base_model: str | None = Field(
         default=None, description="The experts' base: folder or Hub id. Declares a local copy of a Hub base."
     )
-    num_layers: int | None = Field(default=None, ge=1, description="The base's layers; by default from its config.")
+    num_layers: int | None = Field(
+        default=None, ge=1, le=MAX_LAYERS, description="The base's layers; by default from its config."
+    )
     method: Method = Field(default="layer_swap", description="How the experts are combined.")
     task: tuple[str, ...] = Field(default=("task",), description="The task expert, or several that are souped first.")
     language: tuple[str, ...] = Field(
@@ -119,8 +121,8 @@ class Composition(StrictModel):
     def _check_weights(self) -> None:
         weights = {"the task": self.task_weight, "the language": self.language_weight}
         check_weights(weights, normalize=self.method not in _SCALED)
-        if not math.isfinite(self.scale) or self.scale == 0:
-            raise ValueError(f"scale is {self.scale}, and must be a finite number other than 0")
+        if not 0 < abs(self.scale) <= LARGEST:
+            raise ValueError(f"scale is {self.scale:g}, and must be a finite number other than 0, up to 1e9 in size")
         if self.allow_negative:
             return
         for rule in self.allocation or ():

@@ -95,7 +95,7 @@ def _parse(text: str) -> Any:
     except RecursionError:
         raise ValueError("it nests too deep") from None
     except (yaml.YAMLError, ValueError, ArithmeticError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(" ".join(str(error).split()).replace('in "<unicode string>", ', "at ")) from None
     _check_values(content)
     return content
 
