@@ -18,7 +18,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, printable
 from adapterswap.smallfiles import exists, is_folder, read_json
 
-__all__ = ["Source", "base_config", "find_source", "public_name", "same_base"]
+__all__ = ["Source", "base_config", "find_source", "public_name", "publish", "same_base"]
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>(?!/|.*\.\.)[\w./-]+))?")
 
@@ -121,3 +121,24 @@ def public_name(base: str | None) -> str | None:
     if base is None or (_HUB_ID.fullmatch(base) and not exists(Path(base))):
         return base
     return Path(base).name
+
+
+def publish(folder: Path, repo: str) -> str:
+    """Upload a folder to the Hub repository `repo` (made if need be, private if new), and return the commit's URL.
+
+    Raises:
+        AdapterswapError: the id is none, the Hub cannot be reached, or it does not let you.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=True, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a composed adapter"))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).removesuffix(".")[:200]
+        raise AdapterswapError(
+            f"{folder} was written, and cannot be uploaded to {repo}: {reason}",
+            "Log in with `hf auth login`, then upload it with `hf upload`",
+        ) from None
