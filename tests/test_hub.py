@@ -86,7 +86,7 @@ def test_an_upload_holds_what_was_written(hub: Hub, math: Path, swahili: Path, t
     done = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "uploaded: http://127.0.0.1" in done.stderr
-    assert hub.created[0]["private"] is True
+    assert hub.created[0]["visibility"] == "private"
     assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert b"Layers from bottom" in hub.files["README.md"]
 
