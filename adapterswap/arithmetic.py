@@ -20,7 +20,8 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.layout import OutputTensor
 from adapterswap.lowrank import Factors
 from adapterswap.plan import Plan
-from adapterswap.tensorfile import Tensor
+from adapterswap.smallfiles import open_regular
+from adapterswap.tensorfile import Tensor, TensorFile, open_tensors
 
 __all__ = [
     "FactorReader",
@@ -40,6 +41,8 @@ _NUMPY = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 # An IEEE number is infinite or NaN exactly when all bits of its exponent are set.
 _EXPONENT = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
 
+_AGAIN = "The file changed while it was read: start again"
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -51,7 +54,7 @@ def decode(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.flo
 
 def encode(values: npt.NDArray[np.float32], dtype: str) -> Bytes:
     """The bytes of `values` in `dtype`, rounded to nearest, ties to even."""
-    with np.errstate(over="ignore"):  # what overflows becomes infinite, and check_finite tells of it with its name
+    with np.errstate(all="ignore"):  # what overflows becomes infinite, and check_finite tells of it with its name
         return np.ascontiguousarray(values.astype(_NUMPY[dtype], copy=False)).reshape(-1).view(np.uint8)
 
 
@@ -73,16 +76,17 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
         AdapterswapError: a piece holds NaN or infinity, or the result overflows its dtype.
     """
     values = np.zeros(tensor.shape, np.float32)
-    for piece in tensor.pieces:
-        numbers = read_numbers(piece.expert, files[piece.path], piece.tensor) * np.float32(piece.factor)
-        if piece.rows is not None:
-            numbers *= piece.rows[:, None]
-        if tensor.axis is None:
-            values += numbers
-        else:
-            width = piece.tensor.shape[tensor.axis]
-            place = (slice(None),) * tensor.axis + (slice(piece.offset, piece.offset + width),)
-            values[place] = numbers
+    with np.errstate(all="ignore"):  # as in `encode`
+        for piece in tensor.pieces:
+            numbers = read_numbers(piece.expert, files[piece.path], piece.tensor) * np.float32(piece.factor)
+            if piece.rows is not None:
+                numbers *= piece.rows[:, None]
+            if tensor.axis is None:
+                values += numbers
+            else:
+                width = piece.tensor.shape[tensor.axis]
+                place = (slice(None),) * tensor.axis + (slice(piece.offset, piece.offset + width),)
+                values[place] = numbers
     return finite_bytes(values, tensor.dtype, tensor.key)
 
 
@@ -103,9 +107,12 @@ def read_numbers(expert: str, file: int, tensor: Tensor) -> npt.NDArray[np.float
     raw = np.empty(tensor.nbytes, np.uint8)
     done = 0
     while done < raw.size:
-        count = os.preadv(file, [raw[done:].data], tensor.start + done)
+        try:
+            count = os.preadv(file, [raw[done:].data], tensor.start + done)
+        except OSError as error:
+            raise AdapterswapError(f"{tensor.name} cannot be read: {error.strerror}", "Check the disk") from None
         if count == 0:
-            raise AdapterswapError(f"{tensor.name} ends early", "The file changed while it was read: compose again")
+            raise AdapterswapError(f"{tensor.name} ends early", _AGAIN)
         done += count
     if not check_finite(raw, tensor.dtype):
         raise not_finite(expert, tensor.name)
@@ -119,16 +126,23 @@ def not_finite(expert: str, key: str) -> AdapterswapError:
 
 
 @contextmanager
-def open_files(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
-    """File descriptors of the files, open for reading."""
+def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> Iterator[dict[Path, int]]:
+    """File descriptors of the files, open for reading, by path.
+
+    Raises:
+        AdapterswapError: a file cannot be opened, or one of `sources` changed since its header was read.
+    """
     with ExitStack() as stack:
-        yield {path: stack.enter_context(path.open("rb")).fileno() for path in set(paths)}
+        by_path = {source.path: source for source in sources}
+        files = {path: stack.enter_context(open_tensors(source)) for path, source in by_path.items()}
+        files |= {path: stack.enter_context(open_regular(path, _AGAIN)) for path in set(others) - files.keys()}
+        yield {path: file.fileno() for path, file in files.items()}
 
 
 @contextmanager
 def factor_reader(plan: Plan) -> Iterator[FactorReader]:
     """A function that reads an expert's factors of a module, from files that stay open in the block."""
-    with open_files(adapter.file.path for adapter in plan.experts.values()) as files:
+    with open_files(adapter.file for adapter in plan.experts.values()) as files:
 
         def read(expert: str, module: LoraModule) -> Factors:
             return read_factors(expert, files[plan.experts[expert].file.path], module)

@@ -57,7 +57,7 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
     """
     names = dict.fromkeys([*one.modules, *other.modules])
     found = []
-    with open_files([one.file.path, other.file.path]) as files:
+    with open_files([one.file, other.file]) as files:
         for name in names:
             pair = [adapter.modules.get(name) for adapter in (one, other)]
             shapes = {module.shape for module in pair if module is not None}

@@ -17,7 +17,6 @@ from adapterswap.plan import Plan
 from adapterswap.resolving import Resolved
 from adapterswap.slicing import sliced_layers
 from adapterswap.sources import public_name
-from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Written", "describe_plan", "numbers", "provenance"]
 
@@ -70,7 +69,7 @@ def describe_plan(plan: Plan, hashes: Mapping[str, str]) -> dict[str, Any]:
             name: {
                 "source": adapter.source.name,
                 "revision": adapter.source.revision,
-                "sha256": {WEIGHTS: hashes[name], CONFIG: sha256_of(adapter.source.folder / CONFIG)},
+                "sha256": {WEIGHTS: hashes[name], CONFIG: adapter.config.sha256},
             }
             for name, adapter in plan.experts.items()
         },

@@ -31,8 +31,8 @@ def write_tensors(plan: Plan, layout: Layout, path: Path) -> dict[str, str]:
     targets = _copy_targets(plan, layout, places)
     size = max((place.stop for place in places.values()), default=len(header))
     computed = [tensor for tensor in layout.tensors if not tensor.is_copied]
-    sources = {adapter.file.path for adapter in plan.experts.values()}
-    sources |= {piece.path for tensor in computed for piece in tensor.pieces}
+    sources = [adapter.file for adapter in plan.experts.values()]
+    others = {piece.path for tensor in computed for piece in tensor.pieces}  # a base's shards
 
     def compute(tensor: OutputTensor) -> None:
         data = assemble(tensor, files) if tensor.data is None else tensor.data
@@ -40,7 +40,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path) -> dict[str, str]:
 
     with (
         path.open("xb", buffering=0) as output,
-        open_files(sources) as files,
+        open_files(sources, others) as files,
         ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers,
     ):
         output.write(header)
