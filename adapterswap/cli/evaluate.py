@@ -27,6 +27,8 @@ _SETTINGS = (*_CHECKED, *_OF_TASKS, "system_instruction", "truncate")
 @click.option("--adapter", metavar="PATH|ID", help="One adapter on top of it.")
 @composition_options
 @click.option("--recipe", metavar="PATH", help="A composition's recipe (YAML), as for compose.")
+@click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate the composition, as compose does.")
+@click.option("--max-error", type=float, metavar="E", help="Likewise, as far as this relative error of ΔW.")
 @click.option(
     "--tasks", required=True, metavar="TASKS", help="Tasks, separated by commas: mgsm_native_cot_sw, mgsm_*_te."
 )
@@ -67,6 +69,8 @@ def command(
     base_model: str,
     adapter: str | None,
     recipe: str | None,
+    max_rank: int | None,
+    max_error: float | None,
     tasks: str,
     device: str,
     dtype: str,
@@ -93,6 +97,9 @@ def command(
     require_lm_eval()
     names = [name for name in tasks.split(",") if name]
     plan = _plan(base_model, adapter, recipe, options)
+    if plan is None and (max_rank is not None or max_error is not None):
+        raise click.UsageError("--max-rank and --max-error are for compositions.")
+    what: dict[str, Any] = {"plan": plan, "max_rank": max_rank, "max_error": max_error}
     source = find_adapter(adapter) if adapter else None
     inputs = [source.folder] if source else []
     inputs += [expert.source.folder for expert in plan.experts.values()] if plan else []
@@ -103,12 +110,12 @@ def command(
     inputs.append(base.source.folder)
     check_settings(base.tokenizer, **{name: settings[name] for name in _CHECKED})
     load_tasks(names, **{name: settings[name] for name in _OF_TASKS})  # mistakes are told before weights are loaded
-    subject = describe_subject(base, adapter=source, plan=plan)
+    subject = describe_subject(base, adapter=source, **what)
     if dry_run:
         choose_device(device)
         _dry_run(base, names, settings, subject, plan, as_json)
         return
-    with load_subject(base, adapter=source, plan=plan, device=device, dtype=dtype) as model, _bar() as advance:
+    with load_subject(base, adapter=source, **what, device=device, dtype=dtype) as model, _bar() as advance:
         result = evaluate(model, base.tokenizer, names, **settings, on_progress=advance)
     if out_path is not None:
         write_result(result, out_path, subject=subject, overwrite=overwrite, inputs=inputs)
@@ -152,7 +159,7 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        bar = progress.add_task("requests")
+        bar = progress.add_task("requests", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 

@@ -129,6 +129,7 @@ def evaluate(
         "system_instruction": system_instruction,
         "truncate": truncate,
         "seed": seed,
+        **_surroundings(model),
     }
     return _collect(found, harness_model, settings)
 
@@ -152,6 +153,19 @@ def check_settings(
     if apply_chat_template and not tokenizer.chat_template:
         problems.add("the tokenizer has no chat template", "Evaluate without one, or give the base its template")
     problems.raise_if_any()
+
+
+def _surroundings(model: Any) -> dict[str, Any]:
+    """What else an output depends on; the model's own generation settings (a repetition penalty, say) hold too."""
+    from importlib.metadata import version
+
+    generation = model.generation_config.to_diff_dict()
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "generation_config": {key: value for key, value in generation.items() if key != "transformers_version"},
+        "versions": {name: version(name) for name in ("lm_eval", "peft", "torch", "transformers")},
+    }
 
 
 def _collect(found: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[str, Any]) -> EvaluationResult:

@@ -115,7 +115,8 @@ class EvaluationResult:
         tasks: by name, in the order in which they were asked for.
         groups: by name, the means that lm-evaluation-harness forms over groups of tasks.
         samples: every document of every task.
-        settings: what was asked for: shots, limit, tokens, seed and so on.
+        settings: what was asked for (shots, limit, tokens, seed and so on), and what else outputs depend on: dtype,
+            kind of device, the model's own generation settings, versions of libraries.
     """
 
     tasks: Mapping[str, TaskResult]

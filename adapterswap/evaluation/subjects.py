@@ -1,4 +1,4 @@
-"""What is evaluated: a base alone, with one adapter, or with a composition made live.
+"""What is evaluated: a base alone, with one adapter, or with a composition.
 
 Loads it from folders or the Hub, as safetensors and without running any code of a repository, and says in publishable
 words what it is. Knows nothing of tasks and scores.
@@ -10,9 +10,10 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from adapterswap.adapters import CONFIG, PROVENANCE, WEIGHTS
@@ -98,37 +99,56 @@ def load_subject(
     *,
     adapter: Source | None = None,
     plan: Plan | None = None,
+    max_rank: int | None = None,
+    max_error: float | None = None,
     device: str = "auto",
     dtype: str = "auto",
 ) -> Iterator[Any]:
-    """Yield the model: the base, with `adapter` if one is given, or with the composition of `plan` made live.
+    """Yield the model: the base, with `adapter` if one is given, or with the composition of `plan`.
+
+    A composition is made live where it can be: its experts are loaded side by side and no adapter is written. One that
+    needs tensors of its own (see `why_not_live`), or a bound on its rank, is written to a temporary folder first.
 
     Args:
         base: what `open_base` returned.
         adapter: a PEFT adapter, of any kind that PEFT can load.
-        plan: a composition; its experts are loaded side by side and no new adapter is written.
+        plan: a composition.
+        max_rank, max_error: see `write_adapter`.
         device: see `choose_device`.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
 
     Raises:
-        AdapterswapError: the weights cannot be loaded, or an adapter does not fit the base.
+        AdapterswapError: the weights cannot be loaded, an adapter does not fit the base, or the composition cannot be
+            written (a nonlinear one without a bound on its rank).
     """
-    model = _load_weights(base, dtype).to(choose_device(device))
-    if adapter is not None:
-        model = _with_adapter(model, adapter)
-    if plan is None:
+    from adapterswap.live import LiveComposer, load_experts, why_not_live
+    from adapterswap.writing import write_adapter
+
+    target = choose_device(device)
+    with ExitStack() as stack:
+        if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
+            folder = Path(stack.enter_context(TemporaryDirectory())) / "composed"
+            adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
+            plan = None
+        model = _load_weights(base, dtype).to(target)
+        if adapter is not None:
+            model = _with_adapter(model, adapter)
+        if plan is not None:
+            with _quiet():
+                model = load_experts(model, plan)
+            stack.enter_context(LiveComposer(model).use(plan))
         yield model.eval()
-        return
-    from adapterswap.live import LiveComposer, load_experts
-
-    with _quiet():
-        model = load_experts(model, plan)
-    with LiveComposer(model).use(plan):
-        yield model.eval()
 
 
-def describe_subject(base: Base, *, adapter: Source | None = None, plan: Plan | None = None) -> dict[str, Any]:
-    """What is evaluated as plain data, without paths of this machine; weights of adapters by their SHA-256."""
+def describe_subject(
+    base: Base,
+    *,
+    adapter: Source | None = None,
+    plan: Plan | None = None,
+    max_rank: int | None = None,
+    max_error: float | None = None,
+) -> dict[str, Any]:
+    """What `load_subject` loads as plain data: no paths of this machine; adapters by their SHA-256."""
     subject: dict[str, Any] = {"base_model": {"source": base.source.name, "revision": base.source.revision}}
     if adapter is not None:
         subject["adapter"] = _describe(adapter)
@@ -144,6 +164,8 @@ def describe_subject(base: Base, *, adapter: Source | None = None, plan: Plan | 
             "experts": {name: _describe(expert.source) for name, expert in plan.experts.items()},
             "rules": [rule.model_dump(mode="json", exclude_defaults=True, by_alias=True) for rule in plan.rules],
         }
+        output = {"max_rank": max_rank, "max_error": max_error}
+        subject["composition"]["output"] = {key: value for key, value in output.items() if value is not None}
     return subject
 
 

@@ -68,6 +68,8 @@ def test_the_base_alone_as_json(evaluate_: Run) -> None:
     assert filters[1] == ["strict-match", "flexible-extract", "normalized"]
     assert content["subject"]["base_model"] == {"source": "byte-base0", "revision": None}
     assert content["settings"]["max_gen_toks"] == 8
+    assert (content["settings"]["dtype"], content["settings"]["device"]) == ("float32", "cpu")
+    assert set(content["settings"]["versions"]) == {"lm_eval", "peft", "torch", "transformers"}
 
 
 def test_the_table(evaluate_: Run) -> None:
@@ -107,6 +109,22 @@ def test_base_adapter_and_composition_live_and_from_disk(
     kept = json.loads((tmp_path / "live" / "results.json").read_text("utf-8"))
     assert kept["subject"] == contents["live"]["subject"]
     assert str(tmp_path) not in (tmp_path / "live" / "results.json").read_text("utf-8")
+
+
+def test_a_composition_that_needs_tensors_of_its_own(
+    evaluate_: Run, run: Run, byte_base: Path, byte_expert: Callable[[str], Path], tmp_path: Path
+) -> None:
+    composing = ("-t", byte_expert("math"), "-l", byte_expert("swahili"), "--method", "ties", "--density", 0.5)
+    bound = ("--max-rank", 4)
+    composed = run("compose", *composing, *bound, "--base-model", byte_base, "-o", tmp_path / "composed")
+    assert composed.exit_code == 0, composed.output
+    asked = document(evaluate_(*composing, *bound, "--json", "-o", tmp_path / "asked"))["subject"]["composition"]
+    written = document(evaluate_("--adapter", tmp_path / "composed", "--json", "-o", tmp_path / "written"))
+    assert rows(tmp_path / "asked") == rows(tmp_path / "written")
+    assert asked["output"] == {"max_rank": 4}
+    assert asked["composition"] == written["subject"]["composition"]["composition"]
+    assert "Give --max-rank or --max-error" in error(evaluate_(*composing))
+    assert evaluate_("--max-rank", 4).exit_code == 2
 
 
 def test_a_recipe(evaluate_: Run, byte_base: Path, byte_expert: Callable[[str], Path], tmp_path: Path) -> None:
