@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from adapterswap.cli.printing import human_bytes, print_json
+from adapterswap.errors import printable
 from adapterswap.layers import format_layers
 
 if TYPE_CHECKING:
     from adapterswap.adapters import Adapter, LoraModule
+    from adapterswap.record import Record
 
 
 @click.command("inspect")
@@ -26,30 +27,30 @@ def command(path: str, as_json: bool) -> None:
     from adapterswap.adapters import open_adapter
 
     adapter = open_adapter(path)
-    made_of = _provenance(adapter)
+    made_of = _origin(adapter)
     if as_json:
         print_json(_as_json(adapter, made_of))
     else:
         _print(adapter, made_of)
 
 
-def _provenance(adapter: Adapter) -> dict[str, Any] | None:
-    """The adapter's adapterswap.json; None if it has none, or one that cannot be understood."""
+def _origin(adapter: Adapter) -> Record | None:
     from adapterswap.adapters import PROVENANCE
+    from adapterswap.smallfiles import exists
 
-    try:
-        content = json.loads((adapter.source.folder / PROVENANCE).read_text(encoding="utf-8"))
-        _ = dict(content["modules"]), dict(content["experts"]), range(content["num_layers"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    path = adapter.source.folder / PROVENANCE
+    if not exists(path):
         return None
-    return dict(content)
+    from adapterswap.record import read_record  # here, since it costs the import of pydantic
+
+    return read_record(path)
 
 
 def _parameters(module: LoraModule) -> int:
     return module.rank * (module.in_features + module.out_features)
 
 
-def _as_json(adapter: Adapter, made_of: dict[str, Any] | None) -> dict[str, Any]:
+def _as_json(adapter: Adapter, made_of: Record | None) -> dict[str, Any]:
     config = adapter.config
     return {
         "source": str(adapter.source),
@@ -69,14 +70,14 @@ def _as_json(adapter: Adapter, made_of: dict[str, Any] | None) -> dict[str, Any]
                 "in_features": module.in_features,
                 "dtype": module.dtype,
                 "bytes": {"A": [module.a.start, module.a.stop], "B": [module.b.start, module.b.stop]},
-                **({"owner": made_of["modules"].get(module.name)} if made_of else {}),
+                **({"owner": made_of.modules.get(module.name)} if made_of else {}),
             }
             for module in adapter.modules.values()
         ],
     }
 
 
-def _print(adapter: Adapter, made_of: dict[str, Any] | None) -> None:
+def _print(adapter: Adapter, made_of: Record | None) -> None:
     from sys import stdout
 
     from rich.console import Console
@@ -107,19 +108,15 @@ def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
     return [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in grouped.items()]
 
 
-def _owners(adapter: Adapter, made_of: dict[str, Any]) -> str:
+def _owners(adapter: Adapter, made_of: Record) -> str:
     from adapterswap.describe import Mark, blend_text, draw_strip
 
     marks = []
     for module in adapter.modules.values():
-        owner = made_of["modules"].get(module.name)
-        if module.layer is not None and module.layer < made_of["num_layers"] and owner is not None:
-            blended = isinstance(owner, dict)
-            marks.append(
-                Mark(module.layer, module.kind, None if blended else owner, blend_text(owner) if blended else "")
-            )
-    experts = ", ".join(
-        f"{name} from {source.get('source')}" + (f"@{source['revision']}" if source.get("revision") else "")
-        for name, source in made_of["experts"].items()
-    )
-    return f"composed of {experts}\n{draw_strip(marks, made_of['num_layers'], made_of['experts'])}"
+        owner = made_of.modules.get(module.name)
+        if module.layer is not None and module.layer < made_of.num_layers and owner is not None:
+            where = module.layer, module.kind
+            marks.append(Mark(*where, owner) if isinstance(owner, str) else Mark(*where, None, blend_text(owner)))
+    experts = ", ".join(f"{name} from {source}" for name, source in made_of.experts.items())
+    lines = [f"composed of {experts}", *draw_strip(marks, made_of.num_layers, made_of.experts).split("\n")]
+    return "\n".join(map(printable, lines))

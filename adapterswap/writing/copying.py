@@ -73,5 +73,6 @@ def write_at(output: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]], offs
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a small file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

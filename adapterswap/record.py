@@ -1,0 +1,54 @@
+"""Read an adapterswap.json back: which expert every module of an adapter came from.
+
+The file may come from a stranger, so nothing in it is believed before it was checked.
+Knows the file's form; knows nothing of how it was written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from adapterswap.allocation import BASE
+from adapterswap.errors import AdapterswapError
+from adapterswap.layers import MAX_LAYERS
+from adapterswap.smallfiles import read_json
+
+__all__ = ["Record", "SourceRecord", "read_record"]
+
+
+class SourceRecord(BaseModel):
+    """Where an expert came from: a Hub id and its commit, or a folder's own name."""
+
+    source: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.source}@{self.revision}" if self.revision else self.source
+
+
+class Record(BaseModel):
+    """What an adapterswap.json says of an adapter's origin; other keys are left alone."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    experts: dict[str, SourceRecord]
+    modules: dict[str, str | dict[str, float]] = Field(description="The owner, or each expert's coefficient.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Record:
+        known = {*self.experts, BASE}
+        named = {name for what in self.modules.values() for name in ([what] if isinstance(what, str) else what)}
+        if not named <= known:
+            raise ValueError("a module names an expert that is not among the experts")
+        return self
+
+
+def read_record(path: Path) -> Record | None:
+    """The record in an adapterswap.json; None if there is none, or it is none that can be understood."""
+    try:
+        return Record.model_validate(read_json(path))
+    except (AdapterswapError, ValidationError):
+        return None
