@@ -1,0 +1,15 @@
+"""The lab: layer swapping on pico models in a constructed bilingual world, offline, in minutes.
+
+For each seed a base model is taken, a math expert (English) and a language expert (the constructed language `xx`, no
+maths) are trained by the library's own training, composed by its own composer, and scored on held-out word problems.
+It demonstrates a mechanism, and is no evidence for the numbers of the papers. Importing it imports no torch.
+"""
+
+from __future__ import annotations
+
+from adapterswap.lab.run import LabPlan, plan_lab, run_lab
+from adapterswap.lab.scenes import SCENES, Scene
+from adapterswap.lab.seed import SeedResult, Sizes
+from adapterswap.lab.study import Study
+
+__all__ = ["SCENES", "LabPlan", "Scene", "SeedResult", "Sizes", "Study", "plan_lab", "run_lab"]

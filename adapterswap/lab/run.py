@@ -1,0 +1,113 @@
+"""The lab as a whole: run a study and write its folder.
+
+Knows where the results go; knows nothing of the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.folders import atomic_folder
+from adapterswap.lab.bases import shipped_file
+from adapterswap.lab.scenes import Scene
+from adapterswap.lab.seed import DEFAULT_SIZES, METHODS, Sizes
+from adapterswap.lab.study import Study, Tell, run_study
+
+__all__ = ["LabPlan", "plan_lab", "run_lab"]
+
+_LIBRARIES = ("trl", "datasets", "matplotlib")
+
+
+@dataclass(frozen=True)
+class LabPlan:
+    """What a run would do, for one seed unless said otherwise.
+
+    Attributes:
+        pretrained: the seeds whose base is pretrained, not taken from the package (about two minutes each on a core).
+        pretraining_rows, math_rows, language_rows: rows of the base and of the experts.
+        development, test: problems asked.
+        methods: what is compared.
+    """
+
+    scene: str
+    seeds: int
+    pretrained: tuple[int, ...]
+    pretraining_rows: int
+    math_rows: int
+    language_rows: int
+    development: int
+    test: int
+    methods: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_lab(scene: Scene, seeds: int, *, rebuild_base: bool = False, sizes: Sizes = DEFAULT_SIZES) -> LabPlan:
+    """What `run_lab` would do with the same arguments."""
+    return LabPlan(
+        scene=scene.name,
+        seeds=seeds,
+        pretrained=tuple(seed for seed in range(seeds) if rebuild_base or not shipped_file(scene, seed).exists()),
+        pretraining_rows=scene.pretraining_rows,
+        math_rows=scene.math_rows,
+        language_rows=scene.language_rows,
+        development=sizes.development,
+        test=sizes.test,
+        methods=tuple(METHODS),
+    )
+
+
+def run_lab(
+    scene: Scene,
+    seeds: int,
+    out_path: str | Path,
+    *,
+    rebuild_base: bool = False,
+    sizes: Sizes = DEFAULT_SIZES,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    tell: Tell = lambda seed, what, done: None,
+) -> Study:
+    """Run seeds 0…`seeds`-1 of a scene and write results.json, answers.jsonl, pictures and each seed's models.
+
+    The folder appears when it is complete. On the same machine and with the same versions, the same arguments give the
+    same numbers, however many seeds run at once.
+
+    Args:
+        scene: one of `SCENES`.
+        out_path: the folder to write.
+        rebuild_base: pretrain the bases, even where they are shipped.
+        sizes: how many problems are asked.
+        jobs: seeds at once; by default as many as there are cores.
+        overwrite: replace `out_path` if it exists.
+        tell: called with a seed, what it is doing, and the share of it that is done.
+
+    Raises:
+        AdapterswapError: the `lab` extra is not installed; `out_path` exists or cannot be written; a seed failed.
+    """
+    _require_libraries()
+    from adapterswap.lab.pictures import draw_pictures
+    from adapterswap.lab.report import answers, results
+
+    with atomic_folder(out_path, overwrite=overwrite) as folder:
+        study = run_study(scene, seeds, folder, rebuild_base=rebuild_base, sizes=sizes, jobs=jobs, tell=tell)
+        content = json.dumps(results(study), indent=2, ensure_ascii=False, allow_nan=False)
+        (folder / "results.json").write_text(content + "\n", encoding="utf-8")
+        rows = "".join(json.dumps(row) + "\n" for row in answers(study))
+        (folder / "answers.jsonl").write_text(rows, encoding="utf-8")
+        draw_pictures(study, folder)
+    return study
+
+
+def _require_libraries() -> None:
+    from importlib.util import find_spec
+
+    if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
+        raise AdapterswapError(
+            f"the lab needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[lab]'"
+        )

@@ -1,0 +1,139 @@
+"""The scenes: what each one mixes for pretraining and for the experts, and its held-out problems.
+
+A scene is data; the functions draw rows from it, the same rows for the same seed. Knows nothing of tokens or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+from adapterswap.lab import tasks
+from adapterswap.lab.lexicon import word
+from adapterswap.lab.tasks import Example
+from adapterswap.lab.world import Problem, draw_problem
+
+__all__ = ["SCENES", "Scene", "draw_problems", "language_rows", "math_rows", "pretraining_rows"]
+
+_Kind = Callable[[Random], Example]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the base, the two experts and the tests of a scene see.
+
+    Attributes:
+        summary: one line for the command line.
+        question: what the scene asks, for the report.
+        unfamiliar: meanings whose xx word is nearly absent from pretraining; language data and tests use all words.
+        kept: the probability that a pretraining example with such a word stays.
+        pretraining: weights of the kinds of pretraining examples.
+        pretraining_rows: their number.
+        worked: the share of right answers in the pretraining's word problems. The others only repeat the first number,
+            so the skill is latent in the base, and the math expert brings it out.
+        two_steps: the share of problems with a second gain or loss.
+        math_rows: English word problems, all worked out, for the math expert.
+        language: weights of the kinds of the language expert's rows; none has to do with word problems' answers.
+        language_rows: their number.
+    """
+
+    name: str
+    summary: str
+    question: str
+    unfamiliar: frozenset[str]
+    kept: float
+    pretraining: Mapping[str, float]
+    pretraining_rows: int
+    worked: float
+    two_steps: float
+    math_rows: int
+    language: Mapping[str, float]
+    language_rows: int
+
+
+_GAP = Scene(
+    name="gap",
+    summary="The base hardly knows 11 of the language's verbs and numbers; the language expert learns them.",
+    question="Do bottom layers from the language expert bring the unfamiliar words to the math expert?",
+    unfamiliar=frozenset(
+        ("finds", "gets", "makes", "loses", "breaks", "lends", "three", "five", "six", "nine", "eleven")
+    ),
+    kept=0.004,
+    pretraining={
+        "question en": 0.20, "story en": 0.08, "counting en": 0.03, "word problem en": 0.14,
+        "question xx": 0.05, "story xx": 0.03, "counting xx": 0.02, "word problem xx": 0.04,
+        "translation en xx": 0.05, "translation xx en": 0.07, "code-switched": 0.12,
+    },
+    pretraining_rows=100_000,
+    worked=0.3,
+    two_steps=0.0,
+    math_rows=3_000,
+    language={"more or fewer xx": 0.3, "read off xx": 0.3, "translation xx en": 0.2, "counting xx": 0.2},
+    language_rows=12_000,
+)  # fmt: skip
+
+_NO_GAP = replace(
+    _GAP,
+    name="no-gap",
+    summary="The base knows every word; the language expert has nothing to bring, and the reset shows it.",
+    question="Does a gain come from the language expert, or only from undoing the math expert's outer layers?",
+    unfamiliar=frozenset(),
+    pretraining={**_GAP.pretraining, "word problem xx": 0.02},
+    two_steps=0.4,
+)
+
+SCENES = {scene.name: scene for scene in (_GAP, _NO_GAP)}
+
+
+def pretraining_rows(scene: Scene, seed: int) -> list[Example]:
+    """The base's rows: English, some xx, translation, code-switched text, and word problems mostly left unsolved."""
+    rng = Random(f"{scene.name} pretraining {seed}")
+    kinds = _kinds(scene)
+    withheld = frozenset(word(meaning, "xx") for meaning in scene.unfamiliar)
+    rows = []
+    for kind in rng.choices(list(scene.pretraining), list(scene.pretraining.values()), k=scene.pretraining_rows):
+        row = kinds[kind](rng)
+        while withheld & row.words and rng.random() >= scene.kept:
+            row = kinds[kind](rng)
+        rows.append(row)
+    return rows
+
+
+def math_rows(scene: Scene, seed: int) -> list[Example]:
+    """The math expert's rows: English word problems, worked out."""
+    rng = Random(f"{scene.name} math {seed}")
+    return [tasks.word_problem(rng, "en", two_steps=scene.two_steps) for _ in range(scene.math_rows)]
+
+
+def language_rows(scene: Scene, seed: int) -> list[Example]:
+    """The language expert's rows: generic tasks in xx with its full vocabulary, and no word problem."""
+    rng = Random(f"{scene.name} language {seed}")
+    kinds = _kinds(scene)
+    drawn = rng.choices(list(scene.language), list(scene.language.values()), k=scene.language_rows)
+    return [kinds[kind](rng) for kind in drawn]
+
+
+def draw_problems(scene: Scene, part: str, number: int) -> list[Problem]:
+    """`number` different problems of `part` (`development` or `test`), the same for every seed."""
+    rng = Random(f"{scene.name} {part}")
+    found: dict[Problem, None] = {}
+    while len(found) < number:
+        found[draw_problem(rng, part=part, two_steps=scene.two_steps)] = None
+    return list(found)
+
+
+def _kinds(scene: Scene) -> dict[str, _Kind]:
+    kinds: dict[str, _Kind] = {
+        "code-switched": tasks.code_switched,
+        "translation en xx": partial(tasks.translation, source="en", target="xx"),
+        "translation xx en": partial(tasks.translation, source="xx", target="en"),
+    }
+    for language in ("en", "xx"):
+        for name in ("question", "story", "counting", "read off", "more or fewer"):
+            kinds[f"{name} {language}"] = partial(getattr(tasks, name.replace(" ", "_")), language=language)
+        kinds[f"word problem {language}"] = partial(
+            tasks.word_problem, language=language, worked=scene.worked, two_steps=scene.two_steps
+        )
+    return kinds

@@ -1,0 +1,208 @@
+"""One seed of the lab, from base to scores: a base, two experts, their compositions, a development set, a test set.
+
+Experts are trained by `adapterswap.training`, composed by the library's plans and `LiveComposer`: the lab has neither
+training nor composing of its own. Choices (b and u of the swap, the scale λ of the tuned sum) are made on the
+development set; the test set is only ever scored. Knows nothing of other seeds, tables or pictures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapterswap.adapters import open_adapter
+from adapterswap.allocation import BASE
+from adapterswap.composing import layer_swap, soup, task_arithmetic
+from adapterswap.lab.bases import shipped_file, write_base
+from adapterswap.lab.lexicon import LANGUAGES
+from adapterswap.lab.pretraining import NUM_LAYERS
+from adapterswap.lab.scenes import Scene, draw_problems, language_rows, math_rows
+from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.lab.tasks import Example
+from adapterswap.live import LiveComposer, load_experts
+from adapterswap.plan import Plan
+from adapterswap.writing import write_adapter
+
+__all__ = ["METHODS", "SCALES", "ZONES", "SeedResult", "Sizes", "run_seed"]
+
+# In the order of the table; the text is what each one is.
+METHODS = {
+    "base": "the pretrained model",
+    "math expert": "rsLoRA on English word problems",
+    "language expert": "rsLoRA on generic xx tasks",
+    "soup": "½ math + ½ language, in every layer",
+    "sum": "math + language, in every layer",
+    "tuned sum": "λ (math + language), λ from the development set",
+    "layer swap": "bottom b and top u layers from language, the middle from math",
+    "inverse swap": "the same b and u, experts exchanged",
+    "reset": "the same b and u: the outer layers back to the base, the middle from math",
+}
+
+ZONES = tuple((bottom, top) for bottom in range(5) for top in range(3) if 0 < bottom + top < NUM_LAYERS)
+SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
+
+# Ours, found on development sets: small enough for a minute of training, large enough to learn the words.
+_ADAPTER = {"r": 8, "alpha": 16, "rslora": True}
+_TRAINING = {
+    "batch_size": 32, "gradient_accumulation": 1, "learning_rate": 1.5e-3, "schedule": "cosine", "warmup": 0.05,
+    "adam_beta2": 0.99, "max_length": 128, "device": "cpu", "save_every_samples": None, "logging_steps": 50,
+}  # fmt: skip
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many problems are asked."""
+
+    development: int = 500
+    test: int = 1500
+
+
+DEFAULT_SIZES = Sizes()
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """What one seed found.
+
+    Attributes:
+        grid: accuracy on the xx development set by (b, u).
+        scales: accuracy on the xx development set by λ.
+        bottom, top, scale: the best of each on it; the fewest layers, and the largest λ, where several are best.
+        right: method → language → whether each test problem was answered rightly (problems,).
+        unfamiliar: per test problem, how many of its verbs and number words the base hardly knows in xx (problems,).
+        losses: expert → its last training loss.
+    """
+
+    seed: int
+    grid: dict[tuple[int, int], float]
+    scales: dict[float, float]
+    bottom: int
+    top: int
+    scale: float
+    right: dict[str, dict[str, NDArray[np.bool_]]]
+    unfamiliar: NDArray[np.int64]
+    losses: dict[str, float]
+
+
+def run_seed(
+    scene: Scene,
+    seed: int,
+    folder: Path,
+    *,
+    rebuild_base: bool = False,
+    sizes: Sizes = DEFAULT_SIZES,
+    tell: Tell = lambda what, done: None,
+) -> SeedResult:
+    """Train and judge one seed; base, experts, the composed adapter and the training rows stay in `folder`.
+
+    Args:
+        folder: an absent or empty folder, for base/, math/, language/, math+language/, math.jsonl and language.jsonl.
+        rebuild_base: pretrain the base, even if it is shipped.
+        sizes: how many problems are asked.
+        tell: called with what is being done, and with the share of the seed that is done.
+
+    Raises:
+        AdapterswapError: the `train` extra is not installed, or training failed (see `adapterswap.training.train`).
+    """
+    from adapterswap.training.isolation import isolated
+
+    pretrains = rebuild_base or not shipped_file(scene, seed).exists()
+    # What share of a seed's time is over when each part begins.
+    math, language, compositions = (0.7, 0.72, 0.83) if pretrains else (0.0, 0.15, 0.65)
+    folder.mkdir(parents=True, exist_ok=True)
+    tell("base", 0.0)
+    with isolated():
+        write_base(
+            scene, seed, folder / "base", rebuild=pretrains,
+            progress=lambda done, steps: tell("pretraining the base", math * done / steps),
+        )  # fmt: skip
+    tell("math expert", math)
+    losses = {"math": _train(folder, "math", math_rows(scene, seed), seed)}
+    tell("language expert", language)
+    losses["language"] = _train(folder, "language", language_rows(scene, seed), seed)
+    tell("development set", compositions)
+    with isolated():
+        judge = _Judge(folder)
+        asked = Questions(draw_problems(scene, "development", sizes.development), "xx")
+        grid = {zone: judge.accuracy(judge.swap(*zone), asked) for zone in ZONES}
+        scales = {scale: judge.accuracy(judge.sum(scale), asked) for scale in SCALES}
+        bottom, top = max(grid, key=lambda zone: (grid[zone], -sum(zone)))
+        scale = max(scales, key=lambda scale: (scales[scale], scale))
+        tell("test set", (1 + compositions) / 2)
+        plans = judge.plans(bottom, top, scale)
+        problems = draw_problems(scene, "test", sizes.test)
+        tests = {language: Questions(problems, language) for language in LANGUAGES}
+        right = {
+            name: {language: judge.right(plan, questions) for language, questions in tests.items()}
+            for name, plan in plans.items()
+        }
+    write_adapter(judge.swap(bottom, top), folder / "math+language")
+    unfamiliar = np.array([len(problem.key_words & scene.unfamiliar) for problem in problems])
+    return SeedResult(seed, grid, scales, bottom, top, scale, right, unfamiliar, losses)
+
+
+def _train(folder: Path, name: str, rows: Iterable[Example], seed: int) -> float:
+    """Train the expert `name` of the base in `folder`, and give its last training loss."""
+    from adapterswap.training import TrainRecipe, train
+
+    path = folder / f"{name}.jsonl"
+    lines = (json.dumps({"prompt": row.prompt, "completion": row.completion}) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+    recipe = TrainRecipe.model_validate(
+        {
+            "base_model": str(folder / "base"),
+            "adapter": _ADAPTER,
+            "datasets": [{"path": str(path), "prompt": "{prompt}", "completion": " {completion}"}],
+            "training": {**_TRAINING, "seed": seed, "data_seed": seed},
+        }
+    )
+    return train(recipe, out_path=folder / name, progress=False).train_losses[-1][1]
+
+
+class _Judge:
+    """A base with both experts loaded, and the plans and scores of their compositions."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.math, self.language = open_adapter(folder / "math"), open_adapter(folder / "language")
+        model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+        self.model = load_experts(model, self.sum(1.0))
+        self.composer = LiveComposer(self.model)
+
+    def swap(self, bottom: int, top: int) -> Plan:
+        return layer_swap(self.math, self.language, num_layers=NUM_LAYERS, bottom=bottom, top=top)
+
+    def sum(self, scale: float) -> Plan:
+        return task_arithmetic(self.math, self.language, num_layers=NUM_LAYERS, scale=scale)
+
+    def plans(self, bottom: int, top: int, scale: float) -> dict[str, Plan | None]:
+        """Each method's plan; None is the base. An expert alone is a swap that gives the other no layer."""
+        return {
+            "base": None,
+            "math expert": layer_swap(self.math, BASE, num_layers=NUM_LAYERS, bottom=0, top=0),
+            "language expert": layer_swap(self.language, BASE, num_layers=NUM_LAYERS, bottom=0, top=0),
+            "soup": soup(self.math, self.language, num_layers=NUM_LAYERS),
+            "sum": self.sum(1.0),
+            "tuned sum": self.sum(scale),
+            "layer swap": self.swap(bottom, top),
+            "inverse swap": layer_swap(self.language, self.math, num_layers=NUM_LAYERS, bottom=bottom, top=top),
+            "reset": layer_swap(self.math, BASE, num_layers=NUM_LAYERS, bottom=bottom, top=top),
+        }
+
+    def right(self, plan: Plan | None, questions: Questions) -> NDArray[np.bool_]:
+        if plan is None:
+            with self.model.disable_adapter():
+                return exact_match(self.model, questions)
+        with self.composer.use(plan):
+            return exact_match(self.model, questions)
+
+    def accuracy(self, plan: Plan, questions: Questions) -> float:
+        return float(self.right(plan, questions).mean())

@@ -1,0 +1,86 @@
+"""Means, spreads and paired differences over seeds, and over problems.
+
+Numbers in, numbers out. A seed is a base and its experts, so seeds are independent; the problems are the same for all
+of them. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Difference", "Summary", "difference", "summarize", "t_quantile"]
+
+_NORMAL = 1.959964
+_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)  # Student's t for 1…10
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A score over seeds.
+
+    Attributes:
+        values: one per seed.
+        mean: their mean.
+        spread: their standard deviation (n - 1); None for one seed.
+        interval: half of the 95 % t interval of the mean over seeds; None for one seed.
+    """
+
+    values: tuple[float, ...]
+    mean: float
+    spread: float | None
+    interval: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One method's accuracy minus another's, paired.
+
+    Attributes:
+        over_seeds: of the seeds' differences.
+        over_problems: per seed, half of the 95 % interval of the difference over problems (paired, normal).
+        won, lost: seeds in which the difference is above zero, below zero by more than that interval.
+    """
+
+    over_seeds: Summary
+    over_problems: tuple[float, ...]
+    won: int
+    lost: int
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Mean, standard deviation and the t interval t·s/√n."""
+    array = np.asarray(values, float)
+    number = len(array)
+    if number < 2:
+        return Summary(tuple(values), float(array.mean()), None, None)
+    spread = float(array.std(ddof=1))
+    return Summary(tuple(values), float(array.mean()), spread, t_quantile(number - 1) * spread / number**0.5)
+
+
+def t_quantile(freedom: int) -> float:
+    """Student's t at 0.975: a table, and Fisher's expansion about the normal quantile z from 11 degrees of freedom."""
+    if freedom <= len(_T):
+        return _T[freedom - 1]
+    z = _NORMAL
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool_]]) -> Difference:
+    """Compare two methods' answers.
+
+    Args:
+        one, other: per seed, whether each problem was answered rightly (problems,); the same problems in both.
+    """
+    pairs = [a.astype(float) - b.astype(float) for a, b in zip(one, other, strict=True)]
+    means = [float(pair.mean()) for pair in pairs]
+    halves = tuple(_NORMAL * float(pair.std(ddof=1)) / len(pair) ** 0.5 for pair in pairs)
+    return Difference(
+        summarize(means),
+        halves,
+        won=sum(mean > half for mean, half in zip(means, halves, strict=True)),
+        lost=sum(mean < -half for mean, half in zip(means, halves, strict=True)),
+    )

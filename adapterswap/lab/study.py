@@ -1,0 +1,131 @@
+"""The whole lab: seeds side by side in processes of their own, and what they say together.
+
+Each seed runs on one thread, so that its numbers do not depend on how many run at once. Knows nothing of tables,
+pictures or the command line.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.lab.scenes import Scene
+from adapterswap.lab.seed import DEFAULT_SIZES, SeedResult, Sizes, run_seed
+from adapterswap.lab.statistics import Difference, Summary, difference, summarize
+
+__all__ = ["Study", "run_study"]
+
+Tell = Callable[[int, str, float], None]
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Study:
+    """The seeds' results, and the numbers over them. Accuracies are shares of the test problems, 0…1."""
+
+    scene: Scene
+    seeds: tuple[SeedResult, ...]
+
+    def score(self, method: str, language: str) -> Summary:
+        """A method's accuracy over seeds."""
+        return summarize([float(seed.right[method][language].mean()) for seed in self.seeds])
+
+    def against(self, method: str, *, language: str = "xx", than: str = "layer swap") -> Difference:
+        """How much better `than` is than `method`, paired by seed and by problem."""
+        return difference(
+            [seed.right[than][language] for seed in self.seeds], [seed.right[method][language] for seed in self.seeds]
+        )
+
+    def by_unfamiliar(self, method: str) -> dict[str, Summary]:
+        """A method's accuracy in xx on problems with 0, 1, 2 or more unfamiliar words, where there are any."""
+        counts = self.seeds[0].unfamiliar
+        groups = {"0": counts == 0, "1": counts == 1, "2+": counts >= 2}
+        return {
+            label: summarize([float(seed.right[method]["xx"][chosen].mean()) for seed in self.seeds])
+            for label, chosen in groups.items()
+            if chosen.any()
+        }
+
+    def mean_grid(self) -> dict[tuple[int, int], float]:
+        """Accuracy on the development set by (b, u), averaged over seeds."""
+        return {zone: sum(seed.grid[zone] for seed in self.seeds) / len(self.seeds) for zone in self.seeds[0].grid}
+
+
+def run_study(
+    scene: Scene,
+    seeds: int,
+    folder: Path,
+    *,
+    rebuild_base: bool = False,
+    sizes: Sizes = DEFAULT_SIZES,
+    jobs: int | None = None,
+    tell: Tell = lambda seed, what, done: None,
+) -> Study:
+    """Run seeds 0…`seeds`-1, each in `folder`/seed-N.
+
+    Args:
+        rebuild_base: pretrain the bases, even where they are shipped.
+        sizes: how many problems are asked.
+        jobs: seeds at once; by default as many as there are cores.
+        tell: called with a seed, what it is doing, and the share of it that is done.
+
+    Raises:
+        AdapterswapError: see `run_seed`; or a seed's process died.
+    """
+    context = multiprocessing.get_context("spawn")  # a forked torch may hang
+    news: Any = context.Queue()
+    workers = min(seeds, jobs or os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(news,)) as pool:
+        futures = [
+            pool.submit(_run, scene, seed, folder / f"seed-{seed}", rebuild_base, sizes) for seed in range(seeds)
+        ]
+        try:
+            _follow(futures, news, tell)
+            return Study(scene, tuple(future.result() for future in futures))
+        except BrokenProcessPool:
+            raise AdapterswapError("a seed's process was killed", "Free some memory, or give fewer --jobs") from None
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+_news: Any = None  # in a worker process: the queue to the parent
+
+
+def _begin(news: Any) -> None:
+    """Set up a worker process: one thread, and its queue."""
+    global _news
+    import torch
+
+    torch.set_num_threads(1)
+    _news = news
+
+
+def _run(scene: Scene, seed: int, folder: Path, rebuild_base: bool, sizes: Sizes) -> SeedResult:
+    def tell(what: str, done: float) -> None:
+        _news.put((seed, what, done))
+
+    return run_seed(scene, seed, folder, rebuild_base=rebuild_base, sizes=sizes, tell=tell)
+
+
+def _follow(futures: list[Future[SeedResult]], news: Any, tell: Tell) -> None:
+    """Pass on what the workers tell, until all are done or one has failed."""
+    pending = set(futures)
+    while pending and not any(future.done() and future.exception() for future in futures):
+        _, pending = wait(pending, timeout=_POLL_SECONDS)
+        while True:
+            try:
+                tell(*news.get_nowait())
+            except queue.Empty:
+                break
+    for seed, future in enumerate(futures):
+        if future.done() and not future.exception():
+            tell(seed, "done", 1.0)
