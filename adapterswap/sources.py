@@ -130,13 +130,12 @@ def publish(folder: Path, repo: str) -> str:
         AdapterswapError: the id is none, the Hub cannot be reached, or it does not let you.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         api = HfApi()
         api.create_repo(repo, private=True, exist_ok=True)
         return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a composed adapter"))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except Exception as error:  # as in `_download`
         reason = " ".join(str(error).split()).removesuffix(".")[:200]
         raise AdapterswapError(
             f"{folder} was written, and cannot be uploaded to {repo}: {reason}",
