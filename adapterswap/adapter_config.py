@@ -20,7 +20,7 @@ __all__ = ["AdapterConfig", "read_adapter_config", "scale"]
 
 # Keys that do not change what a trained LoRA computes (or do so only where the tensors show it).
 _HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
     "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config",
     "target_modules", "task_type",
@@ -28,7 +28,7 @@ _HARMLESS = {
 
 # Keys read below, one by one.
 _READ = {
-    "alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "modules_to_save", "r",
+    "alpha_pattern", "bias", "ensure_weight_tying", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "modules_to_save", "r",
     "rank_pattern", "use_rslora",
 }  # fmt: skip
 
@@ -69,6 +69,7 @@ class AdapterConfig:
         rank, alpha, rslora: the global values.
         rank_pattern, alpha_pattern: per module, by regex; see `rank_of` and `alpha_of`.
         fan_in_fan_out: the base stores its weights transposed (GPT-2's Conv1D).
+        tied: PEFT applies an embedding's LoRA to the head that is tied to it too (`ensure_weight_tying`).
         task_type: such as CAUSAL_LM, or None.
         modules_to_save: modules trained in full, by the last part of their name.
         sha256: of the file's bytes as they were read, in hexadecimal.
@@ -84,6 +85,7 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     rank_pattern: Patterns[int] = field(default_factory=Patterns)
     alpha_pattern: Patterns[float] = field(default_factory=Patterns)
+    tied: bool = False
     sha256: str = ""
 
     def rank_of(self, module: str) -> int:
@@ -174,6 +176,7 @@ def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) 
         alpha=value("lora_alpha", 8, _is_alpha, _ALPHA),
         rslora=value("use_rslora", False, _is_bool, "true or false"),
         fan_in_fan_out=value("fan_in_fan_out", False, _is_bool, "true or false"),
+        tied=value("ensure_weight_tying", False, _is_bool, "true or false"),
         task_type=value("task_type", None, _is_text, "a task type or null"),
         modules_to_save=tuple(value("modules_to_save", [], _is_texts, "a list of names")),
         rank_pattern=patterns("rank_pattern", _is_rank, f"a mapping whose values are each {_RANK}"),

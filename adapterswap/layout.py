@@ -231,6 +231,7 @@ def _config(plan: Plan, shapes: Mapping[str, _Shape], rank: int, alpha: float, r
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": first.fan_in_fan_out,
+        "ensure_weight_tying": first.tied,
         "init_lora_weights": True,
         "inference_mode": True,
         "layers_to_transform": None,
@@ -317,7 +318,7 @@ def _saved_tensors(module: ModulePlan[FullModule], plan: Plan) -> Iterator[Outpu
         ]
         if needs_base(module):
             assert plan.composition.base_model is not None
-            path, original = find_base_tensor(plan.composition.base_model, f"{module.name}.{parameter}")
+            path, original = find_base_tensor(plan.composition.base_model, f"{module.name}.{parameter}", tensor)
             rest = 1 - math.fsum(term.coefficient for term in module.terms)
             pieces.append(Piece(BASE, path, original, rest))
         dtypes = {piece.tensor.dtype for piece in pieces}

@@ -37,6 +37,11 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
                 f"fan_in_fan_out is {one.fan_in_fan_out} in {first_name}, and {other.fan_in_fan_out} in {name}",
                 "Compose experts that store their base's weights the same way round",
             )
+        if one.tied != other.tied:
+            problems.add(
+                f"ensure_weight_tying is {one.tied} in {first_name}, and {other.tied} in {name}",
+                "Compose experts that treat the base's tied embeddings alike",
+            )
         if one.task_type != other.task_type:
             problems.add(
                 f"task_type is {one.task_type} in {first_name}, and {other.task_type} in {name}",

@@ -1,0 +1,228 @@
+"""What an adapter can hold: other families, towers, experts inside layers, tied embeddings; and hot swaps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import load_base, logits, merged_weights
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
+from safetensors.torch import save_file
+from test_equivalence import algorithm_1
+
+import adapterswap
+from adapterswap import AdapterswapError
+from adapterswap.layers import kind_of, layer_container, layer_of
+
+ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
+NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
+
+MORE_FAMILIES: dict[str, tuple[Any, list[str]]] = {
+    "falcon": (
+        transformers.FalconConfig(
+            vocab_size=96, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, new_decoder_architecture=True,
+            num_kv_heads=2, **NO_TOKENS,
+        ),
+        ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    ),
+    "gemma": (
+        transformers.GemmaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+            num_key_value_heads=1, head_dim=8, **NO_TOKENS,
+        ),
+        ["q_proj", "o_proj", "down_proj"],
+    ),
+    "cohere": (
+        transformers.CohereConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+            **NO_TOKENS, pad_token_id=0,
+        ),
+        ["q_proj", "v_proj", "gate_proj"],
+    ),
+    "bloom": (
+        transformers.BloomConfig(vocab_size=96, hidden_size=32, n_layer=6, n_head=4, **NO_TOKENS),
+        ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    ),
+    "opt": (
+        transformers.OPTConfig(
+            vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=6, num_attention_heads=4,
+            max_position_embeddings=64, word_embed_proj_dim=32, **NO_TOKENS, pad_token_id=0,
+        ),
+        ["q_proj", "v_proj", "fc1", "fc2"],
+    ),
+}  # fmt: skip
+
+
+def random_expert(base: Path, out: Path, *, seed: int, **options: Any) -> Path:
+    model = get_peft_model(load_base(base), LoraConfig(task_type="CAUSAL_LM", use_rslora=True, **options))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers` to `True`")  # PEFT tells of what it does
+        model.save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_more_families(family: str, tmp_path: Path) -> None:
+    config, targets = MORE_FAMILIES[family]
+    torch.manual_seed(0)
+    base = tmp_path / "base"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    folders = [
+        random_expert(base, tmp_path / name, seed=seed, r=rank, lora_alpha=6, target_modules=targets)
+        for name, seed, rank in (("math", 1, 4), ("swahili", 2, 3))
+    ]
+    reference = load_base(base)
+    reference.load_state_dict(algorithm_1(*(merged_weights(base, folder) for folder in folders), **ZONES))
+    plan = adapterswap.layer_swap(*folders, **ZONES)
+    for layout in ("exact", "portable"):
+        out = adapterswap.write_adapter(plan, tmp_path / layout, layout=layout)
+        model = PeftModel.from_pretrained(load_base(base), out)
+        torch.testing.assert_close(logits(model), logits(reference), rtol=0, atol=1e-5)
+    kinds = {module.kind for module in plan}
+    assert kinds == {"attention", "mlp"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_as_peft_saves_them(tied: bool, tmp_path: Path) -> None:
+    """PEFT writes a copy of the base's embedding beside its LoRA; the composition carries it along."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    base = tmp_path / "base"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    targets = ["embed_tokens", "q_proj"] if tied else ["embed_tokens", "lm_head", "q_proj"]
+    folders = [
+        random_expert(base, tmp_path / name, seed=seed, r=4, target_modules=targets, ensure_weight_tying=tied)
+        for seed, name in enumerate(("math", "swahili"))
+    ]
+    assert any(".base_layer." in name for name in adapterswap.open_adapter(folders[0]).file.tensors)
+    experts = [PeftModel.from_pretrained(load_base(base), folder) for folder in folders]
+
+    def delta(model: torch.nn.Module, name: str) -> torch.Tensor:
+        return model.get_submodule(f"base_model.model.{name}").get_delta_weight("default")
+
+    out = adapterswap.write_adapter(adapterswap.layer_swap(*folders, **ZONES), tmp_path / "out")
+    model = PeftModel.from_pretrained(load_base(base), out)
+    expected = sum(delta(expert, "model.embed_tokens") for expert in experts) / 2
+    torch.testing.assert_close(delta(model, "model.embed_tokens"), expected, rtol=0, atol=1e-6)
+    assert torch.equal(
+        model.get_submodule("base_model.model.model.embed_tokens").base_layer.weight,
+        load_base(base).get_input_embeddings().weight,
+    )
+
+
+def test_a_multimodal_models_language_layers(tmp_path: Path) -> None:
+    """A vision tower has layers of its own: they are no layers here, and are averaged like embeddings."""
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+        ),
+        text_config=transformers.LlamaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+            num_key_value_heads=2,
+        ),
+        image_token_index=95,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = tmp_path / "base"
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(base)
+    folders = []
+    for seed, name in enumerate(("math", "swahili")):
+        model = transformers.LlavaForConditionalGeneration.from_pretrained(base)
+        peft_model = get_peft_model(model, LoraConfig(r=4, use_rslora=True, target_modules=["q_proj", "v_proj"]))
+        generator = torch.Generator().manual_seed(seed)
+        for key, parameter in peft_model.named_parameters():
+            if "lora_" in key:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+        peft_model.save_pretrained(tmp_path / name)
+        folders.append(tmp_path / name)
+    plan = adapterswap.layer_swap(*folders, bottom=2, top=1)
+    assert plan.num_layers == 6
+    for name, module in plan.modules.items():
+        tower = ".vision_tower." in name
+        assert (module.layer is None) == tower
+        assert (module.owner is None) == tower
+    assert {module.layer for module in plan} == {None, *range(6)}
+    out = adapterswap.write_adapter(plan, tmp_path / "out")
+    PeftModel.from_pretrained(transformers.LlavaForConditionalGeneration.from_pretrained(base), out)
+
+
+def test_experts_inside_layers_are_of_that_layer(tmp_path: Path) -> None:
+    """A mixture of experts whose experts are modules: the first number is the layer, the second the expert."""
+    folders = []
+    for seed, name in enumerate(("math", "swahili")):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for layer in range(4):
+            for expert in range(3):
+                key = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.w1"
+                tensors[f"{key}.lora_A.weight"] = torch.randn(2, 8, generator=generator)
+                tensors[f"{key}.lora_B.weight"] = torch.randn(8, 2, generator=generator)
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "adapter_model.safetensors")
+        (tmp_path / name / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+        folders.append(tmp_path / name)
+    plan = adapterswap.layer_swap(*folders, num_layers=4, bottom=1, top=1, base_model="declared")
+    owners = {(m.layer, m.kind, m.owner) for m in plan}
+    assert owners == {(layer, "mlp", "swahili" if layer in (0, 3) else "math") for layer in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "kind"),
+    [
+        ("model.layers.7.self_attn.q_proj", 7, "attention"),
+        ("model.layers.7.mlp.experts.3.down_proj", 7, "mlp"),
+        ("layers.2.mlp.up_proj", 2, "mlp"),
+        ("transformer.h.11.attn.c_attn", 11, "attention"),
+        ("transformer.h.0.self_attention.query_key_value", 0, "attention"),
+        ("gpt_neox.layers.5.attention.dense", 5, "attention"),
+        ("transformer.blocks.3.ffn.up_proj", 3, "mlp"),
+        ("model.decoder.layers.1.fc1", 1, "mlp"),
+        ("backbone.layers.4.mixer.in_proj", 4, "attention"),
+        ("lm_head", None, "other"),
+        ("model.embed_tokens", None, "other"),
+    ],
+)
+def test_names_tell_layer_and_kind(name: str, layer: int | None, kind: str) -> None:
+    container = layer_container([name])
+    assert (layer_of(name, container), kind_of(name)) == (layer, kind)
+
+
+def test_several_lists_of_layers_are_refused() -> None:
+    with pytest.raises(AdapterswapError, match=r"several lists of layers: decoder\.block, encoder\.block"):
+        layer_container(["encoder.block.0.layer.0.q", "decoder.block.0.layer.0.q"])
+    names = ["vision.layers.0.x", "model.language_model.layers.0.x"]
+    assert layer_container(names) == "model.language_model.layers"
+
+
+def test_portable_adapters_are_hot_swapped_without_recompiling(
+    base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    """PEFT's `hotswap_adapter` ignores rank and alpha patterns: right for the portable layout, which has none."""
+    folders = [expert(seed=1, r=4), expert(seed=2, r=6, lora_alpha=5)]
+    plans = [
+        adapterswap.layer_swap(*folders, bottom=2, top=1, bottom_transition=1),
+        adapterswap.soup(*folders, task_weight=0.2, language_weight=0.8),
+    ]
+    outs = [adapterswap.write_adapter(plan, tmp_path / str(i), layout="portable") for i, plan in enumerate(plans)]
+    expected = [logits(PeftModel.from_pretrained(load_base(base("llama")), out)) for out in outs]
+    model = PeftModel.from_pretrained(load_base(base("llama")), outs[0])
+    prepare_model_for_compiled_hotswap(model, target_rank=10)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled), expected[0], rtol=0, atol=1e-5)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for turn in (1, 0, 1):
+            hotswap_adapter(model, outs[turn], adapter_name="default", torch_device="cpu")
+            torch.testing.assert_close(logits(compiled), expected[turn], rtol=0, atol=1e-5)
