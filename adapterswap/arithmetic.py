@@ -151,6 +151,17 @@ def factor_reader(plan: Plan) -> Iterator[FactorReader]:
 
 
 def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
-    """A module's factors from the open file `file`, in float32, with the scale in B."""
-    b = read_numbers(expert, file, module.b) * np.float32(module.scale)
+    """A module's factors from the open file `file`, in float32, with the scale in B.
+
+    Raises:
+        AdapterswapError: see `read_numbers`; or B overflows float32 when it is scaled.
+    """
+    with np.errstate(over="ignore"):
+        b = read_numbers(expert, file, module.b) * np.float32(module.scale)
+    if not np.isfinite(b).all():
+        raise too_large(module.name)
     return Factors(read_numbers(expert, file, module.a), b)
+
+
+def too_large(module: str) -> AdapterswapError:
+    return AdapterswapError(f"the numbers of {module} overflow float32", "No training gives such: check the experts")

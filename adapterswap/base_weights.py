@@ -17,18 +17,26 @@ __all__ = ["find_base_tensor"]
 _INDEX = "model.safetensors.index.json"
 
 
-def find_base_tensor(base_model: str, key: str) -> tuple[Path, Tensor]:
-    """The file and the place of the base's tensor `key`.
+def find_base_tensor(base_model: str, key: str, like: Tensor) -> tuple[Path, Tensor]:
+    """The file and the place of the base's tensor `key`, which must have the shape of `like`.
 
     Raises:
-        AdapterswapError: the base cannot be had, has no safetensors files, or no such tensor.
+        AdapterswapError: the base cannot be had, has no safetensors files, or no such tensor of that shape in floating
+            point numbers.
     """
     files = ["config.json", "*.safetensors", _INDEX]
     folder = find_source(base_model, files, what="base model").folder
     shards = _shards(folder)
     for shard in shards:
-        if key in shard.tensors:
-            return shard.path, shard.tensors[key]
+        found = shard.tensors.get(key)
+        if found is not None and found.shape == like.shape and found.dtype in ("F32", "F16", "BF16"):
+            return shard.path, found
+        if found is not None:
+            raise AdapterswapError(
+                f"{key} is {found.dtype} {list(found.shape)} in the base {base_model}, and {like.dtype} "
+                f"{list(like.shape)} in an expert",
+                "Give the base that the experts adapt, in floating point numbers",
+            )
     raise AdapterswapError(f"the base {base_model} has no tensor {key}", "Give the base that the experts adapt")
 
 

@@ -30,7 +30,7 @@ class Problem:
     mend: str
 
     def __str__(self) -> str:
-        what = self.what if len(self.what) <= _LENGTH else f"{self.what[:_LENGTH]}…"
+        what = self.what if len(self.what) <= _LENGTH else f"{self.what[: _LENGTH // 2]}…{self.what[-_LENGTH // 2 :]}"
         return printable(f"{what.rstrip('.')}. {self.mend.rstrip('.')}.")
 
 
@@ -39,10 +39,14 @@ class AdapterswapError(Exception):
 
     Attributes:
         problems: one or more `Problem`s, in the order in which they were found.
+        untold: how many more there were; the last problem says so.
     """
 
-    def __init__(self, what: str | Iterable[Problem], mend: str = "") -> None:
+    def __init__(self, what: str | Iterable[Problem], mend: str = "", *, untold: int = 0) -> None:
         self.problems: tuple[Problem, ...] = (Problem(what, mend),) if isinstance(what, str) else tuple(what)
+        self.untold = untold
+        if untold:
+            self.problems += (Problem(f"{untold} more problems were found", "Mend these first"),)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
@@ -75,13 +79,13 @@ class Problems:
         try:
             yield
         except AdapterswapError as error:
-            for problem in error.problems:
+            for problem in error.problems[: -1 if error.untold else None]:
                 self._keep(problem)
+            self._untold += error.untold
 
     def as_error(self) -> AdapterswapError:
         """One error with all of them."""
-        untold = [Problem(f"{self._untold} more problems were found", "Mend these first")] if self._untold else []
-        return AdapterswapError([*self._found, *untold])
+        return AdapterswapError(self._found, untold=self._untold)
 
     def raise_if_any(self) -> None:
         if self._found:

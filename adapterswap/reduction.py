@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.adapters import LoraModule
-from adapterswap.arithmetic import FactorReader, factor_reader, finite_bytes
+from adapterswap.arithmetic import FactorReader, factor_reader, finite_bytes, too_large
 from adapterswap.errors import AdapterswapError
 from adapterswap.layout import Form, OutputTensor, Reduced, blend_scale, total_rank, uses_rslora, written_scale
 from adapterswap.lowrank import Factors, Truncated, concatenate, truncate
@@ -62,7 +62,11 @@ def reduce(
     reduced = {}
     with factor_reader(plan) as read:
         for module in wanted:
-            result = _truncated(module, resolved, form, read)
+            try:
+                with np.errstate(all="ignore"):  # what overflows is told of below, and by `finite_bytes`
+                    result = _truncated(module, resolved, form, read)
+            except (np.linalg.LinAlgError, RuntimeError):  # numpy's and torch's SVD, given infinite numbers
+                raise too_large(module.name) from None
             reduced[module.name] = _as_tensors(module, result, plan, form)
             progress(module.name)
     return reduced

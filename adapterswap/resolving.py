@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.adapters import LoraModule
-from adapterswap.arithmetic import FactorReader, factor_reader
+from adapterswap.arithmetic import FactorReader, factor_reader, too_large
 from adapterswap.lowrank import inner, row_magnitudes
 from adapterswap.modules import ModulePlan
 from adapterswap.plan import Plan
@@ -50,7 +50,7 @@ def resolve(plan: Plan) -> Resolved:
     """Read what the plan leaves open; a plan that leaves nothing open costs nothing.
 
     Raises:
-        AdapterswapError: a tensor that is read holds NaN or infinity.
+        AdapterswapError: a tensor that is read holds NaN or infinity, or a product of two overflows.
     """
     by_magnitude = any(module.rule.weights for module in plan)
     by_angle = any(module.rule.method == "slerp" for module in plan)
@@ -72,7 +72,10 @@ def _magnitude(read: FactorReader, expert: str, plan: Plan) -> float:
     """The mean over all rows of all ΔW of the rows' mean absolute values (Bandarkar et al. 2025)."""
     total, rows = 0.0, 0
     for module in plan.experts[expert].modules.values():
-        means = row_magnitudes(read(expert, module))
+        with np.errstate(all="ignore"):
+            means = row_magnitudes(read(expert, module))
+        if not np.isfinite(means).all():
+            raise too_large(module.name)
         total, rows = total + float(means.sum()), rows + means.size
     return total / rows
 
