@@ -1,0 +1,342 @@
+"""Output folders that are whole or absent: where they may be, full and closed disks, two writers at the same time."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from crafting import adapter, snapshot, tensors
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.folders import atomic_folder, check_target
+
+FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"}
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> tuple[Path, Path]:
+    return adapter(tmp_path / "in" / "math"), adapter(tmp_path / "in" / "swahili", tensors(seed=1))
+
+
+def arguments(experts: tuple[Path, Path], out: Path | str, *options: str) -> list[str]:
+    zones = ["--num-layers", "4", "--bottom", "1", "--top", "1", "--bottom-transition", "1"]
+    return ["compose", "-t", str(experts[0]), "-l", str(experts[1]), "-o", str(out), *zones, *options]
+
+
+def fill(folder: Path, text: str = "new") -> None:
+    (folder / "file").write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b" / "out"
+    with atomic_folder(target) as folder:
+        fill(folder)
+        assert folder.parent == target.parent
+        assert not target.exists()
+    assert (target / "file").read_text() == "new"
+    assert names(target.parent) == ["out"]
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(target.parent.stat().st_mode)
+
+
+def write(target: Path, meanwhile: Callable[[], object] = lambda: None, **options: bool) -> None:
+    with atomic_folder(target, **options) as folder:
+        fill(folder)
+        meanwhile()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
+def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
+    """Not even the parents that were made; but those that hold something of others stay."""
+    told = AdapterswapError if error is OSError else error
+
+    def fail() -> None:
+        raise error
+
+    def fail_later() -> None:
+        (tmp_path / "a" / "other").mkdir()
+        raise error
+
+    with pytest.raises(told):
+        write(tmp_path / "a" / "b" / "out", fail)
+    assert names(tmp_path) == []
+    with pytest.raises(told):
+        write(tmp_path / "a" / "b" / "out", fail_later)
+    assert names(tmp_path / "a") == ["other"]
+
+
+def test_overwriting_keeps_the_old_until_the_new_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    fill(target, "old")
+    (target / "more").touch()
+
+    def fail() -> None:
+        assert (target / "file").read_text() == "old"
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write(target, fail, overwrite=True)
+    assert names(target) == ["file", "more"]
+    write(target, overwrite=True)
+    assert names(target) == ["file"]
+    assert (target / "file").read_text() == "new"
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_symlink_stays_and_its_folder_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    fill(tmp_path / "disk", "old")
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    with pytest.raises(AdapterswapError, match="exists"), atomic_folder(tmp_path / "out"):
+        pass
+    with atomic_folder(tmp_path / "out", overwrite=True) as folder:
+        fill(folder)
+    assert (tmp_path / "out").readlink() == tmp_path / "disk"
+    assert (tmp_path / "disk" / "file").read_text() == "new"
+    assert names(tmp_path) == ["disk", "out"]
+
+
+def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    def appear() -> None:
+        (tmp_path / "out").mkdir()
+        fill(tmp_path / "out", "another's")
+
+    with pytest.raises(AdapterswapError, match="appeared while it was being written"):
+        write(tmp_path / "out", appear)
+    assert (tmp_path / "out" / "file").read_text() == "another's"
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_writer_is_kept_out(overwrite: bool, tmp_path: Path) -> None:
+    def second() -> None:
+        with pytest.raises(AdapterswapError, match="is being written by another process"):
+            write(tmp_path / "out", overwrite=overwrite)
+        write(tmp_path / "other")  # another target beside it is no matter
+
+    write(tmp_path / "out", second)
+    assert names(tmp_path) == ["other", "out"]
+
+
+def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
+    """Names of targets are not patterns, and the remains of `out.b` are not those of `out`."""
+    mine = [".o[u]t.0123456789ab.tmp", ".o[u]t.0123456789ab.old.tmp"]
+    others = [".out.0123456789ab.tmp", ".o[u]t.b.0123456789ab.tmp", ".o[u]t.tmp", ".o[u]t.0123456789ab.tmp.txt"]
+    for name in mine + others:
+        (tmp_path / name).mkdir()
+        fill(tmp_path / name, name)
+    with pytest.raises(AdapterswapError, match="exists"), atomic_folder(tmp_path / "o[u]t"):
+        pass
+    assert (tmp_path / "o[u]t" / "file").read_text() == mine[1]  # the only copy of what had been there
+    with atomic_folder(tmp_path / "o[u]t", overwrite=True) as folder:
+        fill(folder)
+    assert names(tmp_path) == sorted(["o[u]t", *others])
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (".", "the folder that you are in"),
+        ("..", "the folder that you are in"),
+        ("/", "the folder that you are in"),
+        ("~", "the folder that you are in"),
+        ("in/math", "overlaps the input"),
+        ("in/math/deeper/out", "overlaps the input"),
+        ("in", "overlaps the input"),
+        ("link/out", "overlaps the input"),
+        ("in/math/../math/out", "overlaps the input"),
+        ("file", "is a file, and the output is a folder"),
+        ("file/out", "Give a path whose parents are folders"),
+        ("loop/out", "Give a path whose parents are folders"),
+        ("x" * 250, "file name too long. Give a shorter name"),
+        ("a\0b", "a zero byte"),
+        ("/sys/out", "Give a path that you may write to"),
+        ("/dev/null", "is a file"),
+    ],
+)
+def test_places_where_no_output_may_be(
+    target: str, told: str, experts: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "link").symlink_to(experts[1])
+    (tmp_path / "loop").symlink_to("loop")
+    fill(tmp_path)
+    before = snapshot(tmp_path)
+    out = target.replace("~", str(home))
+    for options in (["--overwrite"], ["--overwrite", "--dry-run"]):
+        result = run(*arguments(experts, out, *options))
+        if "--dry-run" in options and result.exit_code == 0:
+            continue  # what only writing can find out
+        assert result.exit_code == 1
+        assert told in result.stderr
+        assert result.stdout == ""
+        assert len(result.stderr.splitlines()) == 1
+        assert snapshot(tmp_path) == before
+
+
+def test_an_output_that_exists(experts: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path) -> None:
+    for make in (lambda path: path.mkdir(), lambda path: path.touch(), lambda path: path.symlink_to("nowhere")):
+        make(tmp_path / "out")
+        before = snapshot(tmp_path)
+        for options in ([], ["--dry-run"]):
+            result = run(*arguments(experts, tmp_path / "out", *options))
+            assert result.exit_code == 1
+            told = f"Error: {tmp_path / 'out'} exists, and is not replaced unasked. Give another path, or --overwrite."
+            assert result.stderr == f"{told}\n"
+            assert snapshot(tmp_path) == before
+        (tmp_path / "out").unlink() if not (tmp_path / "out").is_dir() else (tmp_path / "out").rmdir()
+
+
+@pytest.fixture
+def another_user() -> Iterator[Path]:
+    """A folder that everyone may read and nobody but its owner may write to; the test goes on as somebody else."""
+    folder = Path(tempfile.mkdtemp())
+    user = os.geteuid()
+    try:
+        if user == 0:
+            folder.chmod(0o755)
+            adapter(folder / "math")
+            adapter(folder / "swahili", tensors(seed=1))
+            os.seteuid(65534)
+        else:
+            adapter(folder / "math")
+            adapter(folder / "swahili", tensors(seed=1))
+            folder.chmod(0o555)
+        yield folder
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
+        shutil.rmtree(folder)
+
+
+def test_a_folder_without_permission(another_user: Path, run: Callable[..., Result]) -> None:
+    before = names(another_user)
+    pair = another_user / "math", another_user / "swahili"
+    for out in ("out", "a/b/out"):
+        result = run(*arguments(pair, another_user / out))
+        assert result.exit_code == 1
+        assert "cannot be written: permission denied" in result.stderr
+        assert "Give a path that you may write to." in result.stderr
+    assert names(another_user) == before
+
+
+def test_a_source_without_permission(another_user: Path, run: Callable[..., Result]) -> None:
+    user = os.geteuid()
+    os.seteuid(os.getuid())
+    (another_user / "math" / "adapter_config.json").chmod(0)
+    (another_user / "swahili").chmod(0)
+    os.seteuid(user)
+    told = run(*arguments((another_user / "math", another_user / "swahili"), another_user / "out")).stderr
+    assert "math/adapter_config.json cannot be read: Permission denied" in told
+    assert "swahili has no adapter_model.safetensors" in told
+    os.seteuid(os.getuid())
+    (another_user / "swahili").chmod(0o755)
+
+
+def test_files_larger_than_allowed(experts: tuple[Path, Path], tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stops a write in its middle, as a full disk does: in the weights, the configs, or the card."""
+    done = subprocess.run(
+        [sys.executable, "-m", "adapterswap", *arguments(experts, tmp_path / "whole")], check=True, capture_output=True
+    )
+    assert done.returncode == 0
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").iterdir()}
+    before = snapshot(tmp_path)
+    for limit in sorted({100, *(size - 1 for size in sizes.values())})[:-1]:
+        done = subprocess.run(
+            [sys.executable, "-m", "adapterswap", *arguments(experts, tmp_path / "new" / "out")],
+            capture_output=True, text=True,
+            preexec_fn=lambda size=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert "cannot be written: file too large. Free some space" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert snapshot(tmp_path) == before
+
+
+MOUNTED = """
+set -e
+mount -t tmpfs -o "$1" tmpfs "$2"
+shift
+out="$1"; shift
+set +e
+"$@" >"$out.stdout" 2>"$out.stderr"
+echo $? >"$out.code"
+ls -A "$out" >"$out.left"
+"""
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Callable[..., tuple[int, str, str, list[str]]]:
+    """Run the command line with a tmpfs of the given kind at tmp_path/disk: its exit code, stdout, stderr, and what is
+    left on the disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def call(options: str, *command: str) -> tuple[int, str, str, list[str]]:
+        base = ["unshare", "-rm", "sh", "-c", MOUNTED, "sh", options, str(disk)]
+        if shutil.which("unshare") is None or subprocess.run([*base, "true"], capture_output=True).returncode:
+            pytest.skip("no right to mount a small disk here")
+        subprocess.run([*base, sys.executable, "-m", "adapterswap", *command], check=True)
+        code, out, err, left = (Path(f"{disk}.{end}").read_text() for end in ("code", "stdout", "stderr", "left"))
+        return int(code), out, err, left.split()
+
+    return call
+
+
+@pytest.mark.parametrize("options", ["size=4k", "size=8k", "size=12k", "size=1m,nr_inodes=3"])
+def test_a_full_disk(
+    options: str, experts: tuple[Path, Path], mounted: Callable[..., tuple[int, str, str, list[str]]], tmp_path: Path
+) -> None:
+    code, out, err, left = mounted(options, *arguments(experts, tmp_path / "disk" / "out"))
+    assert (code, out, left) == (1, "", [])
+    assert "cannot be written: no space left on device. Free some space, or give a path on another disk" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_disk_that_is_just_large_enough(
+    experts: tuple[Path, Path], mounted: Callable[..., tuple[int, str, str, list[str]]], tmp_path: Path
+) -> None:
+    code, _, _, left = mounted("size=1m", *arguments(experts, tmp_path / "disk" / "out"))
+    assert (code, left) == (0, ["out"])
+
+
+def test_a_disk_that_is_read_only(
+    experts: tuple[Path, Path], mounted: Callable[..., tuple[int, str, str, list[str]]], tmp_path: Path
+) -> None:
+    code, out, err, left = mounted("size=1m,ro", *arguments(experts, tmp_path / "disk" / "out"))
+    assert (code, out, left) == (1, "", [])
+    assert "cannot be written: read-only file system. Give a path that you may write to." in err
+
+
+def test_a_mount_point_is_not_replaced(
+    experts: tuple[Path, Path], mounted: Callable[..., tuple[int, str, str, list[str]]], tmp_path: Path
+) -> None:
+    code, _, err, left = mounted("size=1m", *arguments(experts, tmp_path / "disk", "--overwrite"))
+    assert (code, left) == (1, [])
+    assert "cannot be written: device or resource busy. Give the path of a folder in it." in err
+
+
+def test_a_dry_run_refuses_what_writing_would(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AdapterswapError, match="exists"):
+        check_target(tmp_path / "out", overwrite=False)
+    check_target(tmp_path / "out", overwrite=True)
+    assert names(tmp_path) == ["out"]
