@@ -1,0 +1,198 @@
+"""Run the command line in a child process that dies, or that has rivals. Started by test_kill as a program of its own,
+so that it may fork: the library is imported once, and each child costs a few milliseconds.
+
+Usage: crashing.py every|random|rivals '{"folder": …, "arguments": […], …}'; prints JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# What touches the file system, as Python's audit events name it.
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
+
+
+def compose(arguments: list[str]) -> int:
+    from adapterswap.cli import main
+
+    try:
+        main(arguments, standalone_mode=True)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+def forked(work: Callable[[], int]) -> int:
+    """Start `work` in a child whose output goes nowhere; return its process id."""
+    child = os.fork()
+    if child == 0:
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        os._exit(work())
+    return child
+
+
+def result(child: int) -> int:
+    """The exit code, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def content(folder: Path) -> dict[str, str] | None:
+    """What a reader finds at `folder`; None if there is nothing."""
+    if not folder.exists():
+        return None
+    return {path.name: path.read_bytes().hex() for path in sorted(folder.iterdir())}
+
+
+def dies_at(count: int, folder: str, arguments: list[str]) -> int:
+    """Compose, and be killed just before the `count`-th time that something in `folder` is touched."""
+    left = count
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in EVENTS and args and isinstance(args[0], str | Path) and str(args[0]).startswith(folder):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return compose(arguments)
+
+
+def judge(out: Path, old: Any, new: Any) -> str:
+    found = content(out)
+    return "absent" if found is None else "old" if found == old else "new" if found == new else "BROKEN"
+
+
+def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool) -> dict[str, Any]:
+    """Be killed at every step; after each, look at the target, and compose again."""
+    out = folder / "out"
+    assert result(forked(lambda: compose(first))) == 0
+    old = content(out)
+    assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
+    new = content(out)
+    assert old != new
+    states: list[str] = []
+    recovered: list[str] = []
+    left: set[str] = set()
+    for count in range(1, 1000):
+        remove(out)
+        if overwrite:
+            assert result(forked(lambda: compose(first))) == 0
+        options = [*arguments, "--overwrite"] if overwrite else arguments
+        code = result(forked(lambda count=count, options=options: dies_at(count, f"{folder}/", options)))
+        states.append(judge(out, old, new))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, code
+        again = result(forked(lambda: compose([*arguments, "--dry-run"])))  # a reader, who changes nothing
+        assert again == (0 if states[-1] == "absent" else 1)
+        # Without --overwrite first: it must not replace anything, but puts back what was set aside.
+        result(forked(lambda: compose(arguments)))
+        recovered.append(judge(out, old, new))
+        assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
+        assert content(out) == new
+        left |= {path.name for path in folder.iterdir()} - {"out"}
+    return {"kills": len(states) - 1, "states": states, "recovered": recovered, "left": sorted(left)}
+
+
+def at_random(folder: Path, first: list[str], arguments: list[str], kills: int, seed: int) -> dict[str, Any]:
+    """Be killed by another process at a random moment, once writing has begun."""
+    chance = random.Random(seed)
+    out = folder / "out"
+    assert result(forked(lambda: compose(first))) == 0
+    old = content(out)
+    start = time.perf_counter()
+    assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
+    lasts = time.perf_counter() - start
+    new = content(out)
+    states: list[str] = []
+    while len([state for state in states if state != "finished"]) < kills:
+        remove(out)
+        if overwrite := chance.random() < 0.5:
+            assert result(forked(lambda: compose(first))) == 0
+        options = [*arguments, "--overwrite"] if overwrite else arguments
+        child = forked(lambda options=options: compose(options))
+        time.sleep(chance.random() * lasts)
+        os.kill(child, signal.SIGKILL)
+        code = result(child)
+        states.append(judge(out, old, new) if code == -signal.SIGKILL else "finished")
+        assert states[-1] in ("absent", "old", "new", "finished")
+    assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
+    return {"states": states, "left": sorted({path.name for path in folder.iterdir()} - {"out"})}
+
+
+def rivals(folder: Path, first: list[str], arguments: list[str], rounds: int, overwrite: bool) -> dict[str, Any]:
+    """Two composes to one target at once: different results, so that a mixture would show."""
+    out = folder / "out"
+    wholes = []
+    for options in (first, arguments):
+        assert result(forked(lambda options=options: compose([*options, "--overwrite"]))) == 0
+        wholes.append(content(out))
+    outcomes: list[list[int]] = []
+    broken = 0
+    pair = [[*options, "--overwrite"] if overwrite else options for options in (first, arguments)]
+    for _ in range(rounds):
+        remove(out)
+        children = [forked(lambda options=options: compose(options)) for options in pair]
+        outcomes.append([result(child) for child in children])
+        broken += content(out) not in wholes
+    return {
+        "outcomes": outcomes,
+        "broken": broken,
+        "left": sorted({path.name for path in folder.iterdir()} - {"out"}),
+    }
+
+
+def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
+    """Many writers to one target, again and again: never two of them inside at once."""
+    from adapterswap.errors import AdapterswapError
+    from adapterswap.folders import atomic_folder
+
+    inside = folder.parent / "inside"
+
+    def work() -> int:
+        wrote = 0
+        for _ in range(rounds):
+            with contextlib.suppress(AdapterswapError), atomic_folder(folder / "out", overwrite=True) as building:
+                try:
+                    os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    return 255
+                (building / "file").write_text(str(os.getpid()))
+                inside.unlink()
+                wrote = 1
+        return wrote
+
+    codes = [result(child) for child in [forked(work) for _ in range(writers)]]
+    return {"codes": codes, "left": sorted(path.name for path in folder.iterdir())}
+
+
+def remove(folder: Path) -> None:
+    for path in [*folder.iterdir()] if folder.exists() else []:
+        path.unlink()
+    if folder.exists():
+        folder.rmdir()
+
+
+if __name__ == "__main__":
+    what, settings = sys.argv[1], json.loads(sys.argv[2])
+    settings["folder"] = Path(settings["folder"])
+    if "arguments" in settings:  # import everything once, in the parent
+        assert compose([*settings["arguments"], "--dry-run"]) == 0
+        import filelock  # noqa: F401
+    modes: dict[str, Callable[..., dict[str, Any]]] = {
+        "every": every, "random": at_random, "rivals": rivals, "exclusive": exclusive
+    }  # fmt: skip
+    sys.stdout = sys.__stdout__
+    print(json.dumps(modes[what](**settings)), flush=True)

@@ -1,0 +1,119 @@
+"""Killed at any moment, the target is absent, old or complete; two writers to one target never mix."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crafting import adapter, snapshot, tensors
+
+Crashing = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def crashing(tmp_path: Path) -> Crashing:
+    """Run a mode of tests/crashing.py with two experts and a folder for outputs."""
+    experts = [str(adapter(tmp_path / name, tensors(seed=seed))) for seed, name in enumerate(("math", "swahili"))]
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+
+    def command(*zones: object) -> list[str]:
+        base = ["compose", "-t", experts[0], "-l", experts[1], "-o", str(folder / "out"), "--num-layers", "4"]
+        return [*base, "--bottom", "1", "--top", "1", *map(str, zones)]
+
+    def call(mode: str, *, composes: bool = True, **settings: Any) -> dict[str, Any]:
+        if composes:
+            settings |= {"first": command(), "arguments": command("--bottom-transition", 1)}
+        program = [sys.executable, str(Path(__file__).with_name("crashing.py"))]
+        settings["folder"] = str(folder)
+        done = subprocess.run([*program, mode, json.dumps(settings)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    return call
+
+
+def test_killed_at_every_step_of_a_first_write(crashing: Crashing) -> None:
+    found = crashing("every", overwrite=False)
+    assert found["kills"] >= 8
+    assert set(found["states"][:-1]) == {"absent", "new"}  # new: killed after the rename, before the lock was removed
+    assert found["states"][-1] == "new"
+    assert set(found["recovered"]) == {"new"}
+    assert found["left"] == []
+
+
+def test_killed_at_every_step_of_a_replacement(crashing: Crashing) -> None:
+    """Between its two renames the target is absent for a moment; the next run puts the old one back."""
+    found = crashing("every", overwrite=True)
+    assert found["kills"] >= 12
+    assert set(found["states"]) == {"old", "absent", "new"}
+    assert found["states"].count("absent") == 1
+    absent = found["states"].index("absent")
+    assert found["recovered"][absent] == "old"
+    assert [then for then, now in zip(found["states"], found["recovered"], strict=False) if then != now] == ["absent"]
+    assert found["left"] == []
+
+
+def test_killed_at_a_random_moment(crashing: Crashing) -> None:
+    found = crashing("random", kills=40, seed=1)
+    assert len(set(found["states"]) - {"finished"}) >= 2
+    assert found["left"] == []
+
+
+def test_a_real_process_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """Larger adapters, so that writing lasts; the kill comes once the hidden folder has been seen."""
+    pair = [adapter(tmp_path / name, tensors(seed=i, width=128, layers=16)) for i, name in enumerate(("a", "b"))]
+    command = [
+        sys.executable, "-m", "adapterswap", "compose", "-t", str(pair[0]), "-l", str(pair[1]), "--method", "soup",
+        "--num-layers", "16", "--layout", "portable", "-o",
+    ]  # fmt: skip
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    whole = snapshot(tmp_path / "whole")
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    delays = np.random.default_rng(0).uniform(0, 0.02, 6)
+    states = []
+    for delay in delays:
+        process = subprocess.Popen([*command, str(folder / "out")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while process.poll() is None and not any(path.suffix == ".tmp" for path in folder.iterdir()):
+            time.sleep(0.001)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        states.append((folder / "out").exists())
+        if states[-1]:
+            assert snapshot(folder / "out") == whole
+            for path in (folder / "out").iterdir():
+                path.unlink()
+            (folder / "out").rmdir()
+    subprocess.run([*command, str(folder / "out")], check=True, capture_output=True)
+    assert snapshot(folder / "out") == whole
+    assert [path.name for path in folder.iterdir()] == ["out"]
+    assert not all(states)
+
+
+def test_two_composes_at_once(crashing: Crashing) -> None:
+    found = crashing("rivals", rounds=25, overwrite=False)
+    assert all(sorted(codes) == [0, 1] for codes in found["outcomes"])
+    assert (found["broken"], found["left"]) == (0, [])
+
+
+def test_two_composes_at_once_that_overwrite(crashing: Crashing) -> None:
+    found = crashing("rivals", rounds=25, overwrite=True)
+    assert all(sorted(codes) in ([0, 1], [0, 0]) for codes in found["outcomes"])
+    assert (found["broken"], found["left"]) == (0, [])
+
+
+def test_never_two_writers_at_once(crashing: Crashing) -> None:
+    found = crashing("exclusive", composes=False, writers=4, rounds=100)
+    assert set(found["codes"]) <= {0, 1}  # whether it ever had its turn; 255 would be a meeting
+    assert (1 in found["codes"], found["left"]) == (True, ["out"])
