@@ -1,0 +1,194 @@
+"""One batch, a composition of its own for every row.
+
+PEFT's layers compute the base for all rows at once, and a hook on each layer adds the experts: rows that share an
+expert are computed together, so the layers that all compositions take from one expert cost what one adapter costs.
+Knows LoRA layers and switches; knows nothing of how a composition is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.live.inventory import Inventory, factors, scale_of
+from adapterswap.live.switching import Switch, apply_switch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Rows", "pad_left"]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One expert's part in a layer: its factors and the rows that use it.
+
+    Attributes:
+        a, b: the factors, A (rank×in; of an embedding vocabulary×rank) and B (out×rank).
+        rows: the rows, None for all of them, a slice where they lie side by side.
+        factor: c·s; where it differs between rows, a tensor (rows, 1, 1).
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    embedding: bool
+    rows: slice | torch.Tensor | None
+    factor: float | torch.Tensor
+
+
+class Rows:
+    """Compositions for the rows of a batch.
+
+    Args:
+        switches: one for each row.
+        repeat: how often generation repeats every row (beams, returned sequences).
+    """
+
+    def __init__(self, switches: Sequence[Switch], repeat: int = 1) -> None:
+        self.switches = tuple(switch for switch in switches for _ in range(repeat))
+        self._handles: list[Any] = []
+
+    def apply(self, inventory: Inventory) -> None:
+        """Switch all adapters off in PEFT's layers, and hook onto them what the rows add.
+
+        Raises:
+            AdapterswapError: a layer's experts cannot be computed row by row.
+        """
+        self.withdraw()
+        shares = {name: self._shares(name, layer) for name, layer in inventory.layers.items()}
+        _check(inventory, shares)
+        apply_switch(Switch(), inventory)
+        base = inventory.model.get_base_model()
+        self._handles.append(base.register_forward_pre_hook(self._check_batch, with_kwargs=True))
+        for name, layer in inventory.layers.items():
+            if shares[name]:
+                self._handles.append(layer.register_forward_hook(_Adder(name, shares[name], len(self.switches))))
+
+    def withdraw(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _shares(self, name: str, layer: Any) -> list[_Share]:
+        by_expert: dict[str, dict[int, float]] = {}
+        for row, switch in enumerate(self.switches):
+            for expert, coefficient in switch.terms.get(name, {}).items():
+                by_expert.setdefault(expert, {})[row] = coefficient
+        return [_share(layer, expert, found, len(self.switches)) for expert, found in by_expert.items()]
+
+    def _check_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+        batch = next(len(tensor) for tensor in inputs if tensor is not None)
+        if model.training:
+            raise AdapterswapError("the model is in training mode", "Call model.eval() first")
+        if batch != len(self.switches):
+            raise AdapterswapError(
+                f"the batch has {batch} rows, and there are compositions for {len(self.switches)}",
+                "Give one composition for each row (and `repeat`, where generation repeats rows)",
+            )
+
+
+def _share(layer: Any, expert: str, coefficients: Mapping[int, float], count: int) -> _Share:
+    import torch
+
+    tensors = factors(layer, expert)
+    assert tensors is not None  # the switch was made from what is loaded
+    scale = scale_of(layer, expert)
+    embed_scale = getattr(layer.get_base_layer(), "embed_scale", None) if tensors.embedding else None
+    if embed_scale is not None:  # Gemma's embeddings are multiplied by a constant, and so is what LoRA adds to them
+        scale *= float(embed_scale)
+    rows = sorted(coefficients)
+    index: slice | torch.Tensor | None = None
+    if len(rows) < count:
+        together = rows[-1] - rows[0] == len(rows) - 1
+        index = slice(rows[0], rows[-1] + 1) if together else torch.tensor(rows, device=tensors.b.device)
+    values = [coefficients[row] * scale for row in rows]
+    factor: float | torch.Tensor = values[0]
+    if len(set(values)) > 1:
+        factor = torch.tensor(values, device=tensors.b.device, dtype=tensors.b.dtype).reshape(-1, 1, 1)
+    a = tensors.a.T if tensors.embedding else tensors.a
+    return _Share(a, tensors.b, tensors.embedding, index, factor)
+
+
+def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]]) -> None:
+    from peft.tuners.lora.layer import MultiheadAttention
+
+    problems = Problems()
+    mend = "Use one composition for the whole batch"
+    for name, layer in inventory.layers.items():
+        if not shares[name]:
+            continue
+        if layer.merged:
+            problems.add("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+        if "experts" in name.split("."):
+            problems.add(f"{name} is one of a mixture of experts, which sees tokens and not rows", mend)
+        if isinstance(layer, MultiheadAttention):
+            problems.add(f"{name} is a MultiheadAttention, whose projections are not layers of their own", mend)
+        if getattr(layer.get_base_layer(), "max_norm", None) is not None:
+            problems.add(f"{name} is an embedding with max_norm, which rescales what LoRA adds", mend)
+        if any(share.a.is_meta or share.b.is_meta for share in shares[name]):
+            problems.add(f"the adapters at {name} are offloaded", "Load the model without offloading")
+        if problems:  # the first layer tells enough
+            break
+    problems.raise_if_any()
+
+
+class _Adder:
+    """A forward hook that adds Σ c·s·B·A·x to each row of a LoRA layer's output."""
+
+    def __init__(self, name: str, shares: Sequence[_Share], count: int) -> None:
+        self.name, self.shares, self.count = name, shares, count
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        import torch
+        from torch.nn.functional import embedding, linear
+
+        if layer.disable_adapters:
+            return None
+        x, dtype = args[0], output.dtype
+        # The sum is taken in the adapters' precision where that is higher, as PEFT takes it.
+        result = output.to(torch.promote_types(dtype, self.shares[0].b.dtype)).contiguous()
+        shape = result.shape
+        if len(result) != self.count:  # some models flatten rows and positions before their feed-forward layers
+            if len(result) % self.count or result.dim() != 2:
+                raise AdapterswapError(
+                    f"{self.name} is given {len(result)} rows of a batch of {self.count}",
+                    "Use one composition for the whole batch",
+                )
+            result, x = result.view(self.count, -1, shape[-1]), x.reshape(self.count, -1, x.shape[-1])
+        for share in self.shares:
+            part = x if share.rows is None else x[share.rows]
+            low = embedding(part, share.a) if share.embedding else linear(part.to(share.a.dtype), share.a)
+            alpha = 1.0
+            if isinstance(share.factor, float):
+                alpha = share.factor
+            else:
+                low = low * (share.factor if low.dim() == 3 else share.factor[:, 0])
+            if share.rows is None or isinstance(share.rows, slice):
+                target = result if share.rows is None else result[share.rows]
+                target.view(-1, shape[-1]).addmm_(
+                    low.reshape(-1, low.shape[-1]).to(result.dtype), share.b.T, alpha=alpha
+                )
+            else:
+                result.index_add_(0, share.rows, linear(low, share.b).to(result.dtype), alpha=alpha)
+        return result.view(shape).to(dtype)
+
+
+def pad_left(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with each row's tokens moved to its right end, where generation goes on.
+
+    Every tensor of the attention mask's shape (batch, length) is reordered in the same way; the order of tokens stays.
+    """
+    import torch
+
+    mask = batch.get("attention_mask")
+    if mask is None or bool(mask[:, -1].all()):
+        return dict(batch)
+    order = mask.bool().to(torch.uint8).argsort(dim=1, stable=True)
+
+    def moved(value: Any) -> Any:
+        same = isinstance(value, torch.Tensor) and value.shape == mask.shape
+        return value.gather(1, order) if same else value
+
+    return {key: moved(value) for key, value in batch.items()}

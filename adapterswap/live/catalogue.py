@@ -1,0 +1,102 @@
+"""From what a user asks for to the settings of a model's layers: names are parsed, plans made of what is loaded.
+
+Knows compositions and inventories; sets nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from adapterswap.adapters import Adapter
+from adapterswap.allocation import BASE, Rule
+from adapterswap.compositions import Composition, parse_composition
+from adapterswap.errors import AdapterswapError
+from adapterswap.live.inventory import Inventory, Origin, is_unloaded
+from adapterswap.live.saving import plan_on_disk
+from adapterswap.live.switching import Switch, make_switch
+from adapterswap.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+__all__ = ["Catalogue", "Composable"]
+
+Composable = str | Composition | Plan | None
+
+_REMEMBERED = 256  # compositions whose settings are kept; a server may be asked for any number
+
+
+class Catalogue:
+    """What is loaded in a model, and the compositions that were asked for.
+
+    Attributes:
+        inventory: what is loaded, as of the last `refresh`.
+
+    Raises:
+        AdapterswapError: see `Inventory`.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        self.inventory = Inventory(model, {})
+        self._model = model
+        self._origins: dict[str, Origin] = {}
+        self._switches: dict[str, Switch] = {}
+
+    def add(self, name: str, adapter: Adapter) -> None:
+        """Note that the adapter `name` in the model was loaded from `adapter`."""
+        self._origins[name] = Origin(adapter, self._model.peft_config[name])
+        self._look()
+
+    def refresh(self) -> None:
+        """Look again at what is loaded, if adapters were loaded, deleted or unloaded since; errors as `Inventory`."""
+        if is_unloaded(self._model) or self.inventory.is_stale:
+            self._look()
+
+    def switch(self, composition: Composable) -> Switch:
+        """The settings that a composition means; they are remembered for names and `Composition`s.
+
+        Raises:
+            AdapterswapError: it is no composition of what is loaded, or cannot be computed live.
+        """
+        self.refresh()
+        if isinstance(composition, Plan):
+            return make_switch(composition, self.inventory)
+        key = composition.model_dump_json() if isinstance(composition, Composition) else composition or BASE
+        if key not in self._switches:
+            while len(self._switches) >= _REMEMBERED:
+                self._switches.pop(next(iter(self._switches)))
+            self._switches[key] = self._make(self._parse(composition))
+        return self._switches[key]
+
+    def _look(self) -> None:
+        self.inventory = Inventory(self._model, self._origins)
+        self._switches.clear()
+
+    def _parse(self, asked: str | Composition | None) -> Composition | None:
+        if isinstance(asked, Composition):
+            return asked
+        if asked in (None, BASE):
+            return None
+        if asked in self.inventory.names:
+            return Composition(allocation=(Rule(expert=asked),))
+        return parse_composition(str(asked))
+
+    def _make(self, composition: Composition | None) -> Switch:
+        if composition is None:
+            return Switch()
+        num_layers = self.inventory.num_layers
+        if num_layers is None:
+            raise AdapterswapError(
+                f"the config of {type(self._model.get_base_model()).__name__} does not say how many layers it has",
+                "Give a plan, made with num_layers",
+            )
+        if composition.num_layers not in (None, num_layers):
+            raise AdapterswapError(
+                f"the composition is for {composition.num_layers} layers, and the model has {num_layers}",
+                "Leave num_layers out",
+            )
+        plan = make_plan(composition, self.inventory.experts(composition.expert_names), num_layers=num_layers)
+        if any(module.rule.weights or module.rule.method == "slerp" for module in plan):
+            with plan_on_disk(plan, self.inventory) as resident:  # their coefficients depend on the tensors
+                return make_switch(resident, self.inventory)
+        return make_switch(plan, self.inventory)

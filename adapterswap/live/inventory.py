@@ -1,0 +1,226 @@
+"""What a PeftModel holds: its LoRA layers, found once, and its adapters as experts that plans are made of.
+
+Knows PEFT's layers and configs. Changes nothing, and knows nothing of compositions.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.adapter_config import AdapterConfig, read_adapter_config, scale
+from adapterswap.adapters import CONFIG, Adapter, LoraModule, by_layer
+from adapterswap.allocation import BASE
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.layers import kind_of, layer_container, layer_of
+from adapterswap.sources import Source
+from adapterswap.tensorfile import Tensor, TensorFile
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+
+__all__ = ["Factors", "Inventory", "Origin", "factors", "find_layers", "is_unloaded", "layers_of_base", "scale_of"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The opened adapter that a loaded expert came from, and PEFT's config of that load (another load has another)."""
+
+    adapter: Adapter
+    config: object
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The tensors A (rank×in) and B (out×rank) of an adapter at a layer; of an embedding, see `LoraModule`."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    embedding: bool
+
+
+def factors(layer: Any, name: str) -> Factors | None:
+    """An adapter's tensors at a LoRA layer; None where it has none."""
+    if name in layer.lora_embedding_A:
+        return Factors(layer.lora_embedding_A[name], layer.lora_embedding_B[name], True)
+    if name in layer.lora_A:
+        return Factors(layer.lora_A[name].weight, layer.lora_B[name].weight, False)
+    return None
+
+
+def scale_of(layer: Any, name: str) -> float:
+    """An adapter's own scale s at a LoRA layer, whatever its scaling is set to now."""
+    return scale(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
+
+
+def find_layers(model: PeftModel) -> dict[str, Any]:
+    """The LoRA layers by their module's full name in the base model."""
+    from peft.tuners.lora import LoraLayer
+
+    found = model.get_base_model().named_modules()
+    return {name: module for name, module in found if isinstance(module, LoraLayer)}
+
+
+def is_unloaded(model: PeftModel) -> bool:
+    """Whether `unload` or `merge_and_unload` took the LoRA layers out of the model."""
+    return not hasattr(model.get_base_model(), "peft_config")
+
+
+def layers_of_base(model: Any) -> int | None:
+    """The number of layers of a transformers model, from its config; None where it does not say.
+
+    Raises:
+        AdapterswapError: the model has an encoder and a decoder.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise AdapterswapError("the model has an encoder and a decoder", "Layers are composed in decoder-only models")
+    if not hasattr(config, "get_text_config"):
+        return None
+    found = getattr(config.get_text_config(), "num_hidden_layers", None)
+    return found if isinstance(found, int) else None
+
+
+class Inventory:
+    """The LoRA layers and adapters of a PeftModel at one moment.
+
+    Attributes:
+        model: the model.
+        layers: the LoRA layers by their module's full name.
+        wrappers: the modules trained in full by any adapter (PEFT's `modules_to_save` and trainable tokens).
+
+    Raises:
+        AdapterswapError: the model is no PeftModel, or has no LoRA layers.
+    """
+
+    def __init__(self, model: PeftModel, origins: Mapping[str, Origin]) -> None:
+        from peft import PeftModel
+        from peft.utils import AuxiliaryTrainingWrapper
+
+        mend = "Load the experts first (LiveComposer.from_experts, or PeftModel.from_pretrained)"
+        if not isinstance(model, PeftModel):
+            raise AdapterswapError(f"a {type(model).__name__} is given, and a PeftModel is expected", mend)
+        if is_unloaded(model):
+            raise AdapterswapError("the model's adapters were unloaded or merged into it", mend)
+        self.model = model
+        self.layers = find_layers(model)
+        if not self.layers:
+            raise AdapterswapError("the model has no LoRA layers", mend)
+        self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+        self._configs = dict(model.peft_config)
+        self._origins = {name: o for name, o in origins.items() if self._configs.get(name) is o.config}
+        self._experts: dict[str, Adapter] = {}
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether adapters were added or deleted since."""
+        now = self.model.peft_config
+        return now.keys() != self._configs.keys() or any(now[name] is not self._configs[name] for name in now)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._configs)
+
+    @cached_property
+    def num_layers(self) -> int | None:
+        """The base's number of layers; see `layers_of_base`."""
+        return layers_of_base(self.model.get_base_model())
+
+    def origin(self, name: str) -> Adapter | None:
+        """The opened adapter that `name` was loaded from, where the composer loaded it."""
+        return self._origins[name].adapter if name in self._origins else None
+
+    def experts(self, names: Iterable[str]) -> dict[str, Adapter]:
+        """The loaded adapters among `names` as experts of one base, which they are once they sit in one model.
+
+        Their modules, ranks and scales are those of the layers; where an adapter was not loaded by the composer, its
+        tensors have no place in a file.
+
+        Raises:
+            AdapterswapError: an adapter is a variant of LoRA that cannot be composed exactly.
+        """
+        problems = Problems()
+        found: dict[str, Adapter] = {}
+        for name in names:
+            if name in self._configs:
+                with problems.collect():
+                    if name not in self._experts:
+                        self._experts[name] = self.origin(name) or self._describe(name)
+                    found[name] = self._experts[name]
+        problems.raise_if_any()
+        return _of_one_base(found)
+
+    def _describe(self, name: str) -> Adapter:
+        config = self._read_config(name)
+        problems = Problems()
+        retrain = "Train it as a plain or rank-stabilized LoRA"
+        if name == BASE:
+            problems.add(f"an adapter has the name {BASE!r}, which means the unchanged base", "Load it as another name")
+        if config.modules_to_save:
+            problems.add(
+                f"the adapter {name!r} holds modules trained in full ({', '.join(config.modules_to_save)}), which PEFT "
+                "cannot blend",
+                "Write the composition with write_adapter (adapterswap compose), and load that",
+            )
+        layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
+        container = layer_container(layers)
+        modules = {}
+        for module, layer in layers.items():
+            tensors = factors(layer, name)
+            if tensors is None or tensors.a.dim() != 2:
+                problems.add(f"the adapter {name!r} at {module} is no pair of matrices", retrain)
+            elif name in layer.lora_variant or layer.lora_bias[name]:
+                problems.add(f"the adapter {name!r} at {module} is more than s·B·A (a variant, or a bias)", retrain)
+            else:
+                rank, alpha, rslora = layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]
+                modules[module] = LoraModule(
+                    name=module,
+                    layer=layer_of(module, container),
+                    kind=kind_of(module),
+                    rank=rank,
+                    alpha=alpha,
+                    rslora=rslora,
+                    scale=scale_of(layer, name),
+                    a=_placeless(f"{module}.A", tensors.a),
+                    b=_placeless(f"{module}.B", tensors.b),
+                    embedding=tensors.embedding,
+                )
+        problems.raise_if_any()
+        file = TensorFile(Path(name), {}, 0, 0, b"", ())
+        return Adapter(Source(Path(name), name), config, file, by_layer(modules), {}, container)
+
+    def _read_config(self, name: str) -> AdapterConfig:
+        """The adapter's config, judged by the rules for adapter_config.json."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / CONFIG
+            self._configs[name].save_pretrained(folder)
+            try:
+                return read_adapter_config(path)
+            except AdapterswapError as error:
+                told = [replace(p, what=p.what.replace(str(path), f"the adapter {name!r}")) for p in error.problems]
+                raise AdapterswapError(told) from None
+
+
+def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
+    """The experts with the same notes of their base where these differ: it is the model that they are loaded in."""
+    configs = [adapter.config for adapter in experts.values()]
+    if len({(c.base_model, c.task_type, c.fan_in_fan_out) for c in configs}) <= 1:
+        return experts
+    base = next((c.base_model for c in configs if c.base_model), None)
+    task, transposed = configs[0].task_type, configs[0].fan_in_fan_out
+    return {
+        name: replace(
+            adapter, config=replace(adapter.config, base_model=base, task_type=task, fan_in_fan_out=transposed)
+        )
+        for name, adapter in experts.items()
+    }
+
+
+def _placeless(name: str, tensor: torch.Tensor) -> Tensor:
+    """A tensor's shape, for planning; it has no place in a file."""
+    return Tensor(name, "F32", tuple(tensor.shape), 0, 0)

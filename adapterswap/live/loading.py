@@ -1,0 +1,188 @@
+"""Load experts from disk into a running model, whole or only some of their layers, checked before anything changes.
+
+Knows adapters and PEFT's loading. Knows nothing of which composition is active.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.adapters import Adapter, open_adapter
+from adapterswap.allocation import BASE
+from adapterswap.compositions import Composition, parse_composition
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.layers import format_layers, parse_layers
+from adapterswap.live.inventory import factors, find_layers, layers_of_base
+from adapterswap.plan import Plan
+from adapterswap.slicing import slice_plan
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+__all__ = ["layers_taken", "load_expert", "load_experts", "slice_of"]
+
+
+def load_expert(
+    model: PreTrainedModel | PeftModel,
+    expert: Adapter | str | Path,
+    name: str,
+    *,
+    layers: str | None = None,
+    autocast_adapter_dtype: bool = True,
+) -> PeftModel:
+    """Load an expert under `name`, frozen, and return the model as a PeftModel.
+
+    Args:
+        model: the base, or a PeftModel that holds other experts.
+        expert: an opened adapter, a folder or a Hub id.
+        name: what compositions call it.
+        layers: only these of its layers, such as `0-4,30-31`, and what it has outside the layers. The others take no
+            memory, and a composition that asks for them is refused.
+        autocast_adapter_dtype: PEFT's: hold float16 and bfloat16 experts in float32.
+
+    Raises:
+        AdapterswapError: the expert cannot be opened or does not fit the model, the name is taken or unfit, or there
+            are no such layers. The model stays as it was.
+    """
+    adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    _check_name(name, getattr(model, "peft_config", {}))
+    kept = adapter if layers is None else slice_of(adapter, layers, layers_of_base(base))
+    _check_fit(kept, name, base)
+    with _folder_of(adapter, kept, layers, layers_of_base(base)) as folder:
+        peft_model = _load(model, base, folder, name, autocast_adapter_dtype)
+    loaded = {module for module, layer in find_layers(peft_model).items() if factors(layer, name) is not None}
+    if odd := sorted(loaded ^ kept.modules.keys()):
+        _remove(peft_model, name)
+        raise AdapterswapError(
+            f"the expert {name!r} does not fit the model: {odd[0]} is in only one of its file and its config",
+            "Save the adapter again with PEFT, or write it with adapterswap slice",
+        )
+    return peft_model
+
+
+def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
+    """`model` as a PeftModel with the plan's experts loaded under their names, frozen.
+
+    Raises:
+        AdapterswapError: an expert does not fit the model.
+    """
+    loaded: Any = model
+    for name, adapter in plan.experts.items():
+        loaded = load_expert(loaded, adapter, name)
+    return loaded
+
+
+def slice_of(adapter: Adapter, layers: str, num_layers: int | None) -> Adapter:
+    """The adapter as it is once only `layers` of it are loaded.
+
+    Raises:
+        AdapterswapError: see `slice_plan`.
+    """
+    plan = slice_plan(adapter, layers, num_layers=num_layers)
+    modules = {name: adapter.modules[name] for name, module in plan.modules.items() if module.terms}
+    saved = {name: adapter.saved[name] for name, module in plan.saved.items() if module.terms}
+    return replace(adapter, modules=modules, saved=saved, kept_layers=parse_layers(layers))
+
+
+def layers_taken(adapter: Adapter, name: str, compositions: Iterable[str | Composition], num_layers: int | None) -> str:
+    """The layers that compositions take from an expert, written as in `0-4,30-31`.
+
+    Raises:
+        AdapterswapError: they take none, one of them is not the name of a composition, or the model's number of layers
+            is not known.
+    """
+    if num_layers is None:
+        raise AdapterswapError("the model does not say how many layers it has", "Give the layers to load")
+    taken: set[int] = set()
+    for asked in compositions:
+        rules = (parse_composition(asked) if isinstance(asked, str) else asked).rules(num_layers)
+        for module in adapter.modules.values():
+            rule = next((rule for rule in rules if rule.matches(module.name, module.layer, module.kind)), None)
+            if module.layer is not None and rule is not None and name in rule.coefficients():
+                taken.add(module.layer)
+    if not taken:
+        raise AdapterswapError(f"the compositions take no layer from the expert {name!r}", "Check the names in them")
+    return format_layers(taken)
+
+
+def _check_name(name: str, taken: Any) -> None:
+    problems = Problems()
+    if name in taken:
+        problems.add(f"an adapter named {name!r} is loaded already", "Choose another name, or delete_adapter it first")
+    if not name or "." in name or name == BASE or name in "lora_":  # PEFT's prefix of keys
+        problems.add(
+            f"{name!r} cannot name an expert in PEFT", f"Choose a name without dots that is not {BASE!r} or like 'lora'"
+        )
+    problems.raise_if_any()
+
+
+def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
+    """Whether the base has every module of the adapter, in its shape."""
+    problems = Problems()
+    modules = dict(base.named_modules())
+    mend = "Load it into the base that it was trained on"
+    for module in adapter.modules.values():
+        target = modules.get(module.name)
+        if target is None:
+            problems.add(f"the expert {name!r} adapts {module.name}, which the model does not have", mend)
+            continue
+        shape = _shape(target)
+        if shape is not None and shape != (module.in_features, module.out_features):
+            problems.add(
+                f"{module.name} is {module.shape} in the expert {name!r}, and {shape[1]}×{shape[0]} in the model", mend
+            )
+    problems.raise_if_any()
+
+
+def _shape(module: Any) -> tuple[int, int] | None:
+    """(in, out) of a linear layer, an embedding, or a LoRA layer around either; None where it does not say."""
+    for ends in (("in_features", "out_features"), ("num_embeddings", "embedding_dim"), ("nx", "nf")):
+        if all(isinstance(getattr(module, end, None), int) for end in ends):
+            return getattr(module, ends[0]), getattr(module, ends[1])
+    return None
+
+
+@contextmanager
+def _folder_of(adapter: Adapter, kept: Adapter, layers: str | None, num_layers: int | None) -> Iterator[Path]:
+    """The folder for PEFT to load: the expert's own, or a temporary one that holds only the slice."""
+    if kept is adapter:
+        yield adapter.source.folder
+        return
+    from adapterswap.writing import write_adapter
+
+    assert layers is not None
+    with TemporaryDirectory() as place:
+        yield write_adapter(slice_plan(adapter, layers, num_layers=num_layers), Path(place) / "slice")
+
+
+def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any:
+    from peft import PeftModel
+
+    # `low_cpu_mem_usage` reads the tensors into place, without random ones before.
+    device = str(next(base.parameters()).device)
+    options = {"low_cpu_mem_usage": True, "torch_device": device, "autocast_adapter_dtype": autocast}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked afterwards, and told as an error
+        try:
+            if model is base:
+                return PeftModel.from_pretrained(model, str(folder), adapter_name=name, **options)
+            model.load_adapter(str(folder), adapter_name=name, **options)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise AdapterswapError(f"the expert {name!r} does not fit the model: {reason}", "Check both") from None
+    return model
+
+
+def _remove(model: Any, name: str) -> None:
+    if len(model.peft_config) > 1:
+        type(model).delete_adapter(model, name)
+    else:
+        model.unload()
