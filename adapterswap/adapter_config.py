@@ -28,8 +28,8 @@ _HARMLESS = {
 
 # Keys read below, one by one.
 _READ = {
-    "alpha_pattern", "bias", "ensure_weight_tying", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "modules_to_save", "r",
-    "rank_pattern", "use_rslora",
+    "alpha_pattern", "bias", "ensure_weight_tying", "fan_in_fan_out", "init_lora_weights", "lora_alpha",
+    "modules_to_save", "r", "rank_pattern", "use_rslora",
 }  # fmt: skip
 
 # Keys that, when set, make the adapter something else than W + s·B·A, and what they mean.

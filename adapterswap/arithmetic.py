@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from adapterswap.adapters import LoraModule
 from adapterswap.errors import AdapterswapError
-from adapterswap.layout import OutputTensor
 from adapterswap.lowrank import Factors
+from adapterswap.outputs import OutputTensor
 from adapterswap.plan import Plan
 from adapterswap.smallfiles import open_regular
 from adapterswap.tensorfile import Tensor, TensorFile, open_tensors

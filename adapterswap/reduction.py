@@ -15,10 +15,11 @@ import numpy.typing as npt
 from adapterswap.adapters import LoraModule
 from adapterswap.arithmetic import FactorReader, factor_reader, finite_bytes, too_large
 from adapterswap.errors import AdapterswapError
-from adapterswap.layout import Form, OutputTensor, Reduced, blend_scale, total_rank, uses_rslora, written_scale
+from adapterswap.layout import blend_scale, total_rank, uses_rslora, written_scale
 from adapterswap.lowrank import Factors, Truncated, concatenate, truncate
 from adapterswap.modules import ModulePlan
 from adapterswap.nonlinear import drop_mask, merge_deltas
+from adapterswap.outputs import Form, OutputTensor, Reduced
 from adapterswap.plan import Plan
 from adapterswap.resolving import Resolved
 

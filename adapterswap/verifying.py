@@ -15,7 +15,7 @@ from typing import Any
 from adapterswap.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
 from adapterswap.compositions import Composition
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.layout import Form
+from adapterswap.outputs import Form
 from adapterswap.plan import make_plan
 from adapterswap.smallfiles import read_json
 from adapterswap.sources import find_source

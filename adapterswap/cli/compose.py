@@ -10,7 +10,7 @@ from adapterswap.cli.composition_options import composition_options, plan_from_o
 from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from adapterswap.layout import Form, Layout
+    from adapterswap.outputs import Form, Layout
     from adapterswap.plan import Plan
     from adapterswap.writing import Written
 
@@ -53,7 +53,7 @@ def command(
     from pathlib import Path
 
     from adapterswap.folders import check_target
-    from adapterswap.layout import Form
+    from adapterswap.outputs import Form
     from adapterswap.sources import publish
     from adapterswap.writing import prepare, write_prepared
 

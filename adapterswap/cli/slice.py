@@ -28,7 +28,7 @@ def command(
 
     from adapterswap.adapters import open_adapter
     from adapterswap.folders import check_target
-    from adapterswap.layout import Form
+    from adapterswap.outputs import Form
     from adapterswap.slicing import slice_plan
     from adapterswap.writing import prepare, write_prepared
 

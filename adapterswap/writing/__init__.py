@@ -14,7 +14,8 @@ from typing import Any, Literal
 from adapterswap.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.errors import AdapterswapError
 from adapterswap.folders import atomic_folder, check_target
-from adapterswap.layout import Form, lay_out
+from adapterswap.layout import lay_out
+from adapterswap.outputs import Form
 from adapterswap.plan import Plan
 from adapterswap.reduction import reduce
 from adapterswap.resolving import resolve

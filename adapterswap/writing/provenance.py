@@ -11,8 +11,8 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.adapters import CONFIG, WEIGHTS
-from adapterswap.layout import Form, Layout, Reduced
 from adapterswap.modules import coefficients
+from adapterswap.outputs import Form, Layout, Reduced
 from adapterswap.plan import Plan
 from adapterswap.resolving import Resolved
 from adapterswap.slicing import sliced_layers

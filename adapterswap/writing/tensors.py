@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from adapterswap.arithmetic import assemble, open_files
-from adapterswap.layout import Layout, OutputTensor
+from adapterswap.outputs import Layout, OutputTensor
 from adapterswap.plan import Plan
 from adapterswap.tensorfile import Tensor, header_bytes
 from adapterswap.writing.copying import copy_and_hash, write_at

@@ -1,0 +1,111 @@
+"""What is to be written, as data: the form that is asked for, output tensors and the pieces that they are made of.
+
+Shared by `layout`, which decides them, and the executors, which compute and write them. Holds no rule and reads
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from adapterswap.errors import Problems
+from adapterswap.tensorfile import DTYPE_BYTES, Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["Form", "Layout", "OutputTensor", "Piece", "Reduced"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an adapter is written.
+
+    Attributes:
+        layout: see above.
+        max_rank: no module has a higher rank; those that would are truncated.
+        max_error: blends are truncated to the smallest rank with at most this relative error of ΔW.
+    """
+
+    layout: Literal["exact", "portable"] = "exact"
+    max_rank: int | None = None
+    max_error: float | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        if self.layout not in ("exact", "portable"):
+            problems.add(f"layout is {self.layout!r}", "Choose exact or portable")
+        if self.max_rank is not None and self.max_rank < 1:
+            problems.add(f"max_rank is {self.max_rank}, and a rank is 1 or more", "Give a larger one")
+        if self.max_error is not None and not 0 < self.max_error < 1:
+            problems.add(f"max_error is {self.max_error}, and must lie between 0 and 1", "Give for instance 0.1")
+        problems.raise_if_any()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A source tensor, multiplied by `factor`, at `offset` along the output's rank axis.
+
+    `rows` says which rows stay (of B, so of ΔW); the others become zero.
+    """
+
+    expert: str
+    path: Path
+    tensor: Tensor
+    factor: float = 1.0
+    offset: int = 0
+    rows: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to write.
+
+    Attributes:
+        key, dtype, shape: as in the safetensors file.
+        axis: pieces lie side by side along it: 0 for A (rank×in), 1 for B (out×rank); None: they are added up.
+        pieces: what it is made of; what they do not fill is zero.
+        data: its bytes, where they were computed before (a truncated module).
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    axis: int | None
+    pieces: tuple[Piece, ...] = ()
+    data: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the bytes of all pieces can be copied as they are."""
+        if self.data is not None:
+            return False
+        alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == self.shape
+        plain = all(p.factor == 1 and p.rows is None and p.tensor.dtype == self.dtype for p in self.pieces)
+        return plain and (alone or self.axis == 0)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A module that was truncated: its rank, its factors as tensors with data, and its relative error in ΔW."""
+
+    rank: int
+    tensors: tuple[OutputTensor, ...]
+    error: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The content of an adapter folder: adapter_config.json as a mapping, and the tensors."""
+
+    config: dict[str, Any]
+    tensors: tuple[OutputTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors' data."""
+        return sum(DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in self.tensors)

@@ -1,0 +1,75 @@
+"""What the documentation promises is so: the command reference, the README's commands, links, recipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from adapterswap.cli import COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/*/README.md")]
+)
+
+
+def test_the_command_reference_is_what_help_says() -> None:
+    path = ROOT / "scripts" / "command_reference.py"
+    spec = importlib.util.spec_from_file_location("command_reference", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / "commands.md").read_text() == script.reference(), "run python scripts/command_reference.py"
+
+
+def commands_shown() -> list[tuple[str, str]]:
+    """Every `adapterswap …` line of a shell block in a page, continued lines joined."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                line = line.strip().removeprefix("$ ").split("  #")[0]
+                if line.startswith("adapterswap "):
+                    found.append((page.name, line))
+    return found
+
+
+@pytest.mark.parametrize(("page", "line"), commands_shown(), ids=lambda value: value[:60])
+def test_options_that_pages_show_exist(page: str, line: str) -> None:
+    """Each option of each command line shown is one that the command has."""
+    words = shlex.split(line)
+    if words[1].startswith("-"):
+        return
+    assert words[1] in COMMANDS, line
+    shown = CliRunner().invoke(main, [words[1], "--help"], terminal_width=300).output
+    own = words[2 : words.index("--")] if "--" in words else words[2:]
+    for option in (word.split("=")[0] for word in own if re.match(r"--?[a-z]", word)):
+        assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", shown), f"{page}: {option} in {line}"
+
+
+def test_pages_show_commands() -> None:
+    """The test above would pass on pages that show none."""
+    shown = {line.split()[1] for _, line in commands_shown()}
+    assert shown >= {"compose", "inspect", "slice", "verify", "diff", "train", "evaluate", "lab"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readmes_composition_runs(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
+    """The README's first compose line, with two real experts in the place of its folders."""
+    line = next(line for page, line in commands_shown() if page == "README.md" and " compose " in line)
+    places = {"experts/math": math, "experts/swahili": swahili, "math-swahili": tmp_path / "out"}
+    assert places.keys() <= set(shlex.split(line)), line
+    result = run(*(places.get(word, word) for word in shlex.split(line)[1:]))
+    assert result.exit_code == 0, result.stderr
