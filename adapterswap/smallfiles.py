@@ -1,7 +1,7 @@
 """Read small files that may come from a stranger: only regular files, only up to a size, only plain JSON.
 
-Knows nothing of what the files say. Reading JSON takes up to 40 times the file's size in memory, which is why there is
-a limit at all.
+Knows nothing of what the files say. Reading JSON takes many times the file's size in memory, which is why there are
+limits at all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from adapterswap.errors import AdapterswapError
 __all__ = ["exists", "is_folder", "open_regular", "parse_json", "read_json", "read_small", "shown"]
 
 _MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
+_MAX_CONTAINERS = 500_000  # lists and objects; a safetensors header has three for each tensor
 _MAX_DEPTH = 40  # the configs of real models nest about five deep
 
 
@@ -103,8 +104,11 @@ def parse_json(raw: bytes, where: str, mend: str) -> dict[str, Any]:
     """The JSON object in `raw`; `where` names it in messages.
 
     Raises:
-        AdapterswapError: it is not UTF-8, not JSON, no object, holds a key twice, NaN or infinity, or nests too deep.
+        AdapterswapError: it is not UTF-8, not JSON, no object, holds a key twice, NaN or infinity, nests too deep, or
+            holds more lists and objects than any such file needs.
     """
+    if raw.count(b"[") + raw.count(b"{") > _MAX_CONTAINERS:  # counted before they take up memory
+        raise AdapterswapError(f"{where} holds more than {_MAX_CONTAINERS:,} lists and objects", mend)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)
