@@ -25,6 +25,7 @@ COMMANDS = {
     "diff": "Compare two adapters: distance and cosine of their ΔW.",
     "train": "Train an expert from a recipe.",
     "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",
+    "serve": "Serve compositions by name with vLLM.",
     "lab": "Tell the whole story on an embedded pico model, offline.",
 }
 

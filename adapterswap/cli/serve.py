@@ -1,0 +1,120 @@
+"""`adapterswap serve`: a base and experts → vLLM's OpenAI server, which composes by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterswap.cli.printing import human_bytes, note, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from adapterswap.adapters import Adapter
+    from adapterswap.serving import NamedComposer
+    from adapterswap.serving.launch import Launch
+
+_EXPERTS = "A folder of adapter folders, or experts.yaml: names, what is allowed, how many."
+
+
+@click.command("serve")
+@click.option("--base-model", required=True, metavar="PATH|ID", help="The base model of all experts.")
+@click.option("--experts", "experts_path", required=True, metavar="DIR|YAML", help=_EXPERTS)
+@click.option("--cache", metavar="DIR", help="Where compositions are kept.  [default: ~/.cache/adapterswap/serving]")
+@click.option("--dry-run", is_flag=True, help="Check everything, show the command, start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM ARGS]")
+def command(
+    base_model: str, experts_path: str, cache: str | None, dry_run: bool, as_json: bool, vllm_args: tuple[str, ...]
+) -> None:
+    """Serve compositions by name with vLLM.
+
+    A request for the model `math+swahili`, or `math+swahili@bottom=4,top=1`, or the bare name of an expert is composed
+    on first use. Arguments after `--` go to vLLM's OpenAI server and win over what is chosen here: `-- --port 8001
+    --dtype bfloat16`. It listens on 127.0.0.1 unless `--host` is among them.
+    """
+    import os
+    import sys
+
+    from adapterswap.errors import Problems
+    from adapterswap.serving import Cache, NamedComposer, read_manifest
+    from adapterswap.serving.cache import default_cache
+    from adapterswap.serving.launch import plan_launch, require_vllm
+    from adapterswap.serving.memo import content_hash
+
+    if not dry_run:
+        require_vllm()
+    manifest = read_manifest(experts_path)
+    store = Cache(cache or default_cache())
+    composer = NamedComposer(manifest, base_model, store, None)
+    problems, experts = Problems(), {}
+    for name in manifest.experts:
+        with problems.collect():
+            experts[name] = composer.open(name)
+    problems.raise_if_any()
+    launch = plan_launch(composer, experts, experts_path, vllm_args)
+    if as_json:
+        print_json(_as_json(launch, composer, experts, dry_run))
+    else:
+        _print(launch, composer, experts)
+    if dry_run:
+        note("nothing started (--dry-run)")
+        return
+    store.collect(manifest.max_compositions)
+    for adapter in experts.values():
+        content_hash(adapter, store.memo)  # so that no request waits for it
+    sys.stdout.flush()
+    os.execve(launch.command[0], launch.command, {**os.environ, **launch.env})
+
+
+def _as_json(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter], dry_run: bool) -> dict[str, Any]:
+    return {
+        "started": not dry_run,
+        "command": list(launch.command),
+        "environment": dict(launch.env),
+        "url": launch.url,
+        "base": {"name": launch.served_name, "num_layers": composer.num_layers},
+        "experts": {name: {"source": str(adapter.source), "rank": _rank(adapter)} for name, adapter in experts.items()},
+        "allow": list(composer.manifest.allow) if composer.manifest.allow is not None else None,
+        "max_compositions": composer.manifest.max_compositions,
+        "max_lora_rank": launch.max_lora_rank,
+        "max_loras": launch.max_loras,
+        "cache": str(composer.cache.root),
+        "curl": _curl(launch, _example(composer)),
+    }
+
+
+def _print(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter]) -> None:
+    from shlex import join
+
+    from adapterswap.serving.launch import other_bases
+
+    for name, adapter in experts.items():
+        note(f"{name}: {adapter.source}, rank {_rank(adapter)}, {human_bytes(adapter.file.size)}")
+    for line in other_bases(experts, composer.base_model):
+        note(f"Warning: {line}")
+    manifest = composer.manifest
+    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE of them"
+    note(f"served: {served}; at most {manifest.max_compositions} names, kept in {composer.cache.root}")
+    note(f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch")
+    note("The environment and the command; then how to call it once it is up:")
+    click.echo(" ".join(f"{name}={join([value])}" for name, value in launch.env.items()) + " " + join(launch.command))
+    click.echo(_curl(launch, _example(composer)))
+
+
+def _rank(adapter: Adapter) -> int:
+    return max(module.rank for module in adapter.modules.values())
+
+
+def _example(composer: NamedComposer) -> str:
+    """A name that can be asked for."""
+    manifest = composer.manifest
+    if manifest.allow is not None:
+        return manifest.allow[0]
+    return "+".join(list(manifest.experts)[:2])
+
+
+def _curl(launch: Launch, name: str) -> str:
+    body = f'{{"model": "{name}", "prompt": "Once", "max_tokens": 16}}'
+    return f"curl {launch.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"

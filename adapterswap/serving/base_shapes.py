@@ -1,0 +1,109 @@
+"""The shapes of a base model's modules, from its config alone, and whether an adapter fits them.
+
+A server that loads an adapter of the wrong width answers with garbage, and one that meets a module that the base does
+not have ignores it: both are refused here. transformers builds the model without memory for its weights, so that every
+architecture it knows has its own names and shapes. Knows nothing of compositions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from adapterswap.adapters import Adapter
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.serving.memo import Memo
+from adapterswap.smallfiles import read_json
+from adapterswap.sources import find_source
+
+__all__ = ["base_shapes", "check_fits"]
+
+_TOLD = 3  # modules named in one message
+_MEND = "Give the experts' base model, one that the installed transformers knows"
+
+
+def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
+    """Each module of the base that LoRA can adapt, with its shape in the words of `LoraModule.shape`.
+
+    Args:
+        base_model: a folder or Hub id.
+        memo: where the answer is kept; building even an empty model of 8B takes about a second.
+
+    Raises:
+        AdapterswapError: the base's config cannot be had, or transformers has no model for it.
+    """
+    folder = find_source(base_model, ["config.json"], what="base model").folder
+    config = read_json(folder / "config.json", _MEND)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    key = f"shapes {digest} transformers {version('transformers')}"
+    known = memo.get(key)
+    if isinstance(known, dict):
+        return known
+    shapes = _build(folder, base_model)
+    memo.put(key, shapes)
+    return shapes
+
+
+def _build(folder: Path, base_model: str) -> dict[str, str]:
+    import torch
+    import transformers
+    from transformers.pytorch_utils import Conv1D
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        names = config.architectures or []
+        kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+        if kind is None:
+            raise ValueError(f"transformers has no {names[0]}")
+        with torch.device("meta"):
+            build = kind._from_config if names else kind.from_config
+            model = build(config)
+    except Exception as error:  # configs of strangers make model classes raise whatever they meet
+        reason = " ".join(str(error).split())[:200]
+        raise AdapterswapError(f"the shapes of the base {base_model} cannot be found: {reason}", _MEND) from None
+    shapes = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            shapes[name] = f"{module.out_features}×{module.in_features}"
+        elif isinstance(module, Conv1D):
+            shapes[name] = f"{module.nf}×{module.nx}"
+        elif isinstance(module, torch.nn.Embedding):
+            shapes[name] = f"{module.embedding_dim}×{module.num_embeddings} (an embedding)"
+    return shapes
+
+
+def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str) -> None:
+    """Whether a server with this base can load the adapter and answer right; `name` stands for it in messages.
+
+    Raises:
+        AdapterswapError: it adapts modules that the base does not have, or in another shape; it holds what vLLM does
+            not serve: modules trained in full, or an embedding whose LoRA also changes the tied head.
+    """
+    problems = Problems()
+    missing = [module for module in adapter.modules if module not in shapes]
+    if missing:
+        more = f" and {len(missing) - _TOLD} more" if len(missing) > _TOLD else ""
+        problems.add(
+            f"{name} adapts {', '.join(missing[:_TOLD])}{more}, which the base does not have",
+            "Serve experts of this base model",
+        )
+    for module in adapter.modules.values():
+        if module.name in shapes and shapes[module.name] != module.shape:
+            problems.add(
+                f"{name}: {module.name} is {module.shape}, and {shapes[module.name]} in the base",
+                "Serve experts of this base model",
+            )
+    if adapter.saved:
+        problems.add(
+            f"{name} holds {', '.join(adapter.saved)} trained in full (modules_to_save), which vLLM does not serve",
+            "Merge it into full weights, or train it as LoRA",
+        )
+    if adapter.config.tied and any(module.embedding for module in adapter.modules.values()):
+        problems.add(
+            f"{name} adapts an embedding and the head tied to it together (ensure_weight_tying), unknown to vLLM",
+            "Merge it into full weights, or train it without ensure_weight_tying",
+        )
+    problems.raise_if_any()

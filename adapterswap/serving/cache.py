@@ -1,0 +1,131 @@
+"""The folders that a server loads compositions from, named by a hash of their content's origin.
+
+A folder appears by a rename, whole, and stays as long as any server lives that may load it again: vLLM reads an evicted
+adapter a second time, and dies where its folder is gone. Requests that meet, also in several processes, make a folder
+once. Knows nothing of what the folders hold.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.serving.memo import Memo
+
+__all__ = ["Cache", "default_cache"]
+
+_WAIT_S = 600  # for another process that makes the same folder; it may have to read from a slow disk
+
+
+def default_cache() -> Path:
+    """Where compositions are kept if nobody says: `adapterswap/serving` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adapterswap" / "serving"
+
+
+class Cache:
+    """A folder of folders, made when it is first needed, for its owner only. May be used by many at once.
+
+    Attributes:
+        root: the folder.
+        memo: what is known of experts and bases; see `Memo`.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(os.path.abspath(Path(root).expanduser()))
+        self.memo = Memo(self.root / "known.json")
+        self._entries, self._building, self._locks = (
+            self.root / name for name in ("compositions", "building", "locks")
+        )
+        self._in_use: int | None = None
+
+    def open(self) -> int:
+        """Make the folders, and return the descriptor of the file that says that they are in use.
+
+        Raises:
+            AdapterswapError: they cannot be made or written to.
+        """
+        if self._in_use is None:
+            try:
+                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for folder in (self._entries, self._building, self._locks):
+                    folder.mkdir(exist_ok=True)
+                self._in_use = os.open(self.root / "in-use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise self._told(error) from None
+        return self._in_use
+
+    def hold(self) -> None:
+        """Keep the entries from being collected as long as this process lives; the kernel lets go when it ends."""
+        fcntl.flock(self.open(), fcntl.LOCK_SH)
+
+    def get(self, key: str, make: Callable[[Path], object]) -> Path:
+        """The folder named `key`; where it is not there, `make(path)` writes it.
+
+        Raises:
+            AdapterswapError: another process takes longer than ten minutes to make it, or the disk does not take it;
+                and what `make` raises.
+        """
+        from filelock import FileLock, Timeout
+
+        self.open()
+        entry = self._entries / key
+        if self._found(entry):
+            return entry
+        try:
+            with FileLock(self._locks / key, timeout=_WAIT_S):
+                if self._found(entry):
+                    return entry
+                building = self._building / uuid.uuid4().hex
+                try:
+                    make(building)
+                    building.rename(entry)
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
+        except Timeout:
+            raise AdapterswapError(
+                f"another process has been composing this for {_WAIT_S} seconds", "Look whether it is stuck"
+            ) from None
+        except OSError as error:
+            raise self._told(error) from None
+        return entry
+
+    def collect(self, keep: int) -> int | None:
+        """Remove all but the `keep` entries used last, and what killed processes left; only where no server lives.
+
+        Returns:
+            How many entries were removed; None if a server holds the cache, and nothing was touched.
+        """
+        in_use = self.open()
+        try:
+            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        try:
+            for folder in (self._building, self._locks):
+                for left in folder.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+            entries = sorted(self._entries.iterdir(), key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
+            for entry in entries[keep:]:
+                # First out of sight, so that an entry is never seen half removed.
+                shutil.rmtree(entry.rename(self._building / entry.name))
+            return len(entries[keep:])
+        finally:
+            fcntl.flock(in_use, fcntl.LOCK_UN)
+
+    def _told(self, error: OSError) -> AdapterswapError:
+        return AdapterswapError(
+            f"the cache {self.root} cannot be written: {error.strerror}",
+            "Look at its disk, or give --cache another folder",
+        )
+
+    def _found(self, entry: Path) -> bool:
+        with suppress(OSError):
+            os.utime(entry)  # it was used just now
+            return True
+        return False

@@ -1,0 +1,182 @@
+"""From a name to the folder of the adapter that it means, composed on first use.
+
+Opens experts, checks them against the base, plans, checks the rank, and writes the portable layout into the cache: one
+rank, plain LoRA, no patterns, which every version of every engine reads. Knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from adapterswap import __version__
+from adapterswap.adapters import Adapter, open_adapter
+from adapterswap.compositions import Composition
+from adapterswap.errors import AdapterswapError, Problem
+from adapterswap.layers import num_layers_in_config
+from adapterswap.layout import total_rank
+from adapterswap.outputs import Form
+from adapterswap.plan import Plan, make_plan
+from adapterswap.serving.base_shapes import base_shapes, check_fits
+from adapterswap.serving.cache import Cache
+from adapterswap.serving.manifest import Manifest
+from adapterswap.serving.memo import content_hash
+from adapterswap.serving.names import UnknownNameError, composition_of
+from adapterswap.smallfiles import shown
+from adapterswap.sources import base_config
+from adapterswap.writing import prepare, write_prepared
+
+__all__ = ["NamedComposer", "largest_rank"]
+
+
+class NamedComposer:
+    """Composes by name, for one base and one manifest. May be used from several threads.
+
+    A local expert is opened anew for every composition, so a change on disk shows in what is composed from then on, in
+    a folder of another name. An expert on the Hub is looked up once.
+
+    Args:
+        manifest: the experts, and what may be asked of them.
+        base_model: the folder or Hub id of the base that is served. The experts are taken to be of this base.
+        cache: where the adapters are written.
+        max_lora_rank: no adapter may have a higher rank; None: no limit.
+
+    Raises:
+        AdapterswapError: the base's config cannot be had, or does not say what must be known of it.
+    """
+
+    def __init__(self, manifest: Manifest, base_model: str, cache: Cache, max_lora_rank: int | None) -> None:
+        self.manifest = manifest
+        self.base_model = base_model
+        self.cache = cache
+        self.max_lora_rank = max_lora_rank
+        num_layers = num_layers_in_config(base_config(base_model))
+        if num_layers is None:
+            raise AdapterswapError(f"the config of {base_model} does not say how many layers it has", "Check the base")
+        self.num_layers = num_layers
+        self._shapes = base_shapes(base_model, cache.memo)
+        self._from_hub: dict[str, Adapter] = {}
+        self._served: set[str] = set()
+        self._lock = threading.Lock()
+        self._allowed = None if manifest.allow is None else {self._rules(name) for name in manifest.allow}
+
+    def folder(self, name: str) -> Path:
+        """The folder of the adapter that `name` means.
+
+        Raises:
+            UnknownNameError: it means nothing here, speaks of an expert that there is not, or is not allowed.
+            AdapterswapError: the name is malformed; an expert is damaged, of another base, or of a kind that cannot be
+                composed or served; the rank is too high; the limit on compositions is reached.
+        """
+        with self._hidden_paths():
+            plan = self.plan(name)
+            self._admit(name)
+            try:
+                return self.cache.get(self.key(plan), lambda path: write_prepared(prepare(plan, _FORM), path))
+            except BaseException:
+                with self._lock:
+                    self._served.discard(name)
+                raise
+
+    def plan(self, name: str) -> Plan:
+        """What `name` means, checked against all that can be known before a tensor is read; errors as for `folder`."""
+        composition = composition_of(name, self.manifest.experts)
+        if self._allowed is not None and self._rules(name) not in self._allowed:
+            raise UnknownNameError(
+                f"{shown(name)} is not among the names that this server allows",
+                f"Ask for one of {', '.join(self.manifest.allow or ())}",
+            )
+        experts = {expert: self.open(expert) for expert in composition.expert_names}
+        plan = make_plan(self._of_this_base(composition), experts, num_layers=self.num_layers)
+        if any(not module.is_linear for module in plan):
+            raise AdapterswapError(
+                f"{shown(name)}: {composition.method} is not low-rank, and too slow to reduce while a client waits",
+                "Write it with `adapterswap compose --max-rank`, and serve the result as an expert",
+            )
+        rank = largest_rank(plan)
+        if self.max_lora_rank is not None and rank > self.max_lora_rank:
+            raise AdapterswapError(
+                f"{shown(name)} has rank {rank}, and this server takes up to {self.max_lora_rank}",
+                "Ask for one without transition zones, or start the server with a higher --max-lora-rank",
+            )
+        return plan
+
+    def open(self, name: str) -> Adapter:
+        """The expert of this name, checked against the base.
+
+        Raises:
+            AdapterswapError: it cannot be opened, or does not fit.
+        """
+        if name in self._from_hub:
+            return self._from_hub[name]
+        adapter = open_adapter(self.manifest.experts[name])
+        check_fits(adapter, self._shapes, name)
+        if adapter.source.revision:
+            self._from_hub[name] = adapter
+        return adapter
+
+    def key(self, plan: Plan) -> str:
+        """The name of the plan's folder: a hash of the experts' content and of all that decides the output's bytes.
+
+        Raises:
+            AdapterswapError: an expert changed since it was opened.
+        """
+        origin = {
+            "adapterswap": __version__,
+            "num_layers": plan.num_layers,
+            "rules": [rule.model_dump(mode="json") for rule in plan.rules],
+            "row_threshold": plan.composition.row_threshold,
+            "experts": {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.experts.items()},
+        }
+        return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
+
+    @contextmanager
+    def _hidden_paths(self) -> Iterator[None]:
+        """Tell a client the experts' names: their paths, and the cache's, are the operator's business."""
+        try:
+            yield
+        except UnknownNameError:
+            raise
+        except AdapterswapError as error:
+            names = {path: name for name, path in self.manifest.experts.items() if os.path.isabs(path)}
+            names[str(self.cache.root)] = "the cache"
+            raise AdapterswapError(_without(names, problem) for problem in error.problems) from error
+
+    def _rules(self, name: str) -> str:
+        """Two names mean the same composition exactly when this is the same."""
+        composition = composition_of(name, self.manifest.experts)
+        return json.dumps([rule.model_dump(mode="json") for rule in composition.rules(self.num_layers)])
+
+    def _of_this_base(self, composition: Composition) -> Composition:
+        return composition.model_copy(update={"base_model": self.base_model})
+
+    def _admit(self, name: str) -> None:
+        """Count the name, so that requests cannot fill the disk."""
+        with self._lock:
+            if name not in self._served and len(self._served) >= self.manifest.max_compositions:
+                raise AdapterswapError(
+                    f"this server already serves {len(self._served)} compositions, and max_compositions allows no more",
+                    "Ask for one of those, or raise max_compositions in experts.yaml",
+                )
+            self._served.add(name)
+
+
+_FORM = Form("portable")
+
+
+def largest_rank(plan: Plan) -> int:
+    """The rank of the plan's adapter in the portable layout, where all modules have the same."""
+    return max((total_rank(module) for module in plan if module.terms), default=1)
+
+
+def _without(names: Mapping[str, str], problem: Problem) -> Problem:
+    """The problem with each path in it replaced by its name, longer paths first."""
+    what, mend = problem.what, problem.mend
+    for path in sorted(names, key=len, reverse=True):
+        what, mend = what.replace(path, names[path]), mend.replace(path, names[path])
+    return Problem(what, mend)

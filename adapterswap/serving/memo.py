@@ -1,0 +1,71 @@
+"""Small answers that take long to find, kept in a JSON file: the hashes of large files, the shapes of a base.
+
+Several processes may use one file; each replaces it whole, and the last one wins. What is lost is found again. Knows
+nothing of what it keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from adapterswap.adapters import Adapter
+from adapterswap.errors import AdapterswapError
+from adapterswap.smallfiles import read_json
+from adapterswap.tensorfile import open_tensors
+
+__all__ = ["Memo", "content_hash"]
+
+_MOST = 2000  # answers; the oldest go first
+
+
+class Memo:
+    """A mapping of text to JSON values in the file `path`. May be used from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._known: dict[str, Any] = {}
+        with suppress(AdapterswapError):  # not there yet, or damaged: it is only a memory
+            self._known = read_json(path)
+
+    def get(self, key: str) -> Any:
+        """The value kept for `key`, or None."""
+        with self._lock:
+            return self._known.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep `value`; a disk that does not take it is no error."""
+        with self._lock:
+            self._known[key] = value
+            for oldest in list(self._known)[:-_MOST]:
+                del self._known[oldest]
+            building = self._path.with_name(f".{uuid.uuid4().hex}.tmp")
+            with suppress(OSError):
+                try:
+                    building.write_text(json.dumps(self._known), encoding="utf-8")
+                    os.replace(building, self._path)
+                finally:
+                    building.unlink(missing_ok=True)
+
+
+def content_hash(adapter: Adapter, memo: Memo) -> str:
+    """SHA-256 of an adapter's two files, in hexadecimal. The large one is read again only where its stamp is new.
+
+    Raises:
+        AdapterswapError: the file changed since the adapter was opened.
+    """
+    file = adapter.file
+    key = f"sha256 {os.path.realpath(file.path)} {file.stamp}"
+    weights = memo.get(key)
+    if not isinstance(weights, str):
+        with open_tensors(file) as opened:
+            weights = hashlib.file_digest(opened, "sha256").hexdigest()
+        memo.put(key, weights)
+    return hashlib.sha256(f"{weights} {adapter.config.sha256}".encode()).hexdigest()

@@ -1,0 +1,64 @@
+"""Names that a client may ask for: an expert's own, or a composition's short name.
+
+A name is text from a stranger. It selects among the experts that the operator listed, and is never part of a path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from adapterswap.allocation import BASE, Rule
+from adapterswap.compositions import Composition, parse_composition
+from adapterswap.errors import AdapterswapError
+from adapterswap.smallfiles import shown
+
+__all__ = ["UnknownNameError", "check_expert_name", "composition_of"]
+
+_EXPERT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_LONGEST = 300  # characters; a composition with every setting written out has fewer
+_TOLD = 30  # experts named in a message
+
+
+class UnknownNameError(AdapterswapError):
+    """A name that means nothing here: a server answers it with 404, and every other `AdapterswapError` with 400."""
+
+
+def check_expert_name(name: str) -> None:
+    """Whether an expert may be called so.
+
+    Raises:
+        AdapterswapError: the name is reserved, or holds a character that has a meaning in names of compositions.
+    """
+    if name == BASE:
+        raise AdapterswapError(f"the expert name {BASE!r} is reserved for the unchanged base", "Rename the expert")
+    if not _EXPERT.fullmatch(name) or len(name) > _LONGEST:
+        raise AdapterswapError(
+            f"{shown(name)} cannot be the name of an expert", "Use letters, digits, `_`, `-` and `.`, as in swahili-v2"
+        )
+
+
+def composition_of(name: str, experts: Collection[str]) -> Composition:
+    """The composition that `name` means: an expert as it is, TASK+LANGUAGE, or TASK+LANGUAGE@key=value,…
+
+    Args:
+        name: what the client wrote.
+        experts: the names of the experts that there are.
+
+    Raises:
+        UnknownNameError: the name is no composition's, or speaks of an expert that there is not.
+        AdapterswapError: the name is of a composition, and malformed.
+    """
+    if name in experts:
+        return Composition(allocation=(Rule(expert=name),))
+    told = ", ".join(sorted(experts)[:_TOLD]) + (", …" if len(experts) > _TOLD else "")
+    mend = f"The experts here are: {told or 'none'}. Ask for one of them, or for TASK+LANGUAGE"
+    if "+" not in name and "@" not in name:
+        raise UnknownNameError(f"there is no expert {shown(name)}", mend)
+    if len(name) > _LONGEST:
+        raise AdapterswapError(f"the name {shown(name)} is longer than {_LONGEST} characters", "Ask for less")
+    composition = parse_composition(name)
+    unknown = [expert for expert in composition.expert_names if expert not in experts]
+    if unknown:
+        raise UnknownNameError(f"{shown(name)}: there is no expert {' nor '.join(map(shown, unknown))}", mend)
+    return composition

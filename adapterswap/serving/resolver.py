@@ -1,0 +1,62 @@
+"""vLLM's LoRA resolver: asked for a name that vLLM does not know yet, it answers with the composition's folder.
+
+Imports vLLM. Knows how vLLM tells errors to clients; all that they say comes from `composer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+from vllm.lora.resolver import LoRAResolver
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.serving.composer import NamedComposer
+from adapterswap.serving.names import UnknownNameError
+
+__all__ = ["CompositionResolver"]
+
+_log = init_logger("vllm.adapterswap")
+
+
+class CompositionResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Composes on first use.
+
+    Args:
+        start: makes the composer, given the value of vLLM's --model; called once, by the first request.
+    """
+
+    def __init__(self, start: Callable[[str], NamedComposer]) -> None:
+        self._start = start
+        self._composer: NamedComposer | None = None
+        self._lock = threading.Lock()
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest:
+        """vLLM's question; it holds a lock per name, and overwrites the id.
+
+        Raises:
+            VLLMNotFoundError: answered to the client as 404.
+            VLLMValidationError: answered to the client as 400.
+        """
+        try:
+            folder = await asyncio.to_thread(self._compose, base_model_name, lora_name)
+        except UnknownNameError as error:
+            raise VLLMNotFoundError(str(error)) from None
+        except AdapterswapError as error:
+            _log.warning("%s", error)
+            raise VLLMValidationError(str(error), parameter="model", value=lora_name) from None
+        return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=str(folder))
+
+    def _compose(self, base_model: str, name: str) -> Path:
+        begun = time.perf_counter()
+        with self._lock:
+            self._composer = self._composer or self._start(base_model)
+        folder = self._composer.folder(name)
+        _log.info("%s is %s, found in %.0f ms", name, folder.name, 1000 * (time.perf_counter() - begun))
+        return folder
