@@ -1,0 +1,191 @@
+"""Local folders, and Hub ids in a cache made by hand: real snapshots, refs and blobs, and links that lead astray."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from crafting import BASE_CONFIG, CONFIG, WEIGHTS, adapter, config, tensors
+from huggingface_hub import constants
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.sources import base_config, find_source, public_name, same_base
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLDER = "89abcdef0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hub cache; the network is out of reach."""
+    folder = tmp_path / "home" / "hub"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))  # read from HF_HOME when the library was imported
+    assert constants.HF_HUB_OFFLINE
+    return folder
+
+
+def repository(cache: Path, name: str, files: dict[str, bytes], commit: str = COMMIT, **refs: str) -> Path:
+    """A repository in the cache, as the Hub's client leaves it: blobs, a snapshot of links to them, refs."""
+    home = cache / f"models--{name.replace('/', '--')}"
+    snapshot = home / "snapshots" / commit
+    for folder in (home / "blobs", home / "refs", snapshot):
+        folder.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        blob = home / "blobs" / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(content)
+        (snapshot / file).symlink_to(Path("../../blobs") / blob.name)
+    for ref, target in {"main": commit, **refs}.items():
+        (home / "refs" / ref).write_text(target)
+    return snapshot
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def math(cache: Path, tmp_path: Path) -> Path:
+    """The snapshot of org/math, with two commits."""
+    repository(cache, "org/math", files_of(adapter(tmp_path / "older", tensors(seed=9))), commit=OLDER)
+    return repository(cache, "org/math", files_of(adapter(tmp_path / "newer")), v1=OLDER)
+
+
+def test_a_hub_id_at_each_revision(math: Path) -> None:
+    for reference, commit in (
+        ("org/math", COMMIT),
+        ("org/math@main", COMMIT),
+        ("org/math@v1", OLDER),
+        (f"org/math@{OLDER}", OLDER),
+    ):
+        source = find_source(reference, [WEIGHTS, CONFIG], what="adapter")
+        assert (source.name, source.revision, source.folder.name) == ("org/math", commit, commit)
+        assert str(source) == f"org/math@{commit}"
+
+
+@pytest.mark.parametrize("reference", ["org/other", "org/math@v2", f"org/math@{'f' * 40}"])
+def test_a_hub_id_that_is_not_in_the_cache(reference: str, math: Path) -> None:
+    with pytest.raises(AdapterswapError, match=f"^{reference} is no folder here, and cannot be had from the Hub as a"):
+        find_source(reference, [WEIGHTS], what="adapter")
+
+
+@pytest.mark.parametrize("reference", ["org/math@../refs/main", "org/math@/v1", "org/../math", "../math", "org/math@"])
+def test_ids_that_step_out_of_the_cache(reference: str, math: Path) -> None:
+    with pytest.raises(AdapterswapError, match=r"does not exist|cannot be had from the Hub"):
+        find_source(reference, [WEIGHTS], what="adapter")
+
+
+def test_a_local_folder_wins(math: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapter(tmp_path / "org" / "math")
+    source = find_source("org/math", [WEIGHTS], what="adapter")
+    assert (source.folder, str(source)) == (Path("org/math"), "math")
+
+
+def test_composing_from_the_cache(math: Path, cache: Path, run: Callable[..., Result], tmp_path: Path) -> None:
+    """The base's layers come from the cache too, and the output tells Hub ids and commits, never a path."""
+    repository(cache, "org/base", {"config.json": json.dumps(BASE_CONFIG).encode()})
+    swahili = adapter(tmp_path / "swahili", tensors(seed=1))
+    zones = ("--bottom", 1, "--top", 1)
+    result = run("compose", "-t", "org/math@v1", "-l", swahili, "-o", tmp_path / "out", *zones)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads((tmp_path / "out" / "adapterswap.json").read_text())
+    assert record["experts"]["math"]["source"] == "org/math"
+    assert record["experts"]["math"]["revision"] == OLDER
+    assert record["experts"]["swahili"]["source"] == "swahili"
+    assert record["num_layers"] == 4
+    assert str(tmp_path) not in (tmp_path / "out" / "adapterswap.json").read_text()
+    assert run("inspect", "org/math").exit_code == 0
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, CONFIG])
+def test_links_out_of_the_cache_are_not_followed(
+    file: str, math: Path, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Whoever filled the cache cannot make us read, and publish, another file of this machine."""
+    secret = tmp_path / "newer" / file
+    (math / file).unlink()
+    (math / file).symlink_to(secret)
+    result = run("inspect", "org/math")
+    assert result.exit_code == 1
+    assert (
+        f"links to {secret}, outside the Hub's cache. Delete it from the cache and download it again." in result.stderr
+    )
+    assert result.stdout == ""
+
+
+def test_a_snapshot_that_is_a_link_out_of_the_cache(math: Path, tmp_path: Path) -> None:
+    for path in math.iterdir():
+        path.unlink()
+    math.rmdir()
+    math.symlink_to(tmp_path / "newer")
+    with pytest.raises(AdapterswapError, match="outside the Hub's cache"):
+        find_source("org/math", [WEIGHTS], what="adapter")
+
+
+def test_a_ref_that_leads_out_of_the_cache(math: Path, tmp_path: Path) -> None:
+    adapter(tmp_path / "elsewhere")
+    (math.parents[1] / "refs" / "main").write_text("../../../../elsewhere")
+    with pytest.raises(AdapterswapError, match="outside the Hub's cache"):
+        find_source("org/math", [WEIGHTS], what="adapter")
+
+
+def test_a_cache_that_lies_elsewhere(math: Path, cache: Path, tmp_path: Path) -> None:
+    """People move caches, or single repositories, to larger disks and leave a link."""
+    home = math.parents[1]
+    home.rename(tmp_path / "large-disk")
+    home.symlink_to(tmp_path / "large-disk")
+    assert find_source("org/math", [WEIGHTS], what="adapter").revision == COMMIT
+    cache.rename(tmp_path / "other-disk")
+    cache.symlink_to(tmp_path / "other-disk")
+    assert find_source("org/math", [WEIGHTS], what="adapter").revision == COMMIT
+
+
+def test_links_in_local_folders_are_followed(tmp_path: Path) -> None:
+    """As by every program: a snapshot of the cache may be given as a path, too."""
+    adapter(tmp_path / "real")
+    (tmp_path / "linked").mkdir()
+    for path in (tmp_path / "real").iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(path)
+    assert find_source(tmp_path / "linked", [], what="adapter").name == "linked"
+
+
+def test_names_fit_to_be_told(tmp_path: Path) -> None:
+    """A folder's name may hold anything; what goes into outputs and messages is text."""
+    for name, told in (("plain", "plain"), ("two\nlines \x1b[31m", r"two\nlines \x1b[31m"), ("\udcff", r"\udcff")):
+        (tmp_path / name).mkdir()
+        assert str(find_source(tmp_path / name, [], what="adapter")) == told
+    assert public_name("org/base") == "org/base"
+    assert public_name(str(tmp_path / "plain")) == "plain"
+    assert public_name("/home/someone/models/base") == "base"
+    assert public_name(None) is None
+    assert public_name("x" * 5000) == "x" * 5000
+
+
+def test_the_same_base_by_two_paths(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "link").symlink_to("base")
+    assert same_base(str(tmp_path / "base"), str(tmp_path / "link"))
+    assert same_base("org/base", "org/base")
+    assert not same_base("org/base", "org/other")
+    assert not same_base(None, "org/base")
+    assert same_base(None, None)
+    assert not same_base("x" * 5000, "y" * 5000)
+
+
+def test_a_note_of_the_base_leads_to_its_config_alone(tmp_path: Path, run: Callable[..., Result]) -> None:
+    """A stranger's adapter may name any path as its base: only config.json is read there, and none of it is told."""
+    secret = tmp_path / "secrets"
+    secret.mkdir()
+    (secret / "config.json").write_text("password: hunter2")
+    folder = adapter(tmp_path / "math", None, config(base_model_name_or_path=str(secret)))
+    result = run("compose", "-t", folder, "-l", folder, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert f"{secret}/config.json is not JSON" in result.stderr
+    assert "hunter2" not in result.stderr
+    with pytest.raises(AdapterswapError, match=r"config\.json cannot be read"):
+        base_config(folder)

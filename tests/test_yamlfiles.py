@@ -1,0 +1,174 @@
+"""Recipes: YAML read safely and within bounds, every mistake told with its key, its value and its mend."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import Field
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.yamlfiles import StrictModel, apply_overrides, load_yaml, read_recipe, validate
+
+
+class Part(StrictModel):
+    path: str
+    weight: float = 1.0
+
+
+class Recipe(StrictModel):
+    """A little of everything that recipes are made of."""
+
+    name: str
+    steps: int = Field(default=1, ge=1)
+    parts: tuple[Part, ...] = ()
+    named: dict[str, Part] = Field(default_factory=dict)
+    lambda_: float | None = Field(default=None, alias="lambda")
+
+
+def recipe(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    return path
+
+
+def told(path: Path) -> str:
+    with pytest.raises(AdapterswapError) as caught:
+        read_recipe(path, Recipe)
+    return str(caught.value).replace(f"{path}", "R")
+
+
+def test_what_yaml_can_say(tmp_path: Path) -> None:
+    text = """
+    name: "Swahili na हिन्दी\\n"      # line ends and any script are text
+    parts: [{path: a}, {path: b, weight: 0.5}]
+    named: {x: &x {path: c}, y: {<<: *x, weight: 2}}
+    lambda: 3
+    """
+    read = read_recipe(recipe(tmp_path, text), Recipe)
+    assert read.name == "Swahili na हिन्दी\n"
+    assert read.parts == (Part(path="a"), Part(path="b", weight=0.5))
+    assert read.named == {"x": Part(path="c"), "y": Part(path="c", weight=2)}
+    assert read.lambda_ == 3
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    text = "nmae: x\nsteps: 0\nparts: [{path: 1, wieght: 2}, {}]\nlamda: 2"
+    assert told(recipe(tmp_path, text)).splitlines() == [
+        "R: name is missing. Add `name:`.",
+        "R: steps is 0: input should be greater than or equal to 1. Correct it.",
+        "R: parts.0.path is 1: input should be a valid string. Correct it.",
+        "R: parts.0.wieght is not a known key. Did you mean 'weight'.",
+        "R: parts.1.path is missing. Add `path:`.",
+        "R: nmae is not a known key. Did you mean 'name'.",
+        "R: lamda is not a known key. Did you mean 'lambda'.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("name: [", "is not valid YAML: while parsing"),
+        (b"name: \xff", "is not valid YAML: 'utf-8' codec"),
+        ("name: a\nname: b", "the key 'name' stands twice"),
+        ("name: a\nparts: [{path: a, path: b}]", "the key 'path' stands twice at line 2"),
+        ("- a", "holds list, not keys with values"),
+        ("", "holds NoneType, not keys with values"),
+        ("name: !!python/object/apply:os.system [id]", "could not determine a constructor"),
+        ("name: !!python/name:os.system", "could not determine a constructor"),
+        ("{[a]: b}", "a key must be a plain value"),
+        ("? !!set {a}\n: b", "a key must be a plain value"),
+        ("name: 2001-99-99", "month must be in 1..12"),
+        ("name: " + "9" * 5000, "Exceeds the limit"),
+        ("steps: 0x" + "f" * 100, "<a number of 400 bits> is too large a number"),
+        ("steps: 1" + ":1" * 400 + ".5", "int too large to convert to float"),
+        ('name: "\\e[2J"', r"'\x1b[2J' holds the control character '\x1b'"),
+        ('"\\x9b": a', r"holds the control character '\x9b'"),
+        ('name: "\\ud800"', r"holds the control character '\ud800'"),
+        ("name: a\0", "special characters are not allowed"),
+        ("name: " + "[" * 3000, "it nests too deep"),
+        ("name: " + "[" * 50 + "]" * 50, "it nests more than 40 deep"),
+        ("a: &a [*a]", "it nests more than 40 deep"),
+        ("a: &a {b: *a}", "it nests more than 40 deep"),
+        ("named: {<<: [{a: 1}, {b: 2}]}", "`<<` takes one mapping"),
+        ("named: {<<: {a: 1}, <<: {b: 2}}", "`<<` takes one mapping"),
+        ("named: {<<: 1}", "expected a mapping"),
+        ("name: " + "x" * 2**18, "is larger than 262,144 bytes"),
+    ],
+)
+def test_yaml_that_is_not_sound(text: str | bytes, reason: str, tmp_path: Path) -> None:
+    found = told(recipe(tmp_path, text))
+    assert reason in found
+    assert len(found.splitlines()) == 1
+    assert found.isprintable()
+
+
+def aliases(each: str, levels: int, opening: str, closing: str) -> str:
+    """Each level holds the one before it nine times over: 9**levels values in a few hundred bytes."""
+    lines = [f"a: &a {each}"]
+    for level in range(1, levels + 1):
+        old, new = chr(96 + level), chr(97 + level)
+        lines.append(f"{new}: &{new} {opening}{', '.join([f'*{old}'] * 9)}{closing}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        aliases("[x]", 12, "[", "]"),
+        aliases("{k: 1}", 12, "{<<: [", "]}"),
+        "a: &a {" + ", ".join(f"k{i}: 1" for i in range(1000)) + "}\nb:\n" + "- {<<: *a}\n" * 500,
+        "a: [" + "[], " * 25_000 + "]",
+        "\n".join(f"k{i}: {{}}" for i in range(9_000)),
+    ],
+    ids=["aliases", "merged lists", "merged mappings", "many values", "many keys"],
+)
+def test_recipes_that_unfold(text: str, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    assert len(told(recipe(tmp_path, text))) < 25_000
+    assert time.perf_counter() - start < 5
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "recipe-folder").mkdir()
+    with pytest.raises(AdapterswapError, match="does not exist"):
+        load_yaml(tmp_path / "none.yaml")
+    with pytest.raises(AdapterswapError, match=r"recipe-folder (cannot be read|is no regular file)"):
+        load_yaml(tmp_path / "recipe-folder")
+    with pytest.raises(AdapterswapError, match="is no regular file"):
+        load_yaml("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("override", "content"),
+    [
+        ("a.b.1.c=3e-4", {"a": {"b": [1, {"c": 3e-4}]}}),
+        ("a.b.0=[x, y]", {"a": {"b": [["x", "y"], {"c": 2}]}}),
+        ("d=true", {"a": {"b": [1, {"c": 2}]}, "d": True}),
+        ("d.e.f=text: with a colon", {"a": {"b": [1, {"c": 2}]}, "d": {"e": {"f": {"text": "with a colon"}}}}),
+        ("d=[not yaml", {"a": {"b": [1, {"c": 2}]}, "d": "[not yaml"}),
+        ("d=2001-99-99", {"a": {"b": [1, {"c": 2}]}, "d": "2001-99-99"}),
+        ("d=", {"a": {"b": [1, {"c": 2}]}, "d": None}),
+    ],
+)
+def test_overrides(override: str, content: dict[str, Any]) -> None:
+    before = {"a": {"b": [1, {"c": 2}]}}
+    assert apply_overrides(before, [override]) == content
+    assert before == {"a": {"b": [1, {"c": 2}]}}
+
+
+@pytest.mark.parametrize("override", ["a", "=1", "a.b.2=1", "a.b.x=1", "a.b.²=1", "a.b.0.c=1", "a.b.-1=1"])
+def test_overrides_that_lead_nowhere(override: str) -> None:
+    with pytest.raises(AdapterswapError, match="--set"):
+        apply_overrides({"a": {"b": [1, {"c": 2}]}}, [override])
+
+
+def test_values_are_shown_shortly(tmp_path: Path) -> None:
+    deep: Any = "x" * 10_000
+    for _ in range(30):
+        deep = [deep] * 3
+    with pytest.raises(AdapterswapError) as caught:
+        validate({"name": deep}, Recipe, where="here")
+    assert len(str(caught.value)) < 300
