@@ -51,7 +51,7 @@ class Targets:
     Attributes:
         names: ends of module names, as PEFT's target_modules takes them, sorted.
         count: how many modules they name, in these layers.
-        parameters: what is trained: r·(in + out) for each of them.
+        parameters: what is trained: r·(in + out) for each of them, and the modules saved in full.
         layers: layers that are adapted; None for all.
         conv1d: the modules store their weights transposed (GPT-2).
     """
@@ -122,7 +122,7 @@ def load_model(base: Base, *, dtype: str, meta: bool = False) -> Any:
 
 
 def find_targets(model: Any, options: AdapterOptions, config: Any) -> Targets:
-    """Resolve `target_modules` and `layers` on the modules that `model` has.
+    """Resolve `target_modules`, `layers` and `modules_to_save` on the modules that `model` has.
 
     Raises:
         AdapterswapError: a name that no module has, a layer out of range, the output head, tied embeddings, or a model
@@ -153,10 +153,12 @@ def find_targets(model: Any, options: AdapterOptions, config: Any) -> Targets:
     chosen = {name: module for name, module in adaptable.items() if _named(name, names)}
     if layers is not None:
         chosen = {name: module for name, module in chosen.items() if layer_of(name, container) in layers}
+    saved = [module for name, module in model.named_modules() if _named(name, options.modules_to_save)]
     return Targets(
         names=names,
         count=len(chosen),
-        parameters=sum(options.r * sum(module.weight.shape) for module in chosen.values()),
+        parameters=sum(options.r * sum(module.weight.shape) for module in chosen.values())
+        + sum(parameter.numel() for module in saved for parameter in module.parameters()),
         layers=layers,
         conv1d=all(isinstance(module, Conv1D) for module in chosen.values()),
     )
@@ -175,11 +177,22 @@ def _check_targets(
         if not found:
             problems.add(f"{where} is the name of no module", f"Names there are: {_ends(adaptable)}")
         elif any(module is head for module in found.values()):
-            problems.add(f"{where} is the output head, which TRL does not train as LoRA", "Remove it")
+            problems.add(
+                f"{where} is the output head, which TRL does not train as LoRA",
+                "Remove it, or put it into adapter.modules_to_save",
+            )
         elif tied and any(module is embeddings for module in found.values()):
             problems.add(f"{where} is tied to the output head, which would not change with it", "Remove it")
         elif layers is not None and any(layer_of(full, container) is None for full in found):
             problems.add(f"{where} lies in no layer, and adapter.layers chooses layers", "Remove one of the two")
+    everything = dict(model.named_modules())
+    for name in options.modules_to_save:
+        saved = [module for full, module in everything.items() if _named(full, [name])]
+        where = f"adapter.modules_to_save: {name!r}"
+        if not saved:
+            problems.add(f"{where} is the name of no module", f"Names there are: {_ends(adaptable)}")
+        elif tied and any(module is embeddings or module is head for module in saved):
+            problems.add(f"{where} is one weight for input and output here, which would come apart", "Remove it")
     depth = num_layers_in_config(config.to_dict())
     if layers and depth is not None and layers[-1] >= depth:
         problems.add(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ class Checkpoints:
         Raises:
             AdapterswapError: there is one, and neither `resume` nor `overwrite` is asked for.
         """
-        if self.folder.exists() and not (resume or overwrite):
+        if self._complete() and not (resume or overwrite):
             raise AdapterswapError(
                 f"{self.folder} holds checkpoints of a run before",
                 "Go on with --resume, or start anew with --overwrite",
@@ -59,9 +61,20 @@ class Checkpoints:
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps(run, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        # The Trainer writes trainer_state.json last: without it a checkpoint was not completed.
-        complete = [path.parent for path in self.folder.glob("checkpoint-*/trainer_state.json")]
-        return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+        return max(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+    @contextmanager
+    def tidied(self) -> Iterator[None]:
+        """Leave no folder behind without a complete checkpoint in it, whatever happens inside the block."""
+        try:
+            yield
+        finally:
+            if not self._complete():
+                self.remove()
+
+    def _complete(self) -> list[Path]:
+        """The Trainer writes trainer_state.json last: without it a checkpoint was not completed."""
+        return [path.parent for path in self.folder.glob("checkpoint-*/trainer_state.json")]
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

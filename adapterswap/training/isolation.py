@@ -19,7 +19,7 @@ def isolated() -> Iterator[None]:
     """Silence the libraries' own bars and chatter inside the block, and restore all that they changed after it.
 
     Restored: the random generators (Python, NumPy, torch on CPU and CUDA), the environment, transformers' verbosity and
-    progress bars, datasets' progress bars, and accelerate's process-wide state.
+    progress bars, datasets' progress bars, warning filters. accelerate's process-wide state is reset.
     """
     import datasets
     import numpy

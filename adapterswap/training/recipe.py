@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.layers import format_layers, parse_layers
@@ -22,7 +22,13 @@ __all__ = ["AdapterOptions", "DatasetSource", "TrainRecipe", "TrainingOptions", 
 Scalar = str | int | float | bool
 
 
-class AdapterOptions(StrictModel):
+class _Options(StrictModel):
+    """Numbers are finite: `.inf` is valid YAML, and no rate, rank or norm."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class AdapterOptions(_Options):
     """The adapter: rank-stabilized LoRA on attention and MLPs, as in the second paper; rank and α are our choice."""
 
     r: int = Field(default=64, ge=1, description="Rank of every adapted module.")
@@ -37,6 +43,9 @@ class AdapterOptions(StrictModel):
         description="Names of modules, such as q_proj. Default: all attention and MLP projections.",
     )
     layers: str | None = Field(default=None, description="Layers to adapt: 5, 0-4, 0-4,30-31 or [0, 1]. Default: all.")
+    modules_to_save: list[str] = Field(
+        default=[], description="Modules trained and saved in full, such as lm_head (as large as they are in the base)."
+    )
     save_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Saved as trained (float32), or rounded once to half the size (bfloat16)."
     )
@@ -96,7 +105,7 @@ class DatasetSource(StrictModel):
         return self
 
 
-class Validation(StrictModel):
+class Validation(_Options):
     """Rows held out, by share or number, or from sources of their own; their loss is measured at the end."""
 
     fraction: float | None = Field(default=None, gt=0, lt=1, description="Share of the training rows to hold out.")
@@ -113,7 +122,7 @@ class Validation(StrictModel):
         return self
 
 
-class TrainingOptions(StrictModel):
+class TrainingOptions(_Options):
     """How it is trained. A step is one update of the weights, on batch_size × gradient_accumulation rows."""
 
     epochs: float = Field(default=1.0, gt=0, description="Passes over the rows (ignored where max_steps is given).")

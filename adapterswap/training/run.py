@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,12 @@ def train(
     from adapterswap.training.isolation import isolated
     from adapterswap.training.output import write_expert
     from adapterswap.training.progress import Bar
+    from adapterswap.training.schedule import choose_schedule, total_steps
 
     checkpoints = Checkpoints(target)
-    with isolated(), Bar(shown=progress) as bar, tempfile.TemporaryDirectory(prefix="adapterswap-") as scratch:
-        from adapterswap.training.trainer import build_trainer, total_steps
+    scratch_folder = tempfile.TemporaryDirectory(prefix="adapterswap-")
+    with isolated(), Bar(shown=progress) as bar, scratch_folder as scratch, checkpoints.tidied():
+        from adapterswap.training.trainer import build_trainer
 
         options = recipe.training
         bar.phase("opening the base")
@@ -59,22 +63,26 @@ def train(
         check_target(target, overwrite=overwrite, inputs=[base.source.folder])
         checkpoints.check(resume=resume, overwrite=overwrite)
         device, dtype = choose_device(options)
+        # On modules without weights, so that a wrong name is told before rows and weights are read.
+        targets = find_targets(load_model(base, dtype=dtype, meta=True), recipe.adapter, base.config)
         bar.phase("reading rows")
         data = load_data(recipe, base)
         rows = packed(data.train, options.max_length) if options.packing else data.train.dataset()
+        steps = total_steps(len(rows), options)
+        choose_schedule(options, steps)
+        bar.phase("loading the base")
+        trainer = build_trainer(
+            recipe, base, load_model(base, dtype=dtype), targets, rows,
+            data.validation.dataset() if data.validation else None,
+            steps=steps, device=device, dtype=dtype, bar=bar,
+            checkpoints=checkpoints.folder if options.save_every_samples else Path(scratch),
+        )  # fmt: skip
         start = None
         if options.save_every_samples:
             start = checkpoints.prepare(recipe.resolved(), data.rows.sha256, resume=resume)
-        bar.phase("loading the base")
-        model = load_model(base, dtype=dtype)
-        targets = find_targets(model, recipe.adapter, base.config)
-        trainer = build_trainer(
-            recipe, base, model, targets, rows, data.validation.dataset() if data.validation else None,
-            steps=total_steps(len(rows), options), device=device, dtype=dtype, bar=bar,
-            checkpoints=checkpoints.folder if options.save_every_samples else Path(scratch),
-        )  # fmt: skip
         began = time.monotonic()
-        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        with _told(checkpoints.folder):
+            trainer.train(resume_from_checkpoint=str(start) if start else None)
         seconds = time.monotonic() - began
         if data.validation:
             bar.phase("measuring the validation loss")
@@ -96,6 +104,25 @@ def train(
         if not options.keep_checkpoints:
             checkpoints.remove()
     return report
+
+
+@contextmanager
+def _told(checkpoints: Path) -> Iterator[None]:
+    """What machines run out of, as our errors."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise AdapterswapError(
+            f"the device ran out of memory: {str(error).partition('.')[0]}",
+            "Lower training.batch_size and raise gradient_accumulation, or set gradient_checkpointing: true",
+        ) from None
+    except OSError as error:
+        raise AdapterswapError(
+            f"a checkpoint cannot be written to {checkpoints}: {error.strerror or error}",
+            "Free some space, or choose another --out-path; earlier checkpoints are kept for --resume",
+        ) from None
 
 
 def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -130,10 +157,9 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
     from adapterswap.training.data import load_data, packed
     from adapterswap.training.isolation import isolated
     from adapterswap.training.memory import memory
+    from adapterswap.training.schedule import choose_schedule, total_steps
 
     with isolated():
-        from adapterswap.training.trainer import total_steps
-
         options = recipe.training
         base = open_base(recipe.base_model)
         device, dtype = choose_device(options)
@@ -142,9 +168,10 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
         data = load_data(recipe, base)
         sequences = len(packed(data.train, options.max_length)) if options.packing else len(data.train)
         steps = total_steps(sequences, options)
-        share = min(steps * options.batch_size * options.gradient_accumulation / sequences, options.epochs)
+        choose_schedule(options, steps)
+        epochs = options.epochs
         if options.max_steps is not None:
-            share = steps * options.batch_size * options.gradient_accumulation / sequences
+            epochs = steps * options.batch_size * options.gradient_accumulation / sequences
         base_parameters = sum(parameter.numel() for parameter in model.parameters())
         return TrainEstimate(
             base_model=str(base.source),
@@ -153,7 +180,7 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
             trainable_parameters=targets.parameters,
             base_parameters=base_parameters,
             steps=steps,
-            tokens=round(share * data.rows.tokens),
+            tokens=round(epochs * data.rows.tokens),
             rows=data.rows,
             memory=memory(
                 base.config.get_text_config(), options, targets.parameters, base_parameters, dtype=dtype,

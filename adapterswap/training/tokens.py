@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.training.rows import Example
+from adapterswap.training.rendering import Example
 
 __all__ = ["TokenCounts", "Tokens", "tokenize"]
 

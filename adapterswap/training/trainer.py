@@ -6,7 +6,6 @@ that is no number, a progress bar, and a checkpoint every N samples. Importing t
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from trl import SFTConfig, SFTTrainer
 from adapterswap.errors import AdapterswapError
 from adapterswap.training.base import Base, Targets
 from adapterswap.training.progress import Bar
-from adapterswap.training.recipe import AdapterOptions, TrainingOptions, TrainRecipe
+from adapterswap.training.recipe import AdapterOptions, TrainRecipe
+from adapterswap.training.schedule import choose_schedule
 
-__all__ = ["ExpertTrainer", "build_trainer", "lora_config", "total_steps"]
+__all__ = ["ExpertTrainer", "build_trainer", "lora_config"]
 
 
 class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
@@ -60,14 +60,6 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
             self._bar.loss(logs["loss"], state.num_input_tokens_seen)
 
 
-def total_steps(rows: int, options: TrainingOptions) -> int:
-    """Steps for `rows` rows (or packed sequences), as the transformers Trainer counts them."""
-    if options.max_steps is not None:
-        return options.max_steps
-    batches = math.ceil(rows / options.batch_size)
-    return math.ceil(options.epochs * math.ceil(batches / options.gradient_accumulation))
-
-
 def lora_config(options: AdapterOptions, targets: Targets) -> LoraConfig:
     """PEFT's config of the adapter."""
     return LoraConfig(
@@ -78,6 +70,7 @@ def lora_config(options: AdapterOptions, targets: Targets) -> LoraConfig:
         lora_dropout=options.dropout,
         target_modules=targets.names,
         layers_to_transform=targets.layers,
+        modules_to_save=sorted(options.modules_to_save) or None,
         fan_in_fan_out=targets.conv1d,
         bias="none",
     )
@@ -96,10 +89,7 @@ def build_trainer(
     """
     options = recipe.training
     samples_a_step = options.batch_size * options.gradient_accumulation
-    schedule_options: dict[str, Any] = {}
-    if options.schedule == "warmup_stable_decay":
-        decay = options.decay if options.decay >= 1 else round(options.decay * steps)
-        schedule_options = {"num_decay_steps": int(decay), "decay_type": "linear"}
+    name, warmup, schedule_options = choose_schedule(options, steps)
     evaluate_every = recipe.validation.every_samples if recipe.validation else None
     arguments = SFTConfig(
         output_dir=str(checkpoints),
@@ -109,9 +99,9 @@ def build_trainer(
         per_device_eval_batch_size=options.batch_size,
         gradient_accumulation_steps=options.gradient_accumulation,
         learning_rate=options.learning_rate,
-        lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
+        lr_scheduler_type=name,
         lr_scheduler_kwargs=schedule_options,
-        warmup_steps=options.warmup,
+        warmup_steps=warmup,
         weight_decay=options.weight_decay,
         adam_beta1=options.adam_beta1,
         adam_beta2=options.adam_beta2,

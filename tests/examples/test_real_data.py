@@ -23,6 +23,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLE / "run.py"))
 
 
+@pytest.mark.slow
 def test_every_step_of_the_example_runs(example: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     with warnings.catch_warnings():

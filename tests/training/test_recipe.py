@@ -38,6 +38,12 @@ def test_a_shipped_recipe_is_found_by_name_and_a_file_wins(tmp_path: Path, monke
         find_recipe("train/none", "train")
 
 
+def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+    recipe = read_train_recipe(_recipe(tmp_path, text.split("```yaml\n")[1].split("```")[0]))
+    assert [source.path for source in recipe.datasets] == ["CohereForAI/aya_dataset", "more/rows.jsonl"]
+
+
 @pytest.mark.parametrize("model", [TrainRecipe, AdapterOptions, DatasetSource, Validation, TrainingOptions])
 def test_every_field_is_documented(model: type[TrainRecipe]) -> None:
     assert all(field.description for field in model.model_fields.values())
@@ -67,7 +73,7 @@ datasets:
   - {path: a, prompt: "{q}"}
   - {path: b, prompt: "{q.x}", completion: "{a}"}
   - {path: c, text: "{t}", messages: m}
-training: {learning_rat: 1}
+training: {learning_rat: 1, max_grad_norm: .inf}
 validation: {rows: 1, fraction: 0.5}
 """
     with pytest.raises(AdapterswapError) as caught:
@@ -80,10 +86,11 @@ validation: {rows: 1, fraction: 0.5}
         "not just a column's name",
         "the dataset c needs",
         "Did you mean 'learning_rate'",
+        "training.max_grad_norm is inf",
         "exactly one of fraction, rows and datasets",
     ):
         assert expected in told
-    assert len(caught.value.problems) == 7
+    assert len(caught.value.problems) == 8
 
 
 def test_a_recipe_needs_a_base_and_rows(tmp_path: Path) -> None:

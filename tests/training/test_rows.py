@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.training.loading import SourceCounts
 from adapterswap.training.recipe import DatasetSource
-from adapterswap.training.rows import Example, SourceCounts, load_rows
+from adapterswap.training.rendering import Example
+from adapterswap.training.rows import load_rows
 
 from .conftest import write_jsonl
 
@@ -90,6 +93,12 @@ def test_filter_keeps_the_rows_with_these_values(tmp_path: Path) -> None:
     assert load_rows_of(tmp_path, filter={"kind": ["a", "b"], "answer": ["4", "5"]}, **source) == ["4", "5"]
 
 
+def test_cells_of_a_csv_are_text_as_they_stand(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("\ufeffid,t\n1,007\n2,NA\n3,1.50\n4,\n", encoding="utf-8")
+    assert load_rows_of(tmp_path, path="rows.csv", text="{t}") == ["007", "NA", "1.50"]
+    assert load_rows_of(tmp_path, path="rows.csv", text="{t}", filter={"id": [2, 3]}) == ["NA", "1.50"]
+
+
 def test_samples_are_drawn_by_the_seed(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"t": str(i)} for i in range(100)])
     source = {"path": "rows.jsonl", "text": "{t}", "samples": 10}
@@ -142,7 +151,7 @@ def test_messages_train_on_every_turn_of_the_assistant(tmp_path: Path) -> None:
     [
         ({"prompt": "{q}", "completion": "{nope}"}, r"`prompt` names the column 'q'.*question, answer, kind"),
         ({"text": "{answer}", "filter": {"lang": "sw"}}, r"`filter` names the column 'lang'.*question, answer, kind"),
-        ({"messages": "turns"}, r"`messages` names the column 'turns'"),
+        ({"messages": "turns", "chat": _template}, r"`messages` names the column 'turns'"),
         ({"text": "{answer}", "filter": {"kind": "z"}}, r"no row has kind in \['z'\].*'a', 'b'"),
         ({"text": "{answer}", "split": "test"}, r"rows.jsonl cannot be loaded.*split"),
         ({"messages": "kind"}, r"no chat template"),
@@ -167,6 +176,22 @@ def test_a_value_that_is_no_text_names_its_row(tmp_path: Path) -> None:
         load(tmp_path, path="rows.jsonl", text="{t}")
     with pytest.raises(AdapterswapError, match=r"row 0 of those kept: the column 't' does not hold chat messages"):
         load(tmp_path, path="rows.jsonl", messages="t", chat=_template)
+    with pytest.raises(AdapterswapError, match="`filter` names t, which does not hold plain values"):
+        load(tmp_path, path="rows.jsonl", text="{t}", filter={"t": "a"})
+
+
+def test_messages_that_the_template_refuses_name_their_row(tmp_path: Path) -> None:
+    def strict(messages: list[dict[str, str]], **options: bool) -> str:
+        if messages[0]["role"] != "user":
+            raise jinja2.TemplateError("Conversation roles must alternate")
+        return _template(messages, **options)
+
+    rows = [
+        {"m": [{"role": role, "content": "x"}, {"role": "assistant", "content": "y"}]} for role in ("user", "system")
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(AdapterswapError, match=r"row 1 of those kept: .*refuses the messages: Conversation roles"):
+        load(tmp_path, path="rows.jsonl", messages="m", chat=strict)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +202,7 @@ def test_a_value_that_is_no_text_names_its_row(tmp_path: Path) -> None:
         ("rows.txt", "unknown suffix"),
         (".", "is a folder.*data_files"),
         ("broken.jsonl", "broken.jsonl cannot be loaded"),
+        ("latin.csv", "latin.csv cannot be loaded"),
         ("empty.jsonl", "the dataset file empty.jsonl is empty"),
         ("org/no-such-dataset", "no file here, and cannot be had from the Hub"),
     ],
@@ -185,6 +211,7 @@ def test_sources_that_cannot_be_had(tmp_path: Path, path: str, told: str) -> Non
     (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "broken.jsonl").write_text('{"t": "a"}\n{"t": ')
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "latin.csv").write_bytes("t\né\n".encode("latin-1"))
     with pytest.raises(AdapterswapError, match=f"(?s){told}"):
         load(tmp_path, path=path, text="{t}")
 

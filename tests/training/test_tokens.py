@@ -14,7 +14,8 @@ from trl import SFTConfig, SFTTrainer
 
 from adapterswap.training.isolation import isolated
 from adapterswap.training.recipe import DatasetSource
-from adapterswap.training.rows import Example, load_rows
+from adapterswap.training.rendering import Example
+from adapterswap.training.rows import load_rows
 from adapterswap.training.tokens import Tokens, tokenize
 
 from .conftest import WORDS, word_tokenizer, write_jsonl

@@ -1,0 +1,195 @@
+"""Tables of rows from the recipe's sources: found, loaded by `datasets.load_dataset`, filtered, sampled.
+
+Local files are read into memory and leave nothing in the user's cache; Hub datasets go through it. Knows nothing of
+what rows are made into.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.training.recipe import DatasetSource
+from adapterswap.training.templates import Template
+
+__all__ = ["SourceCounts", "load_table"]
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+@dataclass
+class SourceCounts:
+    """What became of the rows of one source.
+
+    Attributes:
+        source: the recipe's path of it.
+        read: rows in the split.
+        kept: rows after filter and samples.
+        empty: of these, rows without a value, or with nothing to train on.
+        files: of local files, name → sha256.
+    """
+
+    source: str
+    read: int = 0
+    kept: int = 0
+    empty: int = 0
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, SourceCounts]:
+    """The rows of `source` as a datasets.Dataset, filtered and sampled, and how many there were.
+
+    Args:
+        source: what to load.
+        folder: what local paths are relative to.
+        seed: of `samples`.
+
+    Raises:
+        AdapterswapError: it cannot be loaded; a column that the recipe names is not there (told with those that are);
+            or no rows are left.
+    """
+    counts = SourceCounts(source.path)
+    table = _load(source, folder, counts)
+    counts.read = len(table)
+    _check_columns(source, table.column_names)
+    if not len(table):
+        raise AdapterswapError(f"the dataset {source.path} has no rows in {source.split}", "Correct path or split")
+    for column, allowed in source.filter.items():
+        table = _filter(source, table, column, _as_list(allowed))
+    if source.samples is not None and source.samples < len(table):
+        import numpy
+
+        chosen = numpy.random.default_rng(seed).permutation(len(table))[: source.samples]
+        table = table.select(sorted(chosen.tolist()))
+    counts.kept = len(table)
+    return table, counts
+
+
+def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
+    """The split of `source` as a datasets.Dataset."""
+    import datasets
+
+    local = (folder / Path(source.path).expanduser()).resolve()
+    if local.is_file() or (local.is_dir() and source.data_files):
+        files = [local] if local.is_file() else [local / name for name in _as_list(source.data_files)]
+        counts.files = {file.name: _sha256(file) for file in files if file.is_file()}
+        return _attempt(source, lambda: _read(files, source.split))
+    if local.is_dir():
+        raise AdapterswapError(f"the dataset {source.path} is a folder", "Name its files in `data_files`")
+    if Path(source.path).suffix in _BUILDERS or source.path.startswith((".", "/", "~")):
+        raise AdapterswapError(
+            f"the dataset file {source.path} does not exist", "Correct the path; it is relative to the recipe's folder"
+        )
+    named = {key: getattr(source, key) for key in ("name", "data_files", "data_dir", "revision")}
+    arguments = {key: value for key, value in named.items() if value is not None}
+    return _attempt(source, lambda: datasets.load_dataset(source.path, split=source.split, **arguments))
+
+
+def _read(files: Sequence[Path], split: str) -> Any:
+    """The rows of local files of one kind."""
+    import datasets
+
+    builder = _builder(files)
+    options = _csv_options(files[0]) if builder == "csv" else {}
+    names = [str(file) for file in files]
+    # A cache of our own, which goes when the rows are in memory: the user's is for what was downloaded.
+    with tempfile.TemporaryDirectory(prefix="adapterswap-") as cache:
+        return datasets.load_dataset(
+            builder, data_files=names, split=split, cache_dir=cache, keep_in_memory=True, **options
+        )
+
+
+def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
+    """`load()`, with what can go wrong there (the network, the Hub, the files' contents) told as our error."""
+    import datasets
+
+    try:
+        return load()
+    except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+        raise AdapterswapError(
+            f"the dataset {source.path} is no file here, and cannot be had from the Hub: {_short(error)}",
+            "Check the path or id; for a gated dataset log in with `hf auth login`",
+        ) from None
+    except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
+        mend = "Check split, name, data_files and the files themselves"
+        if "script" in str(error):
+            mend = "Datasets made by a script are no longer run: name its files in data_files, or a converted revision"
+        raise AdapterswapError(f"the dataset {source.path} cannot be loaded: {_short(error)}", mend) from None
+
+
+def _csv_options(file: Path) -> dict[str, Any]:
+    """Cells are text as they stand: `007` is no number, and `NA` no gap."""
+    import datasets
+
+    separator = "\t" if file.suffix == ".tsv" else ","
+    with file.open(encoding="utf-8-sig", newline="") as content:
+        header = next(csv.reader(content, delimiter=separator))
+    columns = datasets.Features({name: datasets.Value("string") for name in header})
+    return {"sep": separator, "features": columns, "keep_default_na": False}
+
+
+def _builder(files: Sequence[Path]) -> str:
+    problems, builders = Problems(), set()
+    for file in files:
+        if not file.is_file():
+            problems.add(f"the dataset file {file.name} does not exist", "Correct `path` or `data_files`")
+        elif not file.stat().st_size:
+            problems.add(f"the dataset file {file.name} is empty", "Give a file with rows")
+        elif file.suffix not in _BUILDERS:
+            problems.add(f"the dataset file {file.name} has an unknown suffix", f"Known: {', '.join(_BUILDERS)}")
+        else:
+            builders.add(_BUILDERS[file.suffix])
+    if len(builders) > 1:
+        problems.add(f"the dataset's files are of several kinds: {', '.join(sorted(builders))}", "List them apart")
+    problems.raise_if_any()
+    return builders.pop()
+
+
+def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
+    problems = Problems()
+    mend = f"Its columns are: {', '.join(columns)}"
+    for key in ("prompt", "completion", "text"):
+        if (template := getattr(source, key)) is not None:
+            for name in Template(template).missing(columns):
+                problems.add(f"the dataset {source.path}: `{key}` names the column {name!r}, which is not there", mend)
+    named = [("filter", name) for name in source.filter] + ([("messages", source.messages)] if source.messages else [])
+    for key, name in named:
+        if name not in columns:
+            problems.add(f"the dataset {source.path}: `{key}` names the column {name!r}, which is not there", mend)
+    problems.raise_if_any()
+
+
+def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) -> Any:
+    values = {*allowed, *map(str, allowed)}  # a number in the recipe may be text in a file
+    found = table[column][:]
+    if any(isinstance(value, list | dict) for value in found):
+        raise AdapterswapError(
+            f"the dataset {source.path}: `filter` names {column}, which does not hold plain values",
+            "Filter another column",
+        )
+    keep = [index for index, value in enumerate(found) if value in values]
+    if not keep:
+        seen = ", ".join(repr(value) for value in sorted(set(map(str, found)))[:8])
+        raise AdapterswapError(
+            f"the dataset {source.path}: no row has {column} in {allowed}", f"Values that occur there: {seen}"
+        )
+    return table.select(keep)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split()).removesuffix(".")[:200]

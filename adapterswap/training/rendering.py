@@ -1,0 +1,147 @@
+"""Rows as text: through templates, or through a tokenizer's chat template, with what the loss is taken on marked.
+
+A rendered row is an `Example`: its whole text, and the prefixes of it between which the loss is taken. Knows nothing of
+tokens, nor of where rows come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.training.recipe import DatasetSource
+from adapterswap.training.templates import Template
+
+__all__ = ["ChatTemplate", "Example", "Renderer", "choose_renderer"]
+
+ChatTemplate = Callable[..., str]
+"""A tokenizer's `apply_chat_template`."""
+
+
+class Example(NamedTuple):
+    """A row as text.
+
+    Attributes:
+        text: all of it.
+        trained: pairs of prefixes of `text`; the loss is taken on what lies after the first and not after the second
+            (None: to the end).
+        chat: rendered by a chat template, which writes the special tokens itself.
+    """
+
+    text: str
+    trained: tuple[tuple[str, str | None], ...]
+    chat: bool = False
+
+
+Renderer = Callable[[Mapping[str, Any]], Example | None]
+"""Makes a row an Example; None for a row with nothing to train on."""
+
+
+def choose_renderer(source: DatasetSource, chat: ChatTemplate | None, *, chat_prompts: bool) -> Renderer:
+    """How rows of `source` are rendered.
+
+    Args:
+        chat: the tokenizer's `apply_chat_template`, where it has a template.
+        chat_prompts: render prompts and completions as chat turns.
+
+    Raises:
+        AdapterswapError: a chat template is needed, and there is none. The renderer itself raises it for a value that
+            is no text, for messages that are none, and for messages that the template refuses.
+    """
+    if source.messages is not None or (chat_prompts and source.text is None):
+        if chat is None:
+            raise AdapterswapError(
+                f"the dataset {source.path} is to be rendered as chat, and the tokenizer has no chat template",
+                "Use the instruct model's tokenizer, or prompt and completion with chat_template: false",
+            )
+        return _chat(_messages(source.messages) if source.messages is not None else _turns(source), chat)
+    return _plain(source) if source.text is None else _text(Template(source.text))
+
+
+def _text(template: Template) -> Renderer:
+    def render(row: Mapping[str, Any]) -> Example | None:
+        filled = template.fill(row)
+        return Example(filled, (("", None),)) if filled and filled.strip() else None
+
+    return render
+
+
+def _pairs(source: DatasetSource) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
+    """Prompt and completion of a row; None where a value is missing or nothing is to be completed."""
+    prompts, completions = Template(source.prompt or ""), Template(source.completion or "")
+
+    def pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
+        prompt, completion = prompts.fill(row), completions.fill(row)
+        if prompt is None or completion is None or not completion.strip():
+            return None
+        return prompt, completion
+
+    return pair
+
+
+def _plain(source: DatasetSource) -> Renderer:
+    pair = _pairs(source)
+
+    def render(row: Mapping[str, Any]) -> Example | None:
+        found = pair(row)
+        return Example(found[0] + found[1], ((found[0], None),)) if found else None
+
+    return render
+
+
+Conversation = Callable[[Mapping[str, Any]], list[dict[str, str]] | None]
+
+
+def _turns(source: DatasetSource) -> Conversation:
+    pair = _pairs(source)
+
+    def conversation(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+        found = pair(row)
+        roles = ("user", "assistant")
+        return [{"role": role, "content": text} for role, text in zip(roles, found, strict=True)] if found else None
+
+    return conversation
+
+
+def _messages(column: str) -> Conversation:
+    def conversation(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
+        found = row[column]
+        if found is None:
+            return None
+        if not isinstance(found, list) or not all(_is_message(message) for message in found):
+            raise AdapterswapError(
+                f"the column {column!r} does not hold chat messages",
+                "A conversation is a list of {role: system, user or assistant, content: text}",
+            )
+        return found
+
+    return conversation
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _chat(conversation: Conversation, chat: ChatTemplate) -> Renderer:
+    """The loss is taken on what the template writes for each turn of the assistant."""
+    from jinja2 import TemplateError
+
+    def render(row: Mapping[str, Any]) -> Example | None:
+        messages = conversation(row) or []
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        try:
+            trained = tuple(
+                (
+                    chat(messages[:turn], tokenize=False, add_generation_prompt=True),
+                    None if turn == len(messages) - 1 else chat(messages[: turn + 1], tokenize=False),
+                )
+                for turn in turns
+            )
+            return Example(chat(messages, tokenize=False), trained, chat=True) if trained else None
+        except TemplateError as error:
+            raise AdapterswapError(
+                f"the tokenizer's chat template refuses the messages: {error}", "Give messages in the order it expects"
+            ) from None
+
+    return render
