@@ -1,4 +1,4 @@
-"""The rows of a recipe's sources as text, one after the other: loading and rendering joined. Knows nothing of tokens."""
+"""The rows of a recipe's sources as text, source by source: loading and rendering joined. Knows nothing of tokens."""
 
 from __future__ import annotations
 
