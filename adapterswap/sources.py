@@ -18,7 +18,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, printable
 from adapterswap.smallfiles import exists, is_folder, read_json
 
-__all__ = ["Source", "base_config", "find_source", "public_name", "publish", "same_base"]
+__all__ = ["Source", "base_config", "find_source", "is_hub_id", "public_name", "publish", "same_base"]
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>(?!/|.*\.\.)[\w./-]+))?")
 
@@ -116,9 +116,14 @@ def same_base(one: str | None, other: str | None) -> bool:
     return is_folder(Path(one)) and is_folder(Path(other)) and Path(one).samefile(other)
 
 
+def is_hub_id(reference: str) -> bool:
+    """Whether `find_source` would look for this on the Hub: it has the form of an id, and is no path here."""
+    return _HUB_ID.fullmatch(reference) is not None and not exists(Path(reference))
+
+
 def public_name(base: str | None) -> str | None:
     """A base's Hub id as it stands, or the last part of a local path: what may be told to others."""
-    if base is None or (_HUB_ID.fullmatch(base) and not exists(Path(base))):
+    if base is None or is_hub_id(base):
         return base
     return Path(base).name
 

@@ -18,7 +18,7 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.outputs import Form
 from adapterswap.plan import make_plan
 from adapterswap.smallfiles import read_json
-from adapterswap.sources import find_source
+from adapterswap.sources import find_source, is_hub_id
 from adapterswap.tensorfile import TensorFile, read_header
 from adapterswap.writing import write_adapter
 from adapterswap.writing.copying import sha256_of
@@ -90,7 +90,8 @@ def _record(folder: Path) -> dict[str, Any]:
     record = read_json(folder / PROVENANCE, _MEND)
     try:
         usable = record["format"] == 1 and isinstance(record["num_layers"], int)
-        usable = usable and all(isinstance(each["sha256"], dict) for each in record["experts"].values())
+        for each in record["experts"].values():
+            usable = usable and isinstance(each["sha256"], dict) and isinstance(each["source"], str)
         usable = usable and isinstance(record["composition"], dict) and isinstance(record.get("output", {}), dict)
         Form(**record.get("output", {}))
     except (KeyError, TypeError, AttributeError):
@@ -108,8 +109,9 @@ def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict
     opened = {}
     for name, source in record["experts"].items():
         reference = given.get(name)
-        if reference is None and source.get("revision"):
-            reference = f"{source['source']}@{source['revision']}"
+        noted = f"{source['source']}@{source.get('revision')}"
+        if reference is None and source.get("revision") and is_hub_id(noted):  # never a path that a record names
+            reference = noted
         if reference is None:
             problems.add(
                 f"the expert {name!r} came from a folder named {source['source']!r}, and nothing says where that is",

@@ -98,6 +98,7 @@ def composition_from_options(
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
     from adapterswap.compositions import Composition
+    from adapterswap.smallfiles import is_folder
     from adapterswap.yamlfiles import read_recipe, validate
 
     given = {key: options[key] for key in _KEYS if options.get(key) is not None}
@@ -110,7 +111,7 @@ def composition_from_options(
         composition = read_recipe(recipe, Composition)
         beside = Path(recipe).parent
         experts = {
-            name: str(beside / path) if (beside / path).is_dir() else path for name, path in composition.experts.items()
+            name: str(beside / path) if is_folder(beside / path) else path for name, path in composition.experts.items()
         }
         return composition.model_copy(update={"experts": experts, **given})
     if not tasks or not languages:

@@ -1,0 +1,44 @@
+"""Inputs damaged at random lead to a result or to an `AdapterswapError`: no traceback, nothing left, no long wait.
+
+fuzz/campaign.py does the same for hours; what it found stands in the other tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mutations import KINDS, Subject
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    made = Subject(tmp_path_factory.mktemp("subject"))
+    yield made
+    assert made.slowest < 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "80")),
+    deadline=None,
+    derandomize=True,  # the same inputs every time; new ones are the campaign's business
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(random=st.randoms(use_true_random=False))
+def test_damage_at_random(kind: str, random: Random, subject: Subject) -> None:
+    subject.check(random, kind)
+
+
+def test_the_damage_is_neither_too_small_nor_too_large(tmp_path: Path) -> None:
+    """Some of it is refused and some accepted, or the test above would say nothing."""
+    subject = Subject(tmp_path)
+    for kind in KINDS:
+        random = Random(1)
+        outcomes = [subject.check(random, kind) for _ in range(40)]
+        assert {"accepted", "refused"} == set(outcomes), kind
