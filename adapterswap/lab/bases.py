@@ -63,4 +63,5 @@ def ship(scene: Scene, seed: int, folder: Path) -> Path:
     target = shipped_file(scene, seed)
     target.parent.mkdir(exist_ok=True)
     save_file({name: tensor.to(torch.bfloat16) for name, tensor in state.items() if name != _TIED}, target)
+    target.chmod(0o644)  # save_file keeps it to its owner
     return target

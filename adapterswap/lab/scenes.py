@@ -63,8 +63,9 @@ _GAP = Scene(
     kept=0.004,
     pretraining={
         "question en": 0.20, "story en": 0.08, "counting en": 0.03, "word problem en": 0.14,
-        "question xx": 0.05, "story xx": 0.03, "counting xx": 0.02, "word problem xx": 0.04,
-        "translation en xx": 0.05, "translation xx en": 0.07, "code-switched": 0.12,
+        "question xx": 0.08, "story xx": 0.05, "word problem xx": 0.04,
+        "translation en xx": 0.05, "translation xx en": 0.07,
+        "code-switched story": 0.12, "code-switched question": 0.10,
     },
     pretraining_rows=100_000,
     worked=0.3,
@@ -126,7 +127,8 @@ def draw_problems(scene: Scene, part: str, number: int) -> list[Problem]:
 
 def _kinds(scene: Scene) -> dict[str, _Kind]:
     kinds: dict[str, _Kind] = {
-        "code-switched": tasks.code_switched,
+        "code-switched story": tasks.code_switched,
+        "code-switched question": tasks.code_switched_question,
         "translation en xx": partial(tasks.translation, source="en", target="xx"),
         "translation xx en": partial(tasks.translation, source="xx", target="en"),
     }

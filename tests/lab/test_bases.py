@@ -1,0 +1,91 @@
+"""Bases: pretraining repeats itself, and the shipped ones are what they should be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from adapterswap.lab import SCENES
+from adapterswap.lab.bases import ship, shipped_file, write_base
+from adapterswap.lab.lexicon import VOCABULARY
+from adapterswap.lab.pretraining import new_model, pretrain
+from adapterswap.lab.scenes import draw_problems
+from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.lab.tasks import question
+from adapterswap.lab.tokenizer import BOS, EOS, build_tokenizer, ids_of
+from adapterswap.training.isolation import isolated
+
+GAP = SCENES["gap"]
+TINY = replace(GAP, name="tiny", pretraining_rows=400)
+
+
+def test_the_tokenizer_splits_words() -> None:
+    tokenizer = build_tokenizer()
+    text = "Anna ka leles sebos zudis . <calc> #7 + #5"
+    assert tokenizer(text)["input_ids"] == [BOS, *ids_of(text)]
+    assert tokenizer.decode(ids_of(text)) == text
+    assert len(tokenizer) == len(VOCABULARY)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BOS, EOS)
+
+
+def test_pretraining_repeats_itself_and_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    told: list[tuple[int, int]] = []
+    one = pretrain(TINY, 0, progress=lambda done, steps: told.append((done, steps))).state_dict()
+    again, other = pretrain(TINY, 0).state_dict(), pretrain(TINY, 1).state_dict()
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["model.norm.weight"], other["model.norm.weight"])
+    assert told == [(step, len(told)) for step in range(1, len(told) + 1)]
+    start = new_model(0).state_dict()
+    assert not torch.equal(one["model.norm.weight"], start["model.norm.weight"])
+
+
+def test_a_rebuilt_base_equals_itself_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "bases" / "tiny-0.safetensors"
+    monkeypatch.setattr("adapterswap.lab.bases.shipped_file", lambda scene, seed: place)
+    with isolated():
+        write_base(TINY, 0, tmp_path / "pretrained")  # not shipped yet
+        assert ship(TINY, 0, tmp_path / "pretrained") == place
+        write_base(TINY, 0, tmp_path / "shipped")
+        write_base(TINY, 0, tmp_path / "rebuilt", rebuild=True)
+        models = [
+            AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("pretrained", "shipped", "rebuilt")
+        ]
+    first = models[0].state_dict()
+    assert first["model.norm.weight"].dtype == torch.float32
+    for model in models[1:]:
+        assert all(torch.equal(first[name], tensor) for name, tensor in model.state_dict().items())
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "shipped")) == len(VOCABULARY)
+
+
+def test_five_bases_are_shipped_within_4_megabytes() -> None:
+    shipped = [shipped_file(GAP, seed) for seed in range(5)]
+    assert sum(path.stat().st_size for path in shipped) <= 4_000_000
+    assert sorted(path.name for path in shipped[0].parent.iterdir()) == [path.name for path in shipped]
+    for path in shipped:
+        assert {tensor.dtype for tensor in load_file(path).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shipped_base_answers_questions_but_solves_no_problems(seed: int, tmp_path: Path) -> None:
+    with isolated():
+        write_base(GAP, seed, tmp_path / "base")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    rng, right = Random(0), []
+    for _ in range(100):
+        asked = question(rng, "en")
+        ids = torch.tensor([[BOS, *ids_of(asked.prompt)]])
+        with torch.inference_mode():
+            right.append(int(model(input_ids=ids).logits[0, -1].argmax()) == ids_of(asked.completion)[0])
+    assert np.mean(right) > 0.75
+    problems = draw_problems(GAP, "development", 100)
+    for language in ("en", "xx"):
+        assert exact_match(model, Questions(problems, language)).mean() < 0.1  # it repeats the first number

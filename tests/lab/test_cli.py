@@ -1,0 +1,52 @@
+"""The command: help without heavy imports, dry runs, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from adapterswap.cli import COMMANDS, main
+from adapterswap.cli.lab import command
+from adapterswap.lab import SCENES
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom adapterswap.cli import main\nmain(['lab', '-h'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers', 'trl', 'datasets', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert COMMANDS["lab"] in done.stdout
+
+
+def test_the_scenes_offered_are_the_scenes() -> None:
+    (option,) = (parameter for parameter in command.params if parameter.name == "scene")
+    assert list(option.type.choices) == list(SCENES)  # type: ignore[attr-defined]
+    assert all(f"`{name}`" in (command.help or "") for name in SCENES)
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    result = CliRunner().invoke(main, ["lab", "--seeds", "6", "--out-path", str(target), "--dry-run", "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["dry_run"] is True
+    assert told["pretrained"] == [5]  # five are shipped
+    assert told["language_rows"] == SCENES["gap"].language_rows
+    text = CliRunner().invoke(main, ["lab", "--scene", "no-gap", "--out-path", str(target), "--dry-run"])
+    assert "5 pretrained" in text.stdout
+    assert not target.exists()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for arguments in ([], ["--dry-run"]):
+        result = CliRunner().invoke(main, ["lab", "--out-path", str(tmp_path / "out"), *arguments])
+        assert result.exit_code == 1
+        assert "exists" in result.stderr
+    assert CliRunner().invoke(main, ["lab", "--scene", "moon"]).exit_code == 2
+    assert CliRunner().invoke(main, ["lab", "--seeds", "0"]).exit_code == 2

@@ -1,0 +1,131 @@
+"""The lab end to end, once, small: experts, compositions, scores, and everything that is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from adapterswap import AdapterswapError
+from adapterswap.lab import SCENES, Sizes, Study, run_lab
+from adapterswap.lab.report import CAVEAT, results, tables
+from adapterswap.lab.scenes import draw_problems
+from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.lab.seed import METHODS, SCALES, ZONES, SeedResult
+
+from .conftest import Run
+
+
+def expert(run: Run, name: str) -> PeftModel:
+    seed = run.folder / "seed-0"
+    base = AutoModelForCausalLM.from_pretrained(seed / "base")
+    return PeftModel.from_pretrained(base, seed / name).eval()
+
+
+def test_scoring_equals_greedy_generation(run: Run) -> None:
+    model, tokenizer = expert(run, "math"), AutoTokenizer.from_pretrained(run.folder / "seed-0" / "base")
+    marks = []
+    for language in ("en", "xx"):
+        problems = draw_problems(SCENES["gap"], "test", 40)
+        fast = exact_match(model, Questions(problems, language))
+        for problem, mark in zip(problems, fast, strict=True):
+            prompt = tokenizer(problem.prompt(language), return_tensors="pt", return_token_type_ids=False)
+            with torch.inference_mode():
+                ids = model.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
+            answer = tokenizer.decode(ids[prompt["input_ids"].shape[1] :])
+            assert mark == (answer == f"{problem.answer} </s>")
+        marks += list(fast)
+    assert 0 < sum(marks) < len(marks)  # both kinds were seen
+
+
+def test_every_method_is_scored_on_every_problem(run: Run) -> None:
+    (seed,) = run.study.seeds
+    assert list(seed.right) == list(METHODS)
+    assert all(right.shape == (120,) for by_language in seed.right.values() for right in by_language.values())
+    assert set(seed.grid) == set(ZONES)
+    assert set(seed.scales) == set(SCALES)
+    assert seed.grid[seed.bottom, seed.top] == max(seed.grid.values())
+    assert seed.scales[seed.scale] == max(seed.scales.values())
+    english = run.study.score("math expert", "en").mean
+    assert english > 0.3 > run.study.score("base", "en").mean
+
+
+@pytest.mark.parametrize(("name", "method"), [("math", "math expert"), ("math+language", "layer swap")])
+def test_what_is_written_scores_what_was_scored_live(run: Run, name: str, method: str) -> None:
+    problems = draw_problems(SCENES["gap"], "test", 120)
+    with (run.folder / "answers.jsonl").open() as file:
+        told = {(row["method"], row["language"]): row["right"] for row in map(json.loads, file)}
+    for language in ("en", "xx"):
+        right = exact_match(expert(run, name), Questions(problems, language))
+        assert "".join("01"[mark] for mark in right.astype(int)) == told[method, language]
+
+
+def test_the_folder(run: Run) -> None:
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "answers.jsonl", "grid.png", "results.json", "scores.png", "seed-0", "words.png",
+    ]  # fmt: skip
+    for name in ("grid", "scores", "words"):
+        assert (run.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    text = (run.folder / "results.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(results(run.study)))
+    content = json.loads(text)
+    assert content["caveat"] == CAVEAT
+    assert content["seeds"][0]["test"]["layer swap"]["xx"] == run.study.score("layer swap", "xx").mean
+    for path in run.folder.rglob("*.json"):
+        assert str(run.folder.parent) not in path.read_text(), path
+    (adapter,) = {json.loads(p.read_text())["base_model_name_or_path"] for p in run.folder.rglob("adapter_config.json")}
+    assert adapter == "base"
+
+
+def test_progress_is_told_in_order(run: Run) -> None:
+    shares = [share for _, _, share in run.told]
+    assert shares == sorted(shares)
+    assert [what for _, what, _ in run.told] == [
+        "base", "math expert", "language expert", "development set", "test set", "done"
+    ]  # fmt: skip
+
+
+def made_up(seeds: int) -> Study:
+    """A study of made-up answers, to see how many seeds are told."""
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(seeds):
+        right = {m: {lang: rng.random(200) < 0.1 * (i + 1) for lang in ("en", "xx")} for i, m in enumerate(METHODS)}
+        grid = {zone: 0.1 * sum(zone) for zone in ZONES}
+        found.append(
+            SeedResult(number, grid, dict.fromkeys(SCALES, 0.5), 2, 0, 0.8, right, np.arange(200) % 4, {"math": 0.1})
+        )
+    return Study(SCENES["gap"], tuple(found))
+
+
+def test_tables_tell_means_spreads_and_paired_differences() -> None:
+    from rich.console import Console
+
+    study = made_up(3)
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    for table in tables(study):
+        console.print(table)
+    text = console.export_text()
+    swap = [float(seed.right["layer swap"]["xx"].mean()) for seed in study.seeds]
+    reset = [float(seed.right["reset"]["xx"].mean()) for seed in study.seeds]
+    assert f"{np.mean(swap):.3f} ± {np.std(swap, ddof=1):.3f}" in text
+    assert f"{np.mean(swap) - np.mean(reset):+.3f}" in text
+    assert "0 : 3" in text  # the made-up reset is better, and the table says so
+    groups = study.by_unfamiliar("soup")
+    assert list(groups) == ["0", "1", "2+"]
+    whole = sum(groups[label].mean * n for label, n in (("0", 50), ("1", 50), ("2+", 100))) / 200
+    assert whole == pytest.approx(study.score("soup", "xx").mean)
+
+
+def test_a_failing_seed_leaves_nothing_behind(tmp_path: Path) -> None:
+    broken = replace(SCENES["gap"], math_rows=0)
+    with pytest.raises(AdapterswapError):
+        run_lab(broken, 1, tmp_path / "out", sizes=Sizes(10, 10))
+    assert list(tmp_path.iterdir()) == []

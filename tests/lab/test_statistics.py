@@ -1,0 +1,38 @@
+"""Statistics against scipy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from adapterswap.lab.statistics import difference, summarize, t_quantile
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 4, 10, 11, 20, 100])
+def test_t_quantile(freedom: int) -> None:
+    assert t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-3)
+
+
+def test_summary() -> None:
+    values = [0.1, 0.4, 0.35, 0.2, 0.6]
+    summary = summarize(values)
+    low, high = stats.t.interval(0.95, 4, loc=np.mean(values), scale=stats.sem(values))
+    assert summary.mean == pytest.approx(np.mean(values))
+    assert summary.spread == pytest.approx(np.std(values, ddof=1))
+    assert summary.interval == pytest.approx((high - low) / 2, rel=1e-4)
+    one = summarize([0.5])
+    assert (one.mean, one.spread, one.interval) == (0.5, None, None)
+
+
+def test_difference_is_paired() -> None:
+    rng = np.random.default_rng(0)
+    other = [rng.random(400) < 0.4 for _ in range(3)]
+    better = other[0] | (rng.random(400) < 0.2)
+    found = difference([better, other[1], other[2] & (rng.random(400) < 0.7)], other)
+    pair = better.astype(float) - other[0].astype(float)
+    half = stats.norm.ppf(0.975) * stats.sem(pair)
+    assert found.over_seeds.values[0] == pytest.approx(pair.mean())
+    assert found.over_problems[0] == pytest.approx(half, rel=1e-4)
+    assert found.over_seeds.values[1] == found.over_problems[1] == 0
+    assert (found.won, found.lost) == (1, 1)
