@@ -90,6 +90,9 @@ class Composition(StrictModel):
         given = self.model_fields_set
         if BASE in self.experts:
             raise ValueError(f"the expert name {BASE!r} is reserved for the unchanged base: rename the expert")
+        for name in self.experts:
+            if name != " ".join(name.split()) or not name:
+                raise ValueError(f"the expert name {name!r} is not one line of text, without spaces around it")
         if not self.task or not self.language:
             raise ValueError("`task` and `language` name at least one expert each")
         if self.allocation is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -461,3 +463,39 @@ def test_recipes_that_are_none(recipe: bytes, told: str, refused: Callable[..., 
     refused(told, "compose", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
     refused("does not exist", "compose", tmp_path / "other.yaml", "-o", tmp_path / "out")
     refused("is no regular file", "compose", "/dev/zero", "-o", tmp_path / "out")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_terminals_that_cannot_show_all(encoding: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """What is printed holds α and √; a path may hold bytes that are no text at all."""
+    out = os.fsencode(tmp_path) + b"/out-\xff"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    program = [sys.executable, "-m", "adapterswap"]
+    for command in (["inspect", pair[0]], ["inspect", pair[0], "--json"], [*compose(*pair, "x", "--json"), "-o", out]):
+        arguments = [part if isinstance(part, bytes) else str(part) for part in command]
+        done = subprocess.run([*program, *arguments], capture_output=True, env=environment)
+        assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+        if "--json" in command:
+            json.loads(done.stdout)
+
+
+def test_whoever_reads_may_leave(pair: tuple[Path, Path]) -> None:
+    """`adapterswap inspect … | head -1` ends in silence."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "adapterswap", "inspect", str(pair[0]), "--json"], stdout=-1, stderr=-1
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_too_little_memory(refused: Callable[..., None], tmp_path: Path) -> None:
+    """Eight megabytes may stand for a ΔW of sixteen terabytes, which TIES would have to form."""
+    large = {
+        f"{Q0}.lora_A.weight": ("F16", (2, 2_000_000), bytes(8_000_000)),
+        f"{Q0}.lora_B.weight": ("F16", (2_000_000, 2), bytes(8_000_000)),
+    }
+    folders = [adapter(tmp_path / name, large) for name in ("math", "swahili")]
+    options = ("--method", "ties", "--density", 0.5, "--max-rank", 1)
+    refused("the memory does not suffice", *compose_soup(folders[0], folders[1], tmp_path / "out", *options))

@@ -6,13 +6,15 @@ the library and print; data goes to stdout, everything else to stderr. Nothing i
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import sys
 
 import click
 
 from adapterswap import __version__
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, Problem
 
 __all__ = ["COMMANDS", "main"]
 
@@ -48,12 +50,23 @@ class _Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> object:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show must not end in a traceback
         try:
             return super().invoke(ctx)
         except AdapterswapError as error:
-            for problem in error.problems:
-                click.echo(f"Error: {problem}", err=True)
-            sys.exit(1)
+            problems = error.problems
+        except MemoryError:
+            problems = (Problem("the memory does not suffice", "Use a machine with more, or smaller models"),)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever read our output has left, which click knows how to handle
+                raise
+            where = f" ({error.filename})" if error.filename else ""
+            problems = (Problem(f"{error.strerror or error}{where}", "Check the path and the disk"),)
+        for problem in problems:
+            click.echo(f"Error: {problem}", err=True)
+        sys.exit(1)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,9 @@ __all__ = ["human_bytes", "note", "print_json", "progress_bar"]
 
 
 def print_json(content: Any) -> None:
-    """One JSON document on stdout."""
-    click.echo(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+    """One JSON document on stdout; in other encodings than UTF-8 all but ASCII is escaped."""
+    is_utf8 = "utf" in (sys.stdout.encoding or "").lower()
+    click.echo(json.dumps(content, indent=2, ensure_ascii=not is_utf8, allow_nan=False))
 
 
 def note(text: str) -> None:

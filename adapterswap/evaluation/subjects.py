@@ -7,7 +7,6 @@ words what it is. Knows nothing of tasks and scores.
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 from adapterswap.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.errors import AdapterswapError
 from adapterswap.plan import Plan
+from adapterswap.smallfiles import read_json
 from adapterswap.sources import Source, find_source
 from adapterswap.tensorfile import read_header
 
@@ -233,10 +233,8 @@ def _quiet() -> Iterator[None]:
 def _provenance(folder: Path) -> dict[str, Any] | None:
     """What an adapter that adapterswap composed says of its making; None for others."""
     try:
-        content = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(content, dict):
+        content = read_json(folder / PROVENANCE)
+    except AdapterswapError:
         return None
     return {key: content[key] for key in ("num_layers", "composition", "output", "experts", "rules") if key in content}
 
