@@ -11,6 +11,7 @@ from adapterswap.adapters import Adapter
 from adapterswap.allocation import BASE, Rule
 from adapterswap.compositions import Composition, parse_composition
 from adapterswap.errors import AdapterswapError
+from adapterswap.layers import format_layers
 from adapterswap.live.inventory import Inventory, Origin, is_unloaded
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.switching import Switch, make_switch
@@ -78,6 +79,12 @@ class Catalogue:
         if asked in (None, BASE):
             return None
         if asked in self.inventory.names:
+            origin = self.inventory.origin(str(asked))
+            if origin is not None and origin.kept_layers is not None:
+                raise AdapterswapError(
+                    f"of the expert {asked!r} only the layers {format_layers(origin.kept_layers)} are loaded",
+                    "Load the whole expert to use it alone",
+                )
             return Composition(allocation=(Rule(expert=asked),))
         return parse_composition(str(asked))
 

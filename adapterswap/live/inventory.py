@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,8 @@ class Inventory:
         model: the model.
         layers: the LoRA layers by their module's full name.
         wrappers: the modules trained in full by any adapter (PEFT's `modules_to_save` and trainable tokens).
+        parameters: where the adapters' parameters are: a module and the parameter's name in it. (Not the parameters:
+            loading may put others in their place.)
 
     Raises:
         AdapterswapError: the model is no PeftModel, or has no LoRA layers.
@@ -112,6 +115,13 @@ class Inventory:
         if not self.layers:
             raise AdapterswapError("the model has no LoRA layers", mend)
         self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+        self.parameters = [
+            (leaf, name)
+            for module in (*self.layers.values(), *self.wrappers)
+            for attribute in module.adapter_layer_names
+            for leaf in attrgetter(attribute)(module).modules()
+            for name, _ in leaf.named_parameters(recurse=False)
+        ]
         self._configs = dict(model.peft_config)
         self._origins = {name: o for name, o in origins.items() if self._configs.get(name) is o.config}
         self._experts: dict[str, Adapter] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
@@ -112,9 +111,11 @@ class Baseline:
     def __init__(self, inventory: Inventory) -> None:
         self._active: dict[Any, Any] = {}
         self._scaling: dict[Any, dict[str, Any]] = {}
-        self._trainable: dict[Any, bool] = {}
+        self._trainable: dict[tuple[Any, str], bool] = {}
         self.extend(inventory)
-        self.freeze()
+        for (module, name), trainable in self._trainable.items():
+            if trainable:
+                getattr(module, name).requires_grad_(False)
 
     def extend(self, inventory: Inventory) -> None:
         """Record what came with adapters that were loaded since; what is known stays as it was recorded."""
@@ -125,14 +126,14 @@ class Baseline:
                 known.setdefault(name, scaling)
         for wrapper in inventory.wrappers:
             self._active.setdefault(wrapper, wrapper.active_adapter)
-        for module in (*inventory.layers.values(), *inventory.wrappers):
-            for attribute in module.adapter_layer_names:
-                for parameter in attrgetter(attribute)(module).parameters():
-                    self._trainable.setdefault(parameter, parameter.requires_grad)
+        for module, name in inventory.parameters:
+            if (module, name) not in self._trainable:
+                self._trainable[module, name] = getattr(module, name).requires_grad
 
     def freeze(self) -> None:
-        for parameter in self._trainable:
-            if parameter.requires_grad:
+        """Freeze what PEFT made trainable since."""
+        for module, name in self._trainable:
+            if (parameter := getattr(module, name)).requires_grad:
                 parameter.requires_grad_(False)
 
     def unmerge(self) -> None:
@@ -148,6 +149,6 @@ class Baseline:
                 module.set_adapter(active, inference_mode=True)
         for layer, scaling in self._scaling.items():
             layer.scaling.update({name: value for name, value in scaling.items() if name in layer.scaling})
-        for parameter, trainable in self._trainable.items():
-            if parameter.requires_grad != trainable:
+        for (module, name), trainable in self._trainable.items():
+            if (parameter := getattr(module, name)).requires_grad != trainable:
                 parameter.requires_grad_(trainable)

@@ -1,0 +1,236 @@
+"""Composing on a loaded model, beside PEFT's own ways: ratios measured in one run, medians.
+
+    python benchmarks/live.py [--json] [--device cuda] [--repeats 30]
+
+* switching a 32-layer model with 7 adapted modules per layer, against `PeftModel.set_adapter` and against
+  `add_weighted_adapter` followed by `set_adapter`; the growth of memory over 1,000 switches;
+* decoding a batch of 8 rows with 8 compositions, against one adapter for all rows and against one row at a time.
+
+On the CPU the model is small (random, float32). With `--device cuda` it has the shape of Llama-3.1-8B in bfloat16, and
+tokens per second are given too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from adapterswap.live import LiveComposer
+
+LANGUAGES = [f"language{i}" for i in range(8)]
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LAYERS = 32
+CPU_SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+CUDA_SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+def make_model(device: str) -> Any:
+    """A random 32-layer Llama with nine random experts, `math` active."""
+    on_cuda = device != "cpu"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128256 if on_cuda else 1024, num_hidden_layers=LAYERS, **(CUDA_SHAPE if on_cuda else CPU_SHAPE)
+    )
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        rank = 64 if on_cuda else 16
+        lora = {"r": rank, "lora_alpha": rank, "use_rslora": True, "target_modules": PROJECTIONS}
+        model = get_peft_model(
+            model, LoraConfig(**lora, task_type="CAUSAL_LM"), "math", autocast_adapter_dtype=not on_cuda
+        )
+        for name in LANGUAGES:
+            model.add_adapter(name, LoraConfig(**lora, task_type="CAUSAL_LM"), autocast_adapter_dtype=not on_cuda)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    return model.to(device).eval()
+
+
+def median(call: Callable[[], Any], repeats: int, device: str) -> float:
+    """The median time of a call, in milliseconds."""
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:]) * 1000
+
+
+def alternate(names: Sequence[str], call: Callable[[str], Any]) -> Callable[[], None]:
+    """A call that takes the names in turn, so that every call switches."""
+    state = {"turn": 0}
+
+    def step() -> None:
+        state["turn"] += 1
+        call(names[state["turn"] % len(names)])
+
+    return step
+
+
+def switching(model: Any, composer: LiveComposer, repeats: int, device: str) -> dict[str, float]:
+    """Milliseconds of each way to switch."""
+
+    def use(name: str) -> None:
+        with composer.use(name):
+            pass
+
+    names = [f"math+{name}" for name in LANGUAGES]
+    zones = [f"math+{name}@bottom=6,top=3,bottom_transition=2,top_transition=2" for name in LANGUAGES[:2]]
+    found = {"use and leave": median(alternate(names, use), repeats, device)}
+    composer.set(names[0])
+    found["set, another language"] = median(alternate(names, composer.set), repeats, device)
+    found["set, other zones"] = median(alternate([names[0], zones[0]], composer.set), repeats, device)
+    composer.reset()
+    found["PeftModel.set_adapter"] = median(alternate(["math", *LANGUAGES], model.set_adapter), repeats, device)
+
+    def weighted(name: str) -> None:
+        made = f"made{time.perf_counter_ns()}"
+        model.add_weighted_adapter(["math", name], [0.5, 0.5], made, combination_type="linear")
+        model.set_adapter(made)
+        made_names.append(made)
+
+    made_names: list[str] = []
+    found["add_weighted_adapter + set_adapter"] = median(alternate(LANGUAGES, weighted), 5, device)
+    model.set_adapter("math", inference_mode=True)
+    for made in made_names:
+        model.delete_adapter(made)
+    return found
+
+
+def first_use(model: Any) -> float:
+    """Milliseconds of the first use of a name: the plan is made."""
+    composer = LiveComposer(model)
+    start = time.perf_counter()
+    with composer.use("math+language0"):
+        return (time.perf_counter() - start) * 1000
+
+
+def tensor_bytes() -> int:
+    """The bytes of all tensors that are alive, each storage once."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at every object wakes deprecated ones
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def memory_growth(composer: LiveComposer, switches: int = 1000) -> int:
+    """Bytes of tensors after that many switches, less before; the composition is still active at the second look."""
+    before = tensor_bytes()
+    for turn in range(switches):
+        composer.set(f"math+{LANGUAGES[turn % 8]}@bottom={1 + turn % 5},top={turn % 3},bottom_transition={turn % 2}")
+    grown = tensor_bytes() - before
+    composer.reset()
+    return grown
+
+
+def decoding(model: Any, composer: LiveComposer, repeats: int, device: str) -> dict[str, float]:
+    """Milliseconds to generate NEW_TOKENS tokens for each of 8 rows, in each way."""
+    tokens = torch.randint(0, 1000, (8, 16), device=device)
+    plain = [f"math+{name}" for name in LANGUAGES]
+    zones = [f"{name}@bottom=6,top=3,bottom_transition=2,top_transition=2" for name in plain]
+    options = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+
+    def generate(rows: torch.Tensor) -> None:
+        model.generate(input_ids=rows, attention_mask=torch.ones_like(rows), **options)
+
+    def together(names: Sequence[str]) -> None:
+        with composer.use_rows(names):
+            generate(tokens)
+
+    def one_by_one() -> None:
+        for row, name in zip(tokens.split(1), plain, strict=True):
+            with composer.use(name):
+                generate(row)
+
+    def one_composition() -> None:
+        with composer.use(plain[0]):
+            generate(tokens)
+
+    ways = {
+        "one adapter": lambda: generate(tokens),
+        "one composition": one_composition,
+        "8 compositions": lambda: together(plain),
+        "8 compositions with transitions": lambda: together(zones),
+        "one by one": one_by_one,
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats):  # in turn, so that a busy machine slows all of them alike
+        for way, call in ways.items():
+            times[way].append(median(call, 1, device) if not times[way] else _once(call, device))
+    return {way: statistics.median(taken) for way, taken in times.items()}
+
+
+NEW_TOKENS = 16
+
+
+def _once(call: Callable[[], Any], device: str) -> float:
+    start = time.perf_counter()
+    call()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        sys.exit("no CUDA device is here; leave --device out")
+    device = arguments.device
+    with torch.no_grad():
+        model = make_model(device)
+        composer = LiveComposer(model)
+        first = first_use(model)
+        switch = switching(model, composer, arguments.repeats, device)
+        growth = memory_growth(composer)
+        decode = decoding(model, composer, max(3, arguments.repeats // 6), device)
+    slowest = max(ms for way, ms in switch.items() if way.startswith(("set,", "use")))
+    ratios = {
+        "slowest switch / PeftModel.set_adapter (≤ 1)": slowest / switch["PeftModel.set_adapter"],
+        "add_weighted_adapter + set_adapter / slowest switch (≥ 30)": switch["add_weighted_adapter + set_adapter"]
+        / slowest,
+        "8 compositions / one adapter (≤ 1.25)": decode["8 compositions"] / decode["one adapter"],
+        "8 with transitions / one adapter": decode["8 compositions with transitions"] / decode["one adapter"],
+        "one by one / 8 compositions (≥ 2.5)": decode["one by one"] / decode["8 compositions"],
+    }
+    result = {
+        "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
+        "threads": torch.get_num_threads(),
+        "switching_ms": {"first use of a name": first, **switch},
+        "tensor_bytes_grown_by_1000_switches": growth,
+        "decoding_ms": decode,
+        "tokens_per_second": {way: 8 * NEW_TOKENS / ms * 1000 for way, ms in decode.items()},
+        "ratios": ratios,
+    }
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return
+    for title, values in result.items():
+        if isinstance(values, dict):
+            print(f"\n{title}")
+            for name, value in values.items():
+                print(f"  {name:60} {value:10.2f}")
+        else:
+            print(f"{title}: {values}")
+
+
+if __name__ == "__main__":
+    main()

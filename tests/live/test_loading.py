@@ -1,0 +1,199 @@
+"""Experts loaded into a running model, whole or a few layers of them; and compositions written from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import load_base, logits
+from peft import PeftModel
+from safetensors.torch import load_file
+
+import adapterswap
+from adapterswap import AdapterswapError, Composition
+from adapterswap.live import LiveComposer, load_expert
+from live.conftest import EXPERTS, assert_same_tensors, state_of, tensors_of
+
+Composers = Callable[..., LiveComposer]
+Folders = Callable[..., dict[str, Path]]
+Bases = Callable[[str], Path]
+
+NAME = "math+swahili@bottom=2,top=1,bottom_transition=1"
+
+
+def bytes_of(model: torch.nn.Module, name: str) -> int:
+    """The bytes that the tensors of one adapter take."""
+    return sum(p.nbytes for key, p in model.named_parameters() if f".{name}." in key)
+
+
+def test_a_shell_takes_its_share_of_the_memory(base: Bases, folders: Folders) -> None:
+    whole = LiveComposer.from_experts(load_base(base("llama")), folders())
+    part = LiveComposer.from_experts(load_base(base("llama")), {"math": folders()["math"]})
+    with part.use("math"):  # also inside a composition
+        assert part.load_expert(folders()["swahili"], "swahili", layers="0-1,5") == "swahili"
+    assert bytes_of(part.model, "swahili") * 2 == bytes_of(whole.model, "swahili")
+    assert bytes_of(part.model, "math") == bytes_of(whole.model, "math")
+    for name in ("math+swahili@bottom=2,top=1", "math+swahili@bottom=1,top=0,bottom_transition=1"):
+        with part.use(name), whole.use(name):
+            assert torch.equal(logits(part.model), logits(whole.model))
+    with pytest.raises(AdapterswapError, match=r"swahili is a slice with the layers 0-1,5.*asked for layer 2"):
+        part.set("math+swahili@bottom=3,top=1")
+    with pytest.raises(AdapterswapError, match=r"only the layers 0-1,5 are loaded"):
+        part.set("swahili")
+
+
+def test_only_the_layers_that_compositions_take(base: Bases, folders: Folders) -> None:
+    composing = LiveComposer.from_experts(load_base(base("llama")), {"math": folders()["math"]})
+    asked = [
+        "math+telugu@bottom=1,top=1",
+        Composition(task="math", language="telugu", bottom=1, top=0, top_transition=2),
+    ]
+    composing.load_expert(folders()["telugu"], "telugu", compositions=asked)
+    model = composing.model
+    layers = {int(key.split(".")[4]) for key, _ in model.named_parameters() if ".telugu." in key}
+    assert layers == {0, 4, 5}
+    for composition in asked:
+        composing.set(composition)
+    with pytest.raises(AdapterswapError, match="take no layer from the expert 'swahili'"):
+        composing.load_expert(folders()["swahili"], "swahili", compositions=asked)
+    with pytest.raises(AdapterswapError, match="Give one of them"):
+        composing.load_expert(folders()["swahili"], "swahili", layers="0", compositions=asked)
+
+
+def test_an_expert_is_loaded_as_it_is(base: Bases, folders: Folders) -> None:
+    model = load_expert(load_base(base("llama")), folders()["swahili"], "swahili")
+    peft = PeftModel.from_pretrained(load_base(base("llama")), folders()["swahili"], adapter_name="swahili")
+    assert_same_tensors(tensors_of(model), tensors_of(peft))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("math", "'math' is loaded already"),
+        ("a.b", "'a.b' cannot name an expert"),
+        ("base", "'base' cannot name an expert"),
+        ("lora", "'lora' cannot name an expert"),
+        ("", "'' cannot name an expert"),
+    ],
+)
+def test_names_that_peft_would_confuse_are_refused(
+    name: str, message: str, composer: Composers, folders: Folders
+) -> None:
+    composing = composer()
+    with pytest.raises(AdapterswapError, match=message):
+        load_expert(composing.model, folders()["telugu"], name)
+
+
+def test_an_expert_of_another_base_leaves_the_model_as_it_was(composer: Composers, expert: Any) -> None:
+    composing = composer()
+    before, tensors = state_of(composing.model), tensors_of(composing.model)
+    with pytest.raises(AdapterswapError, match="which the model does not have"):
+        composing.load_expert(expert("gpt2", seed=1), "other")
+    with pytest.raises(AdapterswapError, match=r"layer 9"):
+        composing.load_expert(expert(seed=1), "other", layers="9")
+    assert state_of(composing.model) == before
+    assert_same_tensors(tensors_of(composing.model), tensors)
+
+
+def test_an_expert_of_another_width_is_refused(tmp_path: Path, base: Bases, folders: Folders) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "adapter_config.json").write_text((folders()["math"] / "adapter_config.json").read_text())
+    tensors = load_file(folders()["math"] / "adapter_model.safetensors")
+    wide = {key: torch.zeros(8, 40) if "q_proj.lora_A" in key else tensor for key, tensor in tensors.items()}
+    save_file(wide, tmp_path / "adapter_model.safetensors")
+    model = load_base(base("llama"))
+    with pytest.raises(AdapterswapError, match=r"q_proj is 32×40 in the expert 'math', and 32×32 in the model"):
+        load_expert(model, tmp_path, "math")
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_a_file_that_its_config_does_not_describe_is_refused(tmp_path: Path, base: Bases, folders: Folders) -> None:
+    """PEFT drops such tensors without a word."""
+    config = json.loads((folders()["math"] / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    (tmp_path / "adapter_model.safetensors").write_bytes((folders()["math"] / "adapter_model.safetensors").read_bytes())
+    model = load_base(base("llama"))
+    with pytest.raises(AdapterswapError, match=r"only one of its file and its config"):
+        load_expert(model, tmp_path, "math")
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    loaded = load_expert(model, folders()["swahili"], "swahili")
+    with pytest.raises(AdapterswapError, match=r"only one of its file and its config"):
+        load_expert(loaded, tmp_path, "math")
+    assert list(loaded.peft_config) == ["swahili"]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("asked", [NAME, "plan"])
+def test_saving_gives_the_bytes_of_writing(asked: str, composer: Composers, folders: Folders, tmp_path: Path) -> None:
+    plan = adapterswap.compose(adapterswap.parse_composition(NAME), folders())
+    written = adapterswap.write_adapter(plan, tmp_path / "written")
+    composing = composer()
+    with composing.use(plan if asked == "plan" else asked):
+        saved = composing.save(tmp_path / "saved")
+    assert files_of(saved) == files_of(written)
+
+
+def test_saving_from_a_slice_and_in_other_forms(base: Bases, folders: Folders, tmp_path: Path) -> None:
+    composing = LiveComposer.from_experts(load_base(base("llama")), {"math": folders()["math"]})
+    composing.load_expert(folders()["swahili"], "swahili", layers="0-2,5")
+    plan = adapterswap.compose(adapterswap.parse_composition(NAME), folders())
+    with composing.use(NAME):
+        for form in ({}, {"layout": "portable"}, {"max_rank": 4}):
+            written = adapterswap.write_adapter(plan, tmp_path / "written", overwrite=True, **form)
+            saved = composing.save(tmp_path / "saved", overwrite=True, **form)
+            assert_same_tensors(
+                load_file(saved / "adapter_model.safetensors"), load_file(written / "adapter_model.safetensors")
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_what_peft_loaded(dtype: torch.dtype, base: Bases, expert: Any, tmp_path: Path) -> None:
+    """Without a file that is known the tensors come from the model; PEFT holds bfloat16 experts in float32."""
+    folders = {name: expert(**EXPERTS[name], dtype=dtype) for name in ("math", "swahili")}
+    model = PeftModel.from_pretrained(load_base(base("llama")), folders["math"], adapter_name="math")
+    model.load_adapter(folders["swahili"], adapter_name="swahili")
+    composing = LiveComposer(model)
+    plan = adapterswap.compose(adapterswap.parse_composition(NAME), folders)
+    written = load_file(adapterswap.write_adapter(plan, tmp_path / "written") / "adapter_model.safetensors")
+    before = state_of(model)
+    with composing.use(NAME):
+        output = logits(model)
+        saved = composing.save(tmp_path / "saved")
+    assert state_of(model) == before
+    if dtype == torch.float32:
+        assert_same_tensors(load_file(saved / "adapter_model.safetensors"), written)
+    else:  # blends were rounded to bfloat16 once in the written one, and not at all here
+        for name, tensor in load_file(saved / "adapter_model.safetensors").items():
+            torch.testing.assert_close(tensor, written[name].float(), rtol=2**-8, atol=0)
+    reloaded = PeftModel.from_pretrained(load_base(base("llama")), saved)
+    torch.testing.assert_close(logits(reloaded), output, rtol=0, atol=1e-5)
+
+
+def test_saving_what_was_trained_since(composer: Composers, tmp_path: Path, base: Bases) -> None:
+    composing = composer()
+    for name, parameter in composing.model.named_parameters():
+        if "lora_B.math" in name:
+            parameter.data.mul_(1.5)
+    with composing.use(NAME):
+        output = logits(composing.model)
+        saved = composing.save(tmp_path / "saved")
+    reloaded = PeftModel.from_pretrained(load_base(base("llama")), saved)
+    torch.testing.assert_close(logits(reloaded), output, rtol=0, atol=1e-5)
+
+
+def test_saving_without_a_composition_is_refused(composer: Composers, tmp_path: Path) -> None:
+    composing = composer()
+    with pytest.raises(AdapterswapError, match=r"no composition.*composer\.use"):
+        composing.save(tmp_path / "out")
+    with composing.use_rows([NAME, NAME]), pytest.raises(AdapterswapError, match="no composition"):
+        composing.save(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,226 @@
+"""One batch with a composition for every row equals one row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from adapterswap import AdapterswapError
+from adapterswap.live import LiveComposer
+from live.conftest import state_of
+
+Composers = Callable[..., LiveComposer]
+
+NAMES: list[Any] = [
+    "math+swahili@bottom=2,top=1",
+    "math+telugu@bottom=1,top=1,bottom_transition=2",
+    "base",
+    "math+swahili@bottom=2,top=1",
+    "math+swahili@bottom=1,top=1,bottom_transition=2,task_weight=3",
+    None,
+    "telugu",
+]
+
+
+def one_by_one(composing: LiveComposer, names: list[Any], rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each row's logits alone, without padding."""
+    outputs = []
+    for name, row in zip(names, rows, strict=True):
+        with composing.use(name), torch.no_grad():
+            outputs.append(composing.model(row[None]).logits[0])
+    return outputs
+
+
+def prompts(count: int) -> list[torch.Tensor]:
+    """Prompts of different lengths."""
+    return [(torch.arange(5 + row) * (row + 3) + row) % 95 + 1 for row in range(count)]
+
+
+def padded(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
+    length = max(map(len, rows))
+    tokens, mask = torch.zeros(2, len(rows), length, dtype=torch.long)
+    for at, row in enumerate(rows):
+        place = slice(length - len(row), None) if side == "left" else slice(None, len(row))
+        tokens[at, place], mask[at, place] = row, 1
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "neox"])
+def test_logits(architecture: str, side: str, composer: Composers) -> None:
+    composing, rows = composer(architecture), prompts(len(NAMES))
+    batch = padded(rows, side)
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with composing.use_rows(NAMES), torch.no_grad():
+        together = composing.model(**batch, position_ids=positions).logits
+    for at, alone in enumerate(one_by_one(composing, NAMES, rows)):
+        found = together[at][batch["attention_mask"][at].bool()]
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+
+
+def test_embeddings_and_heads(composer: Composers) -> None:
+    composing = composer(target_modules=["embed_tokens", "lm_head", "q_proj", "down_proj"])
+    rows = [row[:5] for row in prompts(len(NAMES))]
+    for names in (NAMES, NAMES[::-1], ["math"] * 7, [NAMES[4]] * 7):
+        with composing.use_rows(names), torch.no_grad():
+            together = composing.model(torch.stack(rows)).logits
+        for found, alone in zip(together, one_by_one(composing, names, rows), strict=True):
+            torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+
+
+def test_a_scaled_embedding(base: Callable[..., Any], composer: Composers) -> None:
+    """Gemma multiplies its embeddings by a constant; what LoRA adds is multiplied too."""
+    composing = composer(target_modules=["embed_tokens", "q_proj"])
+    composing.model.get_base_model().model.embed_tokens.base_layer.embed_scale = 3.0
+    rows = [row[:5] for row in prompts(3)]
+    with composing.use_rows(NAMES[:3]), torch.no_grad():
+        together = composing.model(torch.stack(rows)).logits
+    for found, alone in zip(together, one_by_one(composing, NAMES[:3], rows), strict=True):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+
+
+def test_flattened_rows(composer: Composers) -> None:
+    """Some models flatten rows and positions before their feed-forward layers, as OPT does."""
+    composing = composer()
+    mlp = composing.model.get_base_model().model.layers[1].mlp
+    inner = mlp.forward
+    mlp.forward = lambda x: inner(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    rows = [row[:5] for row in prompts(len(NAMES))]
+    with composing.use_rows(NAMES), torch.no_grad():
+        together = composing.model(torch.stack(rows)).logits
+    for found, alone in zip(together, one_by_one(composing, NAMES, rows), strict=True):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+
+
+def test_bfloat16_base_with_float32_experts(composer: Composers) -> None:
+    """The sum is taken in float32 and rounded once, as in PEFT's own layers."""
+    composing = composer()
+    composing.model.get_base_model().to(torch.bfloat16)
+    for name, parameter in composing.model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    rows = [row[:5] for row in prompts(len(NAMES))]
+    layer = composing.model.get_base_model().model.layers[0].self_attn.q_proj
+    x = torch.randn(len(NAMES), 5, 32).bfloat16()
+    with composing.use_rows(NAMES), torch.no_grad():
+        together = layer(x)
+        assert composing.model(torch.stack(rows)).logits.dtype == torch.bfloat16
+    for at, name in enumerate(NAMES):
+        with composing.use(name), torch.no_grad():
+            torch.testing.assert_close(together[at], layer(x[at]), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
+def test_generation(options: dict[str, Any], side: str, composer: Composers) -> None:
+    composing, rows = composer(), prompts(len(NAMES))
+    composing.model.get_base_model().lm_head.weight.data.mul_(8)  # random logits would almost tie
+    options = {"min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 0, "do_sample": False, **options}
+    batch = padded(rows, side)
+    found = composing.generate(**batch, compositions=NAMES, **options)[:, batch["input_ids"].shape[1] :]
+    alone = [
+        composing.generate(
+            input_ids=row[None], attention_mask=torch.ones_like(row)[None], compositions=name or "base", **options
+        )[:, len(row) :]
+        for name, row in zip(NAMES, rows, strict=True)
+    ]
+    assert torch.equal(found, torch.cat(alone))
+
+
+def test_sampling(composer: Composers) -> None:
+    """Rows drawn together have the logits of each drawn text alone; rows all alike draw what one composition draws."""
+    composing, rows = composer(), prompts(len(NAMES))
+    options = {"max_new_tokens": 6, "pad_token_id": 0, "do_sample": True}
+    batch = padded(rows, "left")
+    drawn = composing.generate(**batch, compositions=NAMES, output_logits=True, return_dict_in_generate=True, **options)
+    new = drawn.sequences[:, batch["input_ids"].shape[1] :]
+    texts = [torch.cat([row, row_new]) for row, row_new in zip(rows, new, strict=True)]
+    for at, alone in enumerate(one_by_one(composing, NAMES, texts)):
+        found = torch.stack([step[at] for step in drawn.logits])
+        torch.testing.assert_close(found, alone[len(rows[at]) - 1 : -1], rtol=0, atol=1e-5)
+    outputs = []
+    for compositions in ([NAMES[1]] * len(rows), NAMES[1]):
+        torch.manual_seed(0)
+        outputs.append(composing.generate(**batch, compositions=compositions, **options))
+    assert torch.equal(*outputs)
+
+
+def test_generation_settings_of_the_model_count(composer: Composers) -> None:
+    composing, rows = composer(), [row[:5] for row in prompts(2)]
+    composing.model.generation_config.num_beams = 3
+    tokens = torch.stack(rows)
+    composing.generate(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        compositions=NAMES[:2],
+        max_new_tokens=2,
+        pad_token_id=0,
+    )
+
+
+def test_rows_in_a_layer_are_computed_once_per_expert(composer: Composers) -> None:
+    composing = composer()
+    with composing.use_rows(NAMES):
+        hooks = {
+            name: hook
+            for name, layer in composing._catalogue.inventory.layers.items()
+            for hook in layer._forward_hooks.values()
+        }
+    middle = hooks["model.layers.4.mlp.up_proj"].shares  # math for four rows, telugu alone for one
+    assert [len(range(7)[share.rows]) if isinstance(share.rows, slice) else len(share.rows) for share in middle] == [
+        4,
+        1,
+    ]
+
+
+def test_refusals(composer: Composers) -> None:
+    composing = composer()
+    before = state_of(composing.model)
+    tokens = torch.ones(2, 5, dtype=torch.long)
+    with (
+        composing.use_rows(["math", "telugu", "base"]),
+        pytest.raises(AdapterswapError, match="2 rows, and there are compositions for 3"),
+    ):
+        composing.model(tokens)
+    with composing.use_rows(["math", "telugu"], repeat=2), pytest.raises(AdapterswapError, match=r"2 rows.*for 4"):
+        composing.model(input_ids=tokens)
+    with pytest.raises(AdapterswapError, match="nobody"), composing.use_rows(["math+nobody", "base"]):
+        pass
+    composing.model.train()
+    with composing.use_rows(["math", "base"]), pytest.raises(AdapterswapError, match="training mode"):
+        composing.model(tokens)
+    composing.model.eval()
+    assert state_of(composing.model) == before
+
+
+def test_a_mixture_of_experts_is_refused(composer: Composers) -> None:
+    composing = composer()
+    layer = composing.model.get_base_model().model.layers[0]
+    layer.mlp.experts = torch.nn.ModuleList([layer.mlp.up_proj])
+    del layer.mlp.up_proj
+    before = state_of(composing.model)
+    rows = LiveComposer(composing.model)
+    with pytest.raises(AdapterswapError, match="one of a mixture of experts"), rows.use_rows(["math", "base"]):
+        pass
+    assert state_of(composing.model) == before
+
+
+def test_nested_with_whole_compositions(composer: Composers) -> None:
+    composing = composer()
+    tokens = torch.stack([row[:5] for row in prompts(2)])
+
+    def output() -> torch.Tensor:
+        with torch.no_grad():
+            return composing.model(tokens).logits
+
+    with composing.use_rows(["math+swahili", "telugu"]):
+        rows = output()
+        with composing.use("swahili+math"):
+            whole = output()
+            with composing.use_rows(["telugu", "base"]):
+                output()
+            assert torch.equal(output(), whole)
+        assert torch.equal(output(), rows)
