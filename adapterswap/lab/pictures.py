@@ -61,7 +61,7 @@ def _grid(study: Study) -> Figure:
     axes.set_xticks(range(bottoms))
     axes.set_yticks(range(tops))
     axes.set_xlabel("b: bottom layers from the language expert")
-    axes.set_ylabel("u: top layers")
+    axes.set_ylabel("u: top layers from it")
     axes.set_title("Layer swap on the development set, xx maths", loc="left", fontsize=11)
     figure.colorbar(image, label="exact match, mean over seeds")
     return figure
@@ -72,12 +72,12 @@ def _scores(study: Study) -> Figure:
     for row, method in enumerate(METHODS):
         colour = _SWAP if method == "layer swap" else _OTHER
         summary = study.score(method, "xx")
-        axes.scatter(summary.values, [row] * len(summary.values), s=14, color=colour, alpha=0.45, linewidths=0)
-        axes.errorbar(summary.mean, row, xerr=summary.interval, fmt="o", ms=6, color=colour, capsize=4, lw=1.6)
+        axes.scatter(summary.values, [row] * len(summary.values), zorder=3, **_one_seed(colour))
+        axes.errorbar(summary.mean, row, xerr=summary.interval, fmt="o", ms=6, color=colour, capsize=4, lw=1.2)
         english = study.score(method, "en")
         axes.scatter(english.mean, row, marker="|", s=90, color=_GREY)
     axes.scatter([], [], marker="|", s=90, color=_GREY, label="English, mean")
-    axes.scatter([], [], s=14, color=_OTHER, alpha=0.45, linewidths=0, label="xx, one seed")
+    axes.scatter([], [], **_one_seed(_OTHER), label="xx, one seed")
     axes.errorbar(
         [], [], xerr=[], fmt="o", ms=6, color=_OTHER, capsize=4, label="xx, mean and 95 % interval over seeds"
     )
@@ -100,16 +100,22 @@ def _words(study: Study) -> Figure:
         summaries = study.by_unfamiliar(method)
         left = [group + (position - (len(colours) - 1) / 2) * width for group in range(len(labels))]
         means = [summaries[label].mean for label in labels]
-        errors = [summaries[label].interval or 0.0 for label in labels]
-        axes.bar(left, means, width * 0.9, yerr=errors, color=colour, label=method, error_kw={"lw": 1, "capsize": 2})
+        axes.bar(left, means, width * 0.9, color=colour, label=method)
+        for place, label in zip(left, labels, strict=True):
+            values = summaries[label].values
+            axes.scatter([place] * len(values), values, zorder=3, **_one_seed("black"))
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylim(0, 1)
     axes.set_xlabel("words of the problem that the base hardly knows")
     axes.set_ylabel("exact match, xx maths")
-    axes.set_title("Where the gain sits", loc="left", fontsize=11)
+    axes.set_title("Where the gain sits (dots: seeds)", loc="left", fontsize=11)
     _tidy(axes)
     axes.legend(frameon=False, fontsize=8, ncols=2)
     return figure
+
+
+def _one_seed(colour: str) -> dict[str, Any]:
+    return {"s": 12, "facecolors": "white", "edgecolors": colour, "linewidths": 0.8}
 
 
 def _tidy(axes: Axes) -> None:

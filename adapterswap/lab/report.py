@@ -61,7 +61,7 @@ def tables(study: Study) -> Iterator[Table]:
 
     if study.scene.unfamiliar:
         groups = {method: study.by_unfamiliar(method) for method in METHODS}
-        words = Table(title="xx maths by number of words that the base hardly knows", title_justify="left")
+        words = Table(title="xx maths by unfamiliar words", title_justify="left")
         words.add_column("method")
         for label in groups["base"]:
             words.add_column(label, justify="right")

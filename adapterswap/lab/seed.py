@@ -43,7 +43,8 @@ METHODS = {
     "reset": "the same b and u: the outer layers back to the base, the middle from math",
 }
 
-ZONES = tuple((bottom, top) for bottom in range(5) for top in range(3) if 0 < bottom + top < NUM_LAYERS)
+# (b, u); (0, 0) is the math expert alone, scored for comparison and never chosen.
+ZONES = tuple((bottom, top) for bottom in range(5) for top in range(3) if bottom + top < NUM_LAYERS)
 SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
 
 # Ours, found on development sets: small enough for a minute of training, large enough to learn the words.
@@ -133,7 +134,7 @@ def run_seed(
         asked = Questions(draw_problems(scene, "development", sizes.development), "xx")
         grid = {zone: judge.accuracy(judge.swap(*zone), asked) for zone in ZONES}
         scales = {scale: judge.accuracy(judge.sum(scale), asked) for scale in SCALES}
-        bottom, top = max(grid, key=lambda zone: (grid[zone], -sum(zone)))
+        bottom, top = max(ZONES[1:], key=lambda zone: (grid[zone], -sum(zone)))
         scale = max(scales, key=lambda scale: (scales[scale], scale))
         tell("test set", (1 + compositions) / 2)
         plans = judge.plans(bottom, top, scale)
@@ -178,7 +179,8 @@ class _Judge:
         self.composer = LiveComposer(self.model)
 
     def swap(self, bottom: int, top: int) -> Plan:
-        return layer_swap(self.math, self.language, num_layers=NUM_LAYERS, bottom=bottom, top=top)
+        language = self.language if bottom + top else BASE
+        return layer_swap(self.math, language, num_layers=NUM_LAYERS, bottom=bottom, top=top)
 
     def sum(self, scale: float) -> Plan:
         return task_arithmetic(self.math, self.language, num_layers=NUM_LAYERS, scale=scale)
@@ -187,7 +189,7 @@ class _Judge:
         """Each method's plan; None is the base. An expert alone is a swap that gives the other no layer."""
         return {
             "base": None,
-            "math expert": layer_swap(self.math, BASE, num_layers=NUM_LAYERS, bottom=0, top=0),
+            "math expert": self.swap(0, 0),
             "language expert": layer_swap(self.language, BASE, num_layers=NUM_LAYERS, bottom=0, top=0),
             "soup": soup(self.math, self.language, num_layers=NUM_LAYERS),
             "sum": self.sum(1.0),

@@ -51,7 +51,8 @@ def test_every_method_is_scored_on_every_problem(run: Run) -> None:
     assert all(right.shape == (120,) for by_language in seed.right.values() for right in by_language.values())
     assert set(seed.grid) == set(ZONES)
     assert set(seed.scales) == set(SCALES)
-    assert seed.grid[seed.bottom, seed.top] == max(seed.grid.values())
+    swaps = {zone: value for zone, value in seed.grid.items() if zone != (0, 0)}
+    assert seed.grid[seed.bottom, seed.top] == max(swaps.values())
     assert seed.scales[seed.scale] == max(seed.scales.values())
     english = run.study.score("math expert", "en").mean
     assert english > 0.3 > run.study.score("base", "en").mean
