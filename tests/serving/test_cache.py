@@ -1,0 +1,170 @@
+"""The cache: folders that are whole, made once however many ask, and kept under a live server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from adapterswap import AdapterswapError
+from adapterswap.serving import Cache
+from adapterswap.serving.memo import Memo
+
+# A process that uses the cache; `make` takes a while and leaves a line in a log.
+_PROCESS = """
+import sys, time
+from pathlib import Path
+from adapterswap.serving import Cache
+root, log, seconds, hold = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "hold"
+cache = Cache(root)
+if hold: cache.hold()
+def make(path):
+    with log.open("a") as lines: lines.write("made\\n")
+    path.mkdir()
+    (path / "half").write_text("half")
+    time.sleep(seconds)
+    (path / "whole").write_text("whole")
+print("ready", flush=True)
+sys.stdin.readline()
+print(cache.get("key", make), flush=True)
+if hold: sys.stdin.readline()
+"""
+
+
+def process(root: Path, log: Path, seconds: float = 0.3, hold: str = "-") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _PROCESS, str(root), str(log), str(seconds), hold]
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    assert started.stdout.readline() == "ready\n"
+    return started
+
+
+def go(running: subprocess.Popen[str]) -> None:
+    assert running.stdin is not None
+    running.stdin.write("\n")
+    running.stdin.flush()
+
+
+def test_threads_that_meet_make_a_folder_once(tmp_path: Path) -> None:
+    cache, made, barrier = Cache(tmp_path / "cache"), [], threading.Barrier(8)
+
+    def make(path: Path) -> None:
+        made.append(path)
+        path.mkdir()
+        time.sleep(0.2)
+        (path / "whole").write_text("whole")
+
+    def ask(_: int) -> Path:
+        barrier.wait(30)
+        entry = cache.get("key", make)
+        assert (entry / "whole").exists()
+        return entry
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(ask, range(8))) == {tmp_path / "cache" / "compositions" / "key"}
+    assert len(made) == 1
+
+
+def test_processes_that_meet_make_a_folder_once(tmp_path: Path) -> None:
+    running = [process(tmp_path / "cache", tmp_path / "log") for _ in range(3)]
+    for one in running:
+        go(one)
+    found = {one.communicate(timeout=30)[0] for one in running}
+    assert found == {f"{tmp_path / 'cache' / 'compositions' / 'key'}\n"}
+    assert (tmp_path / "log").read_text() == "made\n"
+
+
+def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    running = process(tmp_path / "cache", tmp_path / "log", seconds=60)
+    go(running)
+    building = tmp_path / "cache" / "building"
+    deadline = time.monotonic() + 30
+    while not list(building.rglob("half")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.communicate(timeout=30)
+    cache = Cache(tmp_path / "cache")
+    entry = cache.get("key", lambda path: path.mkdir())
+    assert list(entry.iterdir()) == []  # made anew, not what the other had begun
+    assert len(list(building.iterdir())) == 1
+    assert cache.collect(keep=5) == 0
+    assert list(building.iterdir()) == []
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+
+    def fail(path: Path) -> None:
+        path.mkdir()
+        raise AdapterswapError("no", "Try again")
+
+    with pytest.raises(AdapterswapError, match="no"):
+        cache.get("key", fail)
+    assert list((tmp_path / "cache" / "compositions").iterdir()) == []
+    assert list((tmp_path / "cache" / "building").iterdir()) == []
+    assert cache.get("key", lambda path: path.mkdir()).is_dir()
+
+
+def test_nothing_is_collected_under_a_live_server(tmp_path: Path) -> None:
+    running = process(tmp_path / "cache", tmp_path / "log", seconds=0, hold="hold")
+    go(running)
+    assert running.stdout is not None
+    entry = Path(running.stdout.readline().strip())
+    cache = Cache(tmp_path / "cache")
+    assert cache.collect(keep=0) is None
+    assert (entry / "whole").exists()
+    running.kill()
+    running.communicate(timeout=30)
+    assert cache.collect(keep=0) == 1
+    assert not entry.exists()
+
+
+def test_what_was_used_last_is_kept(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    for number, key in enumerate("abcd"):
+        entry = cache.get(key, lambda path: path.mkdir())
+        os.utime(entry, (number, number))
+    cache.get("a", lambda path: pytest.fail("it is there"))  # now it is the youngest
+    assert cache.collect(keep=2) == 2
+    assert {entry.name for entry in (tmp_path / "cache" / "compositions").iterdir()} == {"a", "d"}
+
+
+def test_a_cache_is_its_owners_alone_and_made_when_needed(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "deep" / "cache")
+    assert not cache.root.exists()
+    cache.hold()
+    assert cache.root.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_that_cannot_be_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(AdapterswapError, match="cannot be written: Not a directory"):
+        Cache(tmp_path / "file" / "cache").hold()
+
+
+def test_a_memo_outlives_its_process_and_survives_damage(tmp_path: Path) -> None:
+    path = tmp_path / "known.json"
+    Memo(path).put("key", {"a": "b"})
+    assert Memo(path).get("key") == {"a": "b"}
+    assert Memo(path).get("other") is None
+    path.write_text("{")
+    damaged = Memo(path)
+    assert damaged.get("key") is None
+    damaged.put("key", 1)
+    assert Memo(path).get("key") == 1
+
+
+def test_a_memo_forgets_the_oldest(tmp_path: Path) -> None:
+    memo = Memo(tmp_path / "nowhere" / "known.json")  # and a disk that takes nothing is no error
+    for number in range(2010):
+        memo.put(str(number), number)
+    assert memo.get("9") is None
+    assert memo.get("10") == 10

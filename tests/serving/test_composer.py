@@ -1,0 +1,242 @@
+"""From names to folders: the right adapter, once; what does not fit is refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from adapterswap import AdapterswapError, open_adapter
+from adapterswap.serving import Cache, Manifest, NamedComposer, UnknownNameError, read_manifest
+
+from .cases import COMPOSITIONS, PROMPTS
+from .conftest import Reference, load, make_expert
+
+Compose = Callable[..., NamedComposer]
+
+
+@pytest.fixture
+def composer(served_base: Callable[[str], Path], experts: Path, tmp_path: Path) -> Compose:
+    """`composer(rank=16, allow=(…))` serves the experts of this test."""
+
+    def make(rank: int | None = 16, architecture: str = "llama", **manifest: Any) -> NamedComposer:
+        settings = {**read_manifest(experts).model_dump(), **manifest}
+        cache = Cache(tmp_path / "cache")
+        return NamedComposer(Manifest(**settings), str(served_base(architecture)), cache, rank)
+
+    return make
+
+
+def entries(composer: NamedComposer) -> set[str]:
+    folder = composer.cache.root / "compositions"
+    return {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+
+
+def test_peft_answers_with_the_folders_as_full_weights_do(
+    composer: Compose, served_base: Callable[[str], Path], experts: Path
+) -> None:
+    served, reference = composer(), Reference(served_base("llama"), experts)
+    for name, zones in COMPOSITIONS.items():
+        model = PeftModel.from_pretrained(load(served_base("llama")), served.folder(name))
+        _, (expected,) = reference.answer(zones, PROMPTS[0], 1)
+        with torch.no_grad():
+            found = torch.log_softmax(model(torch.tensor([PROMPTS[0]])).logits[0, -1], -1)
+        torch.testing.assert_close(found, torch.tensor(list(expected.values())), atol=1e-5, rtol=1e-5)
+
+
+def test_every_folder_is_in_the_layout_that_all_engines_read(composer: Compose) -> None:
+    served = composer()
+    for name in COMPOSITIONS:
+        config = json.loads((served.folder(name) / "adapter_config.json").read_text())
+        assert (config["use_rslora"], config["rank_pattern"], config["alpha_pattern"]) == (False, {}, {})
+        assert config["lora_alpha"] == config["r"] <= 16
+        assert not config["modules_to_save"]
+
+
+def test_the_same_composition_is_the_same_folder(composer: Compose) -> None:
+    served = composer()
+    first = served.folder("math+swahili@bottom=2,top=1")
+    assert served.folder("math+swahili@top=1,bottom=2") == first
+    assert served.folder("math+swahili") == served.folder("math+swahili@bottom=1,top=0")
+    assert served.folder("math+swahili") != first
+    assert len(entries(served)) == 2
+    assert composer().folder("math+swahili@bottom=2,top=1") == first  # another server, the same cache
+
+
+def test_the_folder_follows_the_content_not_the_place(
+    composer: Compose, experts: Path, served_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    served = composer()
+    before = served.folder("math+swahili")
+    moved = shutil.copytree(experts / "math", tmp_path / "elsewhere" / "math")
+    same = composer(experts={"math": str(moved), "swahili": str(experts / "swahili")})
+    assert same.folder("math+swahili") == before
+    make_expert(served_base("llama"), experts / "math", seed=99)
+    after = served.folder("math+swahili")
+    assert after != before
+    assert before.is_dir()
+    config = json.loads((experts / "math" / "adapter_config.json").read_text())
+    (experts / "math" / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3}))
+    assert served.folder("math+swahili") not in (before, after)
+
+
+def test_an_expert_that_is_put_back_finds_its_folder_again(composer: Compose, experts: Path, tmp_path: Path) -> None:
+    served = composer()
+    before = served.folder("math")
+    shutil.move(experts / "math", tmp_path / "kept")
+    with pytest.raises(AdapterswapError, match="math does not exist"):
+        served.folder("math")
+    shutil.move(tmp_path / "kept", experts / "math")
+    assert served.folder("math") == before
+
+
+def test_threads_compose_once(composer: Compose) -> None:
+    served = composer()
+    names = ["math+swahili@bottom=2,top=1", "math+swahili@top=1,bottom=2"] * 8
+    with ThreadPoolExecutor(16) as pool:
+        assert len(set(pool.map(served.folder, names))) == 1
+    assert len(entries(served)) == 1
+    assert list((served.cache.root / "building").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("code+math@method=soup", "has rank 24, and this server takes up to 16"),
+        ("math+swahili@method=ties,density=0.5", "ties is not low-rank"),
+        ("math+swahili@method=dare_ties,density=0.5", "dare_ties is not low-rank"),
+        ("math+swahili@bottom=4,top=3", "the zones overlap"),
+        ("math+swahili@bottom=9", "the zones overlap"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_it_is_made(composer: Compose, name: str, told: str) -> None:
+    served = composer()
+    with pytest.raises(AdapterswapError, match=told):
+        served.folder(name)
+    assert entries(served) == set()
+
+
+def test_only_what_is_allowed_is_served(composer: Compose) -> None:
+    served = composer(allow=("math+swahili@bottom=2,top=1", "math"))
+    assert served.folder("math+swahili@top=1,bottom=2").is_dir()  # the same composition, spelt differently
+    assert served.folder("math").is_dir()
+    for name in ("swahili", "math+swahili", "math+swahili@bottom=2", "swahili+math@bottom=2,top=1"):
+        with pytest.raises(UnknownNameError, match="Ask for one of math"):
+            served.folder(name)
+
+
+def test_compositions_are_counted(composer: Compose) -> None:
+    served = composer(max_compositions=2)
+    with pytest.raises(AdapterswapError):
+        served.folder("code+math@method=soup")  # what fails does not count
+    for name in ("math", "swahili", "math"):
+        served.folder(name)
+    with pytest.raises(AdapterswapError, match="already serves 2 compositions"):
+        served.folder("telugu")
+    assert served.folder("swahili").is_dir()
+    assert len(entries(served)) == 2
+
+
+def break_width(experts: Path, base: Path) -> None:
+    wide = load(base).config
+    wide.hidden_size, wide.head_dim = 128, 32
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(wide).save_pretrained(experts.parent / "wide")
+    make_expert(experts.parent / "wide", experts / "math", seed=1)
+
+
+def break_depth(experts: Path, base: Path) -> None:
+    deep = load(base).config
+    deep.num_hidden_layers = 8
+    deep.layer_types = None
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(deep).save_pretrained(experts.parent / "deep")
+    make_expert(experts.parent / "deep", experts / "math", seed=1)
+
+
+def break_kind(experts: Path, base: Path) -> None:
+    make_expert(base, experts / "math", seed=1, use_dora=True)
+
+
+def break_saved(experts: Path, base: Path) -> None:
+    make_expert(base, experts / "math", seed=1, modules_to_save=["lm_head"])
+
+
+def break_file(experts: Path, base: Path) -> None:
+    weights = experts / "math" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def break_names(experts: Path, base: Path) -> None:
+    weights = experts / "math" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"self_attn.q_proj", b"self_attn.z_proj"))
+
+
+def break_number(experts: Path, base: Path) -> None:
+    weights = experts / "math" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x80\x7f")  # infinity
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (break_width, "q_proj is 64×128, and 64×64 in the base"),
+        (break_depth, "which the base does not have"),
+        (break_kind, "use_dora is set"),
+        (break_saved, r"lm_head trained in full \(modules_to_save\), which vLLM does not serve"),
+        (break_file, "announces"),
+        (break_names, "z_proj"),
+        (break_number, "infinity"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused_without_their_paths(
+    composer: Compose,
+    experts: Path,
+    served_base: Callable[[str], Path],
+    tmp_path: Path,
+    harm: Callable[[Path, Path], None],
+    told: str,
+) -> None:
+    served = composer(rank=None)
+    harm(experts, served_base("llama"))
+    for name in ("math", "math+swahili"):
+        with pytest.raises(AdapterswapError, match=told) as caught:
+            served.folder(name)
+        assert not isinstance(caught.value, UnknownNameError)
+        assert "math" in str(caught.value)
+        assert str(tmp_path) not in str(caught.value)
+    assert entries(served) == set()
+    assert served.folder("swahili").is_dir()
+
+
+def test_the_operator_declares_the_base(composer: Compose, pristine: Callable[[str], Path], experts: Path) -> None:
+    """An expert that names its base differently is taken at the operator's word; `serve` warns of it."""
+    served = composer(experts={"math": str(pristine("qwen2") / "math"), "swahili": str(experts / "swahili")})
+    assert served.folder("math+swahili").is_dir()
+
+
+def test_a_base_that_says_nothing_is_told(experts: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(AdapterswapError, match="does not say how many layers"):
+        NamedComposer(read_manifest(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "unheard-of", "num_hidden_layers": 6}')
+    with pytest.raises(AdapterswapError, match="shapes of the base"):
+        NamedComposer(read_manifest(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
+
+
+def test_what_is_composed_can_be_verified(composer: Compose, experts: Path, run: Callable[..., Any]) -> None:
+    folder = composer().folder("math+swahili@bottom=1,top=1,bottom_transition=1")
+    assert open_adapter(folder).config.rank == 16
+    sources = [argument for name in ("math", "swahili") for argument in ("--expert", f"{name}={experts / name}")]
+    result = run("verify", folder, *sources)
+    assert result.exit_code == 0, result.stderr

@@ -1,0 +1,115 @@
+"""What an operator lists, and what a client may call it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from adapterswap import AdapterswapError, parse_composition
+from adapterswap.serving import UnknownNameError, read_manifest
+from adapterswap.serving.names import composition_of
+
+EXPERTS = {"math", "swahili", "v1.2-b"}
+
+
+@pytest.mark.parametrize("name", ["math+swahili", "v1.2-b+math@bottom=4,top=1", "math+swahili@method=soup"])
+def test_short_names_mean_what_they_mean_everywhere(name: str) -> None:
+    assert composition_of(name, EXPERTS) == parse_composition(name)
+
+
+def test_a_bare_name_is_the_expert_itself() -> None:
+    (rule,) = composition_of("math", EXPERTS).rules(6)
+    assert rule.expert == "math"
+    assert rule.layers is None
+
+
+@pytest.mark.parametrize(
+    "name", ["nosuch", "", "base", "Math", "math ", "../math", "/etc/passwd", "math+nosuch", "nosuch+x@top=1", "\0"]
+)
+def test_unknown_names_are_told_the_known_ones(name: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"math, swahili, v1\.2-b"):
+        composition_of(name, EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "math+", "+swahili", "math+swahili@", "math+swahili@bottom", "math+swahili@bottom=", "math+swahili@bottom=x",
+        "math+swahili@bottom=1,bottom=1", "math+swahili@experts=/etc", "math+swahili@base_model=/etc", "math@bottom=1",
+        "math+swahili+math", "math+../swahili", "math+swahili@bottom=1\n", "math+swahili@task_weight=1e999",
+        "math+swahili@method=ties", "math+swahili@task_weight=-1", "math+" + "x" * 300,
+    ],
+)  # fmt: skip
+def test_malformed_names_are_not_called_unknown(name: str) -> None:
+    with pytest.raises(AdapterswapError) as caught:
+        composition_of(name, EXPERTS)
+    assert not isinstance(caught.value, UnknownNameError)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_folder_of_adapters_is_a_manifest(experts: Path) -> None:
+    (experts / "notes").mkdir()
+    (experts / "README.md").write_text("not an adapter")
+    manifest = read_manifest(experts)
+    assert manifest.experts == {name: str(experts / name) for name in ("code", "math", "swahili", "telugu")}
+    assert manifest.allow is None
+
+
+def test_a_manifest_finds_experts_beside_itself(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "experts.yaml").write_text(
+        "experts: {math: experts/math, far: org/name@main}\nallow: [math, math+far@top=1]\nmax_compositions: 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "experts.yaml", Path("experts.yaml")):
+        manifest = read_manifest(path)
+        assert manifest.experts == {"math": str(experts / "math"), "far": "org/name@main"}
+        assert manifest.allow == ("math", "math+far@top=1")
+        assert manifest.max_compositions == 3
+
+
+def test_all_mistakes_of_a_manifest_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "experts.yaml"
+    path.write_text("experts: {base: a, 'a+b': b, ok: c}\nallow: [nosuch, ok+ok@x=1]\n")
+    with pytest.raises(AdapterswapError) as caught:
+        read_manifest(path)
+    told = str(caught.value)
+    assert len(caught.value.problems) == 4
+    for part in ("'base' is reserved", "'a+b' cannot be the name", "no expert 'nosuch'", "'x=1' is not one setting"):
+        assert part in told
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("experts: {}", "names no expert"),
+        ("experts: {a: b}\nallow: []", "allow is empty"),
+        ("experts: {a: b}\nmax_compositions: 0", "max_compositions is 0"),
+        ("experts: {a: b}\nalow: [a]", "Did you mean 'allow'"),
+        ("allow: [a]", "experts is missing"),
+        ("experts: {a: b, a: c}", "stands twice"),
+    ],
+)
+def test_a_manifest_is_read_strictly(tmp_path: Path, content: str, told: str) -> None:
+    path = tmp_path / "experts.yaml"
+    path.write_text(content)
+    with pytest.raises(AdapterswapError, match=told):
+        read_manifest(path)
+
+
+def test_what_is_no_manifest_is_told(experts: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterswapError, match="does not exist"):
+        read_manifest(tmp_path / "nothing")
+    with pytest.raises(AdapterswapError, match="is one adapter"):
+        read_manifest(experts / "math")
+    shutil.rmtree(experts)
+    experts.mkdir()
+    with pytest.raises(AdapterswapError, match="holds no folder"):
+        read_manifest(experts)
+
+
+def test_the_example_is_sound() -> None:
+    manifest = read_manifest(Path(__file__).parents[2] / "examples" / "serving" / "experts.yaml")
+    assert manifest.allow is not None
+    assert set(manifest.experts) == {"math", "swahili", "telugu"}

@@ -1,0 +1,212 @@
+"""`adapterswap serve` as far as it goes without vLLM: what it checks, chooses and prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from adapterswap.serving.launch import value_of
+from adapterswap.serving.middleware import ManifestOnly
+
+from .conftest import make_expert
+
+Serve = Callable[..., Result]
+
+
+@pytest.fixture
+def serve(run: Callable[..., Result], served_base: Callable[[str], Path], experts: Path, tmp_path: Path) -> Serve:
+    """`serve("--", …)` is a dry run for this test's experts."""
+
+    def call(*arguments: object, experts_path: Path = experts) -> Result:
+        fixed = ["--base-model", served_base("llama"), "--experts", experts_path, "--cache", tmp_path / "cache"]
+        return run("serve", *fixed, "--dry-run", *arguments)
+
+    return call
+
+
+def told(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.stderr
+    return dict(json.loads(result.stdout))
+
+
+def test_a_dry_run_shows_everything_and_writes_nothing(serve: Serve, tmp_path: Path, experts: Path) -> None:
+    found = told(serve("--json", "--", "--dtype", "float32"))
+    command, environment = found["command"], found["environment"]
+    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[-2:] == ["--dtype", "float32"]
+    for option, value in {
+        "--max-lora-rank": "32", "--max-loras": "4", "--max-cpu-loras": "16", "--host": "127.0.0.1",
+        "--middleware": "adapterswap.serving.middleware.ManifestOnly",
+    }.items():  # fmt: skip
+        assert value_of(option, command) == value
+    assert environment == {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_PLUGINS": "adapterswap",
+        "ADAPTERSWAP_EXPERTS": str(experts),
+        "ADAPTERSWAP_CACHE": str(tmp_path / "cache"),
+        "ADAPTERSWAP_MAX_LORA_RANK": "32",
+    }
+    assert found["started"] is False
+    assert found["experts"]["code"] == {"source": "code", "rank": 16}
+    assert json.loads(found["curl"].split("-d '")[1].rstrip("'"))["model"] == "code+math"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_people_get_the_command_and_a_call(serve: Serve) -> None:
+    result = serve("--", "--port", "8123", "--host=0.0.0.0")
+    assert result.exit_code == 0
+    command, curl = result.stdout.splitlines()
+    assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_PLUGINS=adapterswap ADAPTERSWAP_EXPERTS=")
+    assert curl.startswith("curl http://0.0.0.0:8123/v1/completions")
+    assert "math: math, rank 8" in result.stderr
+    assert "at most 256 names" in result.stderr
+    assert "nothing started" in result.stderr
+    assert "Warning" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("allow", "rank", "loras"),
+    [
+        ("[math+swahili@bottom=2]", 8, 1),
+        ("[math, swahili, 'math+swahili@method=soup']", 16, 3),
+        ("['code+math@bottom=1,top=1,bottom_transition=1']", 32, 1),
+    ],
+)
+def test_an_allow_list_makes_the_ranks_exact(
+    serve: Serve, experts: Path, tmp_path: Path, allow: str, rank: int, loras: int
+) -> None:
+    path = tmp_path / "experts.yaml"
+    lines = "".join(f"  {name}: experts/{name}\n" for name in ("math", "swahili", "code"))
+    path.write_text(f"experts:\n{lines}allow: {allow}\nmax_compositions: 7\n")
+    found = told(serve("--json", experts_path=path))
+    assert (found["max_lora_rank"], found["max_loras"], found["max_compositions"]) == (rank, loras, 7)
+    path.write_text(f"experts:\n{lines}allow: ['math+swahili@method=ties,density=0.5']\n")
+    assert "ties is not low-rank" in serve(experts_path=path).stderr
+
+
+def test_vllms_own_arguments_win(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "my_platform")
+    found = told(serve("--json", "--", "--max_lora_rank=64", "--max-loras", "20", "--served-model-name", "tiny"))
+    assert (found["max_lora_rank"], found["max_loras"], found["base"]["name"]) == (64, 20, "tiny")
+    assert value_of("--max-cpu-loras", found["command"]) == "20"
+    assert found["environment"]["ADAPTERSWAP_MAX_LORA_RANK"] == "64"
+    assert found["environment"]["VLLM_PLUGINS"] == "my_platform,adapterswap"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--model", "other"], "the base is given by --base-model"),
+        (["--model=other"], "the base is given by --base-model"),
+        (["--no_enable_lora"], "compositions are LoRA adapters"),
+        (["--api-server-count", "2"], "with one API server only"),
+        (["--served-model-name", "math"], "is the name of an expert and of the served base"),
+        (["--max-lora-rank", "many"], "--max-lora-rank many is not a whole number"),
+        (["--max-loras", "0"], "--max-loras 0 is not a whole number"),
+    ],
+)
+def test_arguments_that_would_undo_the_setup_are_refused(serve: Serve, arguments: list[str], reason: str) -> None:
+    result = serve("--", *arguments)
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert result.stdout == ""
+
+
+def test_all_broken_experts_are_told_before_anything_starts(
+    serve: Serve, experts: Path, served_base: Callable[[str], Path]
+) -> None:
+    weights = experts / "math" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    make_expert(served_base("llama"), experts / "telugu", seed=1, use_dora=True)
+    result = serve()
+    assert result.exit_code == 1
+    assert str(experts / "math") in result.stderr  # the operator is told where
+    assert "use_dora" in result.stderr
+
+
+def test_ranks_beyond_vllms_are_told(
+    serve: Serve, experts: Path, served_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "experts.yaml"
+    for number, rank in enumerate((300, 520)):
+        make_expert(served_base("llama"), experts / f"e{number}", seed=1, r=rank, target_modules=["q_proj"])
+    path.write_text("experts: {e0: experts/e0, math: experts/math}\n")
+    assert told(serve("--json", experts_path=path))["max_lora_rank"] == 320
+    path.write_text("experts: {e0: experts/e0, e1: experts/e1}\n")
+    result = serve(experts_path=path)
+    assert result.exit_code == 1
+    assert "the experts need rank 520, and vLLM takes up to 512" in result.stderr
+
+
+def test_an_expert_of_another_name_of_the_base_is_warned_of(serve: Serve, experts: Path) -> None:
+    path = experts / "math" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "org/other"}))
+    result = serve()
+    assert result.exit_code == 0
+    assert "Warning: math says that its base is org/other" in result.stderr
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_the_mend_is_told(run: Callable[..., Result], served_base: Callable[[str], Path]) -> None:
+    result = run("serve", "--base-model", served_base("llama"), "--experts", "nowhere")
+    assert result.exit_code == 1
+    assert "pip install 'adapterswap[vllm]'" in result.stderr
+
+
+def test_usage_errors_exit_with_2(run: Callable[..., Result]) -> None:
+    assert run("serve", "--experts", "x").exit_code == 2
+
+
+def test_the_plugin_is_registered_and_costs_nothing_unasked() -> None:
+    """vLLM calls it in every process of everyone who has adapterswap installed."""
+    (entry,) = entry_points(group="vllm.general_plugins", name="adapterswap")
+    module, _, function = entry.value.partition(":")
+    script = (
+        f"import sys; from {module} import {function} as register; register()\n"
+        "heavy = {'vllm', 'torch', 'transformers', 'numpy', 'adapterswap.serving.resolver'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    unasked = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTERSWAP_")}
+    done = subprocess.run([sys.executable, "-c", script], env=unasked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/load_lora_adapter", 403), ("/v1//load_lora_adapter/", 403), ("/adapters", 403), ("/adapters/math", 403),
+        ("/prefix/v1/load_lora_adapter", 403), ("/v1/unload_lora_adapter", 200), ("/v1/completions", 200),
+    ],
+)  # fmt: skip
+def test_doors_beside_the_resolver_are_closed(path: str, status: int) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ask() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.request"}
+
+        await ManifestOnly(application)({"type": "http", "path": path}, receive, send)
+        return sent
+
+    sent = asyncio.run(ask())
+    assert sent[0]["status"] == status
+    if status == 403:
+        assert json.loads(sent[1]["body"])["error"]["code"] == 403
+        assert int(dict(sent[0]["headers"])[b"content-length"]) == len(sent[1]["body"])

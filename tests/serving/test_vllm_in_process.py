@@ -1,0 +1,55 @@
+"""vLLM's own loader and engine, fed by the resolver, against full weights. Needs the environment of `make vllm`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .cases import COMPOSITIONS, LENGTH, PROMPTS
+from .conftest import Reference
+from .environment import environment, needs_vllm, vllm_python
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_the_engine_answers_as_full_weights_do(
+    architecture: str, served_base: Callable[[str], Path], pristine: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base, experts = served_base(architecture), pristine(architecture)
+    asked = {"base": str(base), "names": list(COMPOSITIONS), "prompts": PROMPTS[:3], "length": LENGTH}
+    variables = {
+        "ADAPTERSWAP_EXPERTS": str(experts),
+        "ADAPTERSWAP_CACHE": str(tmp_path / "cache"),
+        "ADAPTERSWAP_MAX_LORA_RANK": "16",
+        "VLLM_PLUGINS": "adapterswap",
+    }
+    done = subprocess.run(
+        [vllm_python(), Path(__file__).with_name("in_process.py"), json.dumps(asked)],
+        env=environment(variables), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.partition("ANSWERS")[2])
+    reference = Reference(base, experts)
+    worst = 0.0
+    for name, zones in COMPOSITIONS.items():
+        for prompt, answer in zip(PROMPTS, found["answers"][name], strict=False):
+            tokens, steps = reference.answer(zones, prompt, LENGTH)
+            assert answer["tokens"] == tokens, name
+            for told, expected in zip(answer["logprobs"], steps, strict=True):
+                worst = max(worst, *(abs(value - expected[int(token)]) for token, value in told.items()))
+    assert worst < 1e-4
+    assert len({json.dumps(answer) for answer in found["answers"].values()}) == len(COMPOSITIONS)
+    kinds = {name: kind for name, (kind, _) in found["refused"].items()}
+    assert kinds == {
+        "nosuch": "VLLMNotFoundError",
+        "math+nosuch": "VLLMNotFoundError",
+        "math+swahili@": "VLLMValidationError",
+        "math+swahili@bottom=99": "VLLMValidationError",
+        "code+math@method=soup": "VLLMValidationError",
+    }
+    assert "rank 24, and this server takes up to 16" in found["refused"]["code+math@method=soup"][1]
