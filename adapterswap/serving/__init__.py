@@ -2,14 +2,33 @@
 
 The composition is made on first use, as an adapter folder in a cache, and handed to vLLM, which knows adapters by name
 and path. Everything is checked before vLLM loads anything. Only `resolver` and `plugin` know vLLM; the rest runs
-without it.
+without it. The names below are imported when they are first used: vLLM imports `plugin` in all of its processes.
 """
 
 from __future__ import annotations
 
-from adapterswap.serving.cache import Cache
-from adapterswap.serving.composer import NamedComposer
-from adapterswap.serving.manifest import Manifest, read_manifest
-from adapterswap.serving.names import UnknownNameError
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Cache", "Manifest", "NamedComposer", "UnknownNameError", "read_manifest"]
+if TYPE_CHECKING:
+    from adapterswap.serving.cache import Cache as Cache
+    from adapterswap.serving.composer import NamedComposer as NamedComposer
+    from adapterswap.serving.manifest import Manifest as Manifest
+    from adapterswap.serving.manifest import read_manifest as read_manifest
+    from adapterswap.serving.names import UnknownNameError as UnknownNameError
+
+_HOME = {
+    "Cache": "cache",
+    "Manifest": "manifest",
+    "NamedComposer": "composer",
+    "UnknownNameError": "names",
+    "read_manifest": "manifest",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
