@@ -205,8 +205,9 @@ def test_an_output_that_exists(experts: tuple[Path, Path], run: Callable[..., Re
 
 
 @pytest.fixture
-def another_user() -> Iterator[Path]:
+def another_user(experts: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path) -> Iterator[Path]:
     """A folder that everyone may read and nobody but its owner may write to; the test goes on as somebody else."""
+    assert run(*arguments(experts, tmp_path / "out")).exit_code == 0  # imports what that other user may not even read
     folder = Path(tempfile.mkdtemp())
     user = os.geteuid()
     try:
