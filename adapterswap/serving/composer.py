@@ -1,7 +1,7 @@
 """From a name to the folder of the adapter that it means, composed on first use.
 
-Opens experts, checks them against the base, plans, checks the rank, and writes the portable layout into the cache: one
-rank, plain LoRA, no patterns, which every version of every engine reads. Knows nothing of vLLM.
+Opens experts, checks them against the base, plans, checks the rank, and writes into the cache a layout with one rank
+and scale and no patterns, which every version of every engine reads. Knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from adapterswap.serving.memo import content_hash
 from adapterswap.serving.names import UnknownNameError, composition_of
 from adapterswap.smallfiles import shown
 from adapterswap.sources import base_config
-from adapterswap.writing import prepare, write_prepared
+from adapterswap.writing import Written, prepare, write_prepared
 
 __all__ = ["NamedComposer", "largest_rank"]
 
@@ -77,7 +77,7 @@ class NamedComposer:
             plan = self.plan(name)
             self._admit(name)
             try:
-                return self.cache.get(self.key(plan), lambda path: write_prepared(prepare(plan, _FORM), path))
+                return self.cache.get(self.key(plan), lambda path: write_prepared(_for_any_engine(plan), path))
             except BaseException:
                 with self._lock:
                     self._served.discard(name)
@@ -166,11 +166,19 @@ class NamedComposer:
             self._served.add(name)
 
 
-_FORM = Form("portable")
+def _for_any_engine(plan: Plan) -> Written:
+    """The plan laid out without patterns, which some engines ignore.
+
+    Where all modules have one rank and scale, as in a swap of experts that were trained alike, that is the exact
+    layout, and its tensors are copied byte for byte; elsewhere it is the portable one, which must be computed.
+    """
+    exact = prepare(plan, Form("exact"))
+    uniform = not exact.layout.config["rank_pattern"] and not exact.layout.config["alpha_pattern"]
+    return exact if uniform else prepare(plan, Form("portable"))
 
 
 def largest_rank(plan: Plan) -> int:
-    """The rank of the plan's adapter in the portable layout, where all modules have the same."""
+    """The rank of the plan's adapter where all modules have the same."""
     return max((total_rank(module) for module in plan if module.terms), default=1)
 
 

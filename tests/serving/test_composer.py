@@ -55,9 +55,12 @@ def test_every_folder_is_in_the_layout_that_all_engines_read(composer: Compose) 
     served = composer()
     for name in COMPOSITIONS:
         config = json.loads((served.folder(name) / "adapter_config.json").read_text())
-        assert (config["use_rslora"], config["rank_pattern"], config["alpha_pattern"]) == (False, {}, {})
-        assert config["lora_alpha"] == config["r"] <= 16
-        assert not config["modules_to_save"]
+        assert (config["rank_pattern"], config["alpha_pattern"], config["modules_to_save"]) == ({}, {}, None)
+        assert config["r"] <= 16
+        kept = served.plan(name).experts.keys() <= {"math", "swahili"} and "transition" not in name
+        kept = kept and "soup" not in name  # experts of one rank and scale: the tensors stay as they are
+        if kept:
+            assert (config["use_rslora"], config["r"], config["lora_alpha"]) == (True, 8, 16)
 
 
 def test_the_same_composition_is_the_same_folder(composer: Compose) -> None:
