@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.live.inventory import Inventory, factors, scale_of
-from adapterswap.live.switching import Switch, apply_switch
+from adapterswap.live.switching import Switch, apply_switch, check_loaded
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,8 @@ class Rows:
             AdapterswapError: a layer's experts cannot be computed row by row.
         """
         self.withdraw()
+        for switch in self.switches:
+            check_loaded(switch, inventory)
         shares = {name: self._shares(name, layer) for name, layer in inventory.layers.items()}
         _check(inventory, shares)
         apply_switch(Switch(), inventory)

@@ -23,7 +23,7 @@ from adapterswap.live.guard import Guard
 from adapterswap.live.inventory import is_unloaded
 from adapterswap.live.loading import layers_taken, load_expert, slice_of
 from adapterswap.live.saving import plan_on_disk
-from adapterswap.live.switching import Baseline, Switch, apply_switch
+from adapterswap.live.switching import Baseline, Switch, apply_switch, unmerge
 from adapterswap.plan import Plan
 
 if TYPE_CHECKING:
@@ -262,15 +262,15 @@ class LiveComposer:
         if before is None or is_unloaded(self.model):
             self.reset()
             return
-        if self._baseline is not None:
-            self._baseline.unmerge()
         try:
+            unmerge(self._catalogue.inventory.layers.values())
             self._activate(before)
         except BaseException:
             self.reset()
             raise
 
     def _activate(self, active: Switch | Rows) -> None:
+        self._catalogue.refresh()
         if any(layer.merged for layer in self._catalogue.inventory.layers.values()):
             raise AdapterswapError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
         if self._pin is not None and isinstance(active, Switch):

@@ -1,28 +1,25 @@
 """PEFT's own calls that would disturb a composition, guarded while one is active.
 
-PEFT resets every layer when an adapter is added, and makes adapters trainable when `disable_adapter` ends; deleting or
-setting an adapter changes layers whose setting a composition relies on. The model's methods are replaced on this one
-object and put back with the composition's end. Knows PEFT's methods; knows nothing of compositions.
+PEFT resets every layer when an adapter is added, and makes adapters trainable when `disable_adapter` ends; setting or
+deleting an adapter changes layers whose settings a composition relies on. The methods are replaced on this one model,
+and put back at the composition's end. Knows PEFT's methods; knows nothing of compositions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
 
 __all__ = ["Guard"]
 
-_GUARDED = ("add_adapter", "delete_adapter", "disable_adapter", "set_adapter")
-
 
 class Guard:
     """Guards a PeftModel until `remove`.
 
     * `add_adapter`, and with it `load_adapter`: afterwards, whether it succeeded or not, `changed` is called.
-    * `disable_adapter`: at the end of its block `enabled` is called.
+    * `enable_adapter_layers`, with which `disable_adapter` ends: afterwards `enabled` is called.
     * `set_adapter`, `delete_adapter`: refused.
 
     Args:
@@ -32,41 +29,38 @@ class Guard:
     """
 
     def __init__(self, model: Any, changed: Callable[[], None], enabled: Callable[[], None]) -> None:
-        self._model = model
-        self._before = {name: vars(model)[name] for name in _GUARDED if name in vars(model)}
-        add, disable = model.add_adapter, model.disable_adapter
-
-        def add_adapter(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return add(*args, **kwargs)
-            finally:
-                changed()
-
-        @contextmanager
-        def disable_adapter() -> Iterator[None]:
-            try:
-                with disable():
-                    yield
-            finally:
-                enabled()
-
-        model.add_adapter = add_adapter
-        model.disable_adapter = disable_adapter
-        model.set_adapter = _refuse("set_adapter")
-        model.delete_adapter = _refuse("delete_adapter")
+        guarded = [
+            (model, "add_adapter", _followed(model.add_adapter, changed)),
+            (model.base_model, "enable_adapter_layers", _followed(model.base_model.enable_adapter_layers, enabled)),
+            (model, "set_adapter", _refused("set_adapter")),
+            (model, "delete_adapter", _refused("delete_adapter")),
+        ]
+        self._before = [(owner, name, vars(owner).get(name)) for owner, name, _ in guarded]
+        for owner, name, method in guarded:
+            setattr(owner, name, method)
 
     def remove(self) -> None:
-        for name in _GUARDED:
-            delattr(self._model, name)  # the class's own methods show again
-        for name, method in self._before.items():
-            setattr(self._model, name, method)
+        for owner, name, method in self._before:
+            delattr(owner, name)  # the class's own method shows again
+            if method is not None:
+                setattr(owner, name, method)
 
 
-def _refuse(name: str) -> Callable[..., None]:
-    def refused(*args: Any, **kwargs: Any) -> None:
+def _followed(method: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            then()
+
+    return call
+
+
+def _refused(name: str) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise AdapterswapError(
             f"{name} was called while a composition is active",
             "Leave the composition first: composer.reset(), or the end of the `with` block",
         )
 
-    return refused
+    return refuse

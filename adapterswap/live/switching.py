@@ -7,7 +7,7 @@ layers and plans that are made; knows nothing of names of compositions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from adapterswap.live.inventory import Inventory, scale_of
 from adapterswap.plan import Plan
 from adapterswap.resolving import resolve
 
-__all__ = ["Baseline", "Switch", "apply_switch", "make_switch", "why_not_live"]
+__all__ = ["Baseline", "Switch", "apply_switch", "check_loaded", "make_switch", "unmerge", "why_not_live"]
 
 _RESIDENT = "Write it with write_adapter (adapterswap compose), and load that"
 
@@ -89,7 +89,12 @@ def _mismatch(layer: Any, expert: str, rank: int, scale: float) -> str | None:
 
 
 def apply_switch(switch: Switch, inventory: Inventory) -> None:
-    """Set every layer's active adapters and scalings; layers that are right already are left alone."""
+    """Set every layer's active adapters and scalings; layers that are right already are left alone.
+
+    Raises:
+        AdapterswapError: an expert was deleted since the switch was made; nothing is set then.
+    """
+    check_loaded(switch, inventory)
     for module, layer in inventory.layers.items():
         terms = switch.terms.get(module, {})
         active = list(terms)
@@ -100,6 +105,22 @@ def apply_switch(switch: Switch, inventory: Inventory) -> None:
     for wrapper in inventory.wrappers:
         if wrapper.active_adapters:
             wrapper.set_adapter([], inference_mode=True)
+
+
+def check_loaded(switch: Switch, inventory: Inventory) -> None:
+    """Raise `AdapterswapError` where a switch uses an expert that is not in the model any more."""
+    for module, terms in switch.terms.items():
+        layer = inventory.layers.get(module)
+        for name in terms:
+            if layer is None or name not in layer.r:
+                raise AdapterswapError(f"the adapter {name!r} was deleted from the model", "Load it again")
+
+
+def unmerge(layers: Iterable[Any]) -> None:
+    """Unmerge the adapters of those layers that have merged ones."""
+    for layer in layers:
+        if layer.merged:
+            layer.unmerge()
 
 
 class Baseline:
@@ -136,14 +157,9 @@ class Baseline:
             if (parameter := getattr(module, name)).requires_grad:
                 parameter.requires_grad_(False)
 
-    def unmerge(self) -> None:
-        for layer in self._scaling:
-            if layer.merged:
-                layer.unmerge()
-
     def restore(self) -> None:
         """Set everything back. Adapters that were merged since are unmerged first, as PEFT does when it switches."""
-        self.unmerge()
+        unmerge(self._scaling)
         for module, active in self._active.items():
             if module.active_adapter != active:
                 module.set_adapter(active, inference_mode=True)

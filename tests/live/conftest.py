@@ -42,7 +42,9 @@ def composer(base: Callable[[str], Path], folders: Callable[..., dict[str, Path]
 
 def state_of(model: Any) -> dict[str, Any]:
     """Everything that a composition could have left behind in a PeftModel."""
-    found: dict[str, Any] = {"active": model.active_adapter, "methods": sorted(vars(model).keys() & dir(type(model)))}
+    found: dict[str, Any] = {"active": model.active_adapter, "methods": []}
+    for owner in (model, model.base_model):
+        found["methods"] += sorted(vars(owner).keys() & dir(type(owner)))
     for name, module in model.named_modules():
         if hasattr(module, "scaling") and hasattr(module, "lora_A"):
             found[name] = (list(module.active_adapters), dict(module.scaling), list(module.merged_adapters))

@@ -1,0 +1,54 @@
+"""The chat of examples/live changes its language in the middle of a session."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "live"
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
+    spec = importlib.util.spec_from_file_location("chat", EXAMPLE / "chat.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_session(chat: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["hello one two", "/restart", "/language telugu", "hello one two", "/restart", "/language latin"]
+    lines += ["/language swahili", "hello one two", "thanks", "/quit", "never read"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    chat.main([])
+    told = capsys.readouterr()
+    swahili, telugu, again, more = told.out.strip().splitlines()
+    assert swahili == again
+    assert swahili != telugu
+    assert more
+    assert "'latin' is not among the experts" in told.err
+
+
+def test_the_same_session_with_named_experts(
+    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pico import make_pico
+
+    experts = make_pico(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello one two\n"))
+    chat.main([])
+    expected = capsys.readouterr().out
+    named = ["--task", f"math={experts['math']}", "--language", f"swahili={experts['swahili']}"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello one two\n"))
+    chat.main(["--base-model", str(tmp_path / "base"), *named])
+    assert capsys.readouterr().out == expected
+    with pytest.raises(SystemExit):
+        chat.main(named)
