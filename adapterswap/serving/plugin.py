@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from adapterswap.serving.composer import NamedComposer
 
-__all__ = ["CACHE", "EXPERTS", "MAX_LORA_RANK", "NAME", "register"]
+__all__ = ["BASE_MODEL", "CACHE", "EXPERTS", "MAX_LORA_RANK", "NAME", "register"]
 
 NAME = "adapterswap"  # the plugin's, as VLLM_PLUGINS names it, and the resolver's
+BASE_MODEL = "ADAPTERSWAP_BASE_MODEL"  # as adapterswap names it, with a revision; what vLLM has as --model if unset
 EXPERTS = "ADAPTERSWAP_EXPERTS"  # a folder of adapter folders, or experts.yaml
 CACHE = "ADAPTERSWAP_CACHE"  # the folder for compositions; default_cache() if unset
 MAX_LORA_RANK = "ADAPTERSWAP_MAX_LORA_RANK"  # what vLLM was given as --max-lora-rank
@@ -45,4 +46,4 @@ def _start(base_model: str) -> NamedComposer:
     cache = Cache(os.environ.get(CACHE) or default_cache())
     cache.hold()
     rank = int(os.environ.get(MAX_LORA_RANK) or _VLLM_DEFAULT_RANK)
-    return NamedComposer(manifest, base_model, cache, rank)
+    return NamedComposer(manifest, os.environ.get(BASE_MODEL) or base_model, cache, rank)

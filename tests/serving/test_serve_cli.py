@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,7 +41,9 @@ def told(result: Result) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-def test_a_dry_run_shows_everything_and_writes_nothing(serve: Serve, tmp_path: Path, experts: Path) -> None:
+def test_a_dry_run_shows_everything_and_writes_nothing(
+    serve: Serve, tmp_path: Path, experts: Path, served_base: Callable[[str], Path]
+) -> None:
     found = told(serve("--json", "--", "--dtype", "float32"))
     command, environment = found["command"], found["environment"]
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -53,6 +56,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(serve: Serve, tmp_path: P
     assert environment == {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_PLUGINS": "adapterswap",
+        "ADAPTERSWAP_BASE_MODEL": str(served_base("llama")),
         "ADAPTERSWAP_EXPERTS": str(experts),
         "ADAPTERSWAP_CACHE": str(tmp_path / "cache"),
         "ADAPTERSWAP_MAX_LORA_RANK": "32",
@@ -67,7 +71,7 @@ def test_people_get_the_command_and_a_call(serve: Serve) -> None:
     result = serve("--", "--port", "8123", "--host=0.0.0.0")
     assert result.exit_code == 0
     command, curl = result.stdout.splitlines()
-    assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_PLUGINS=adapterswap ADAPTERSWAP_EXPERTS=")
+    assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_PLUGINS=adapterswap ADAPTERSWAP_BASE_MODEL=")
     assert curl.startswith("curl http://0.0.0.0:8123/v1/completions")
     assert "math: math, rank 8" in result.stderr
     assert "at most 256 names" in result.stderr
@@ -102,6 +106,29 @@ def test_vllms_own_arguments_win(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     assert value_of("--max-cpu-loras", found["command"]) == "20"
     assert found["environment"]["ADAPTERSWAP_MAX_LORA_RANK"] == "64"
     assert found["environment"]["VLLM_PLUGINS"] == "my_platform,adapterswap"
+
+
+def test_a_base_of_the_hub_keeps_its_revision(
+    run: Callable[..., Result],
+    served_base: Callable[[str], Path],
+    experts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A base in the Hub's cache, laid out as huggingface_hub does."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--org--base"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "v2").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    shutil.copy(served_base("llama") / "config.json", snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = told(run("serve", "--base-model", "org/base@v2", "--experts", experts, "--dry-run", "--json"))
+    assert value_of("--model", found["command"]) == "org/base"
+    assert value_of("--revision", found["command"]) == "v2"
+    assert found["environment"]["ADAPTERSWAP_BASE_MODEL"] == "org/base@v2"
+    assert found["base"] == {"name": "org/base", "num_layers": 6}
 
 
 @pytest.mark.parametrize(
