@@ -101,11 +101,11 @@ def read_json(path: Path, mend: str = "Write or download it again") -> dict[str,
 
 
 def parse_json(raw: bytes, where: str, mend: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `where` names it in messages.
+    """The JSON object in `raw`; `where` names it in messages. It may hold Infinity, as the configs of Mamba models do.
 
     Raises:
-        AdapterswapError: it is not UTF-8, not JSON, no object, holds a key twice, NaN or infinity, nests too deep, or
-            holds more lists and objects than any such file needs.
+        AdapterswapError: it is not UTF-8, not JSON, no object, holds a key twice, nests too deep, or holds more lists
+            and objects than any such file needs.
     """
     if raw.count(b"[") + raw.count(b"{") > _MAX_CONTAINERS:  # counted before they take up memory
         raise AdapterswapError(f"{where} holds more than {_MAX_CONTAINERS:,} lists and objects", mend)
@@ -116,11 +116,8 @@ def parse_json(raw: bytes, where: str, mend: str) -> dict[str, Any]:
             raise ValueError("a key stands twice in one object")
         return mapping
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else "it nests too deep"
         raise AdapterswapError(f"{where} is not JSON in UTF-8: {reason[:200]}", mend) from None

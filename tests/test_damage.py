@@ -84,7 +84,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     "not UTF-8": (header(b'{"\xff": {}}'), "is not JSON in UTF-8"),
     "a pickle": (rewrite(lambda raw: b"\x80\x04\x95" + raw), "announces a header"),
     "a list": (header("[]"), "is not a JSON object"),
-    "NaN": (header('{"a": NaN}'), "NaN is not JSON"),
+    "NaN": (header('{"a": NaN}'), "lacks one of dtype, shape, data_offsets"),
     "a key twice": (header('{"a": 1, "a": 1}'), "a key stands twice"),
     "a thousand brackets": (header('{"a": ' + "[" * 1000 + "]" * 1000 + "}"), "deep"),
     "fifty brackets": (header('{"a": ' + "[" * 50 + "]" * 50 + "}"), "nests more than 40 deep"),
@@ -239,7 +239,7 @@ def test_configs_that_cannot_be_composed_exactly(
         (b"\xff\xfe{", "is not JSON in UTF-8"),
         (b"[1]", "is not a JSON object"),
         (b'{"r": 2, "r": 8}', "a key stands twice"),
-        (b'{"lora_alpha": Infinity}', "Infinity is not JSON"),
+        (b'{"peft_type": "LORA", "lora_alpha": Infinity}', "lora_alpha is inf"),
         (b'{"a": ' * 200 + b"1" + b"}" * 200, "nests more than 40 deep"),
         (b"{" * 100_000, "is not JSON"),
         (b" " * (2**24 + 1), "is larger than 16,777,216 bytes"),
@@ -393,6 +393,13 @@ def test_a_base_config_that_is_none(
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(base))
     refused(told, "compose", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", "--base-model", tmp_path / "base")
+
+
+def test_a_base_config_with_infinity(pair: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"num_hidden_layers": 4, "time_step_limit": [0.0, Infinity]}')
+    zones = ("--bottom", 1, "--top", 1, "--base-model", tmp_path / "base")
+    assert run("compose", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", *zones).exit_code == 0
 
 
 def test_a_base_of_another_shape(refused: Callable[..., None], tmp_path: Path) -> None:
