@@ -105,7 +105,9 @@ def compare(scratch: Path, options: argparse.Namespace) -> None:
         ]
         outputs["mergekit base+lora"] = scratch / "merged"
     found = side_by_side(commands, runs=options.runs)
-    print("| route | seconds | peak memory, MB | MB written | error of the average |\n|---|---|---|---|---|")
+    print(
+        "| route | seconds | processor seconds | peak MB | MB written | error of the average |\n|---|---|---|---|---|---|"
+    )
     for name, measured in found.items():
         print(row(name, measured, written(outputs[name]), error(outputs[name], scratch)))
 
@@ -123,7 +125,10 @@ def written(folder: Path) -> float:
 
 
 def row(name: str, measured: Measured, megabytes: float, distance: float) -> str:
-    return f"| {name} | {measured.seconds:.1f} | {measured.megabytes:.0f} | {megabytes:.0f} | {distance:.2g} |"
+    return (
+        f"| {name} | {measured.seconds:.1f} | {measured.cpu:.1f} | {measured.megabytes:.0f} | {megabytes:.0f} "
+        f"| {distance:.2g} |"
+    )
 
 
 def error(folder: Path, scratch: Path) -> float:

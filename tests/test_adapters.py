@@ -234,7 +234,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_memory_grows_with_the_file_alone(bomb: str, tmp_path: Path) -> None:
-    """A quarter of a megabyte that unfolds in memory, as a header and as a config; at most 60 bytes for each of theirs."""
+    """A quarter of a megabyte that unfolds in memory, as header and as config; at most 60 bytes for each of theirs."""
     raw = BOMBS[bomb]
     adapter(tmp_path)
     for damage in ((tmp_path / CONFIG, raw), (tmp_path / WEIGHTS, file_bytes(raw, b""))):

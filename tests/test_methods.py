@@ -114,9 +114,7 @@ def test_magnitude_prune_sums_what_is_left(pair: list[Path], tmp_path: Path) -> 
 
 
 def test_nonlinear_methods_need_a_rank(pair: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(
-        AdapterswapError, match=r"full rank, and an adapter has a low one\. Give --max-rank or"
-    ):
+    with pytest.raises(AdapterswapError, match=r"full rank, and an adapter has a low one\. Give --max-rank or"):
         composed(pair, tmp_path / "out", method="ties", density=0.5)
     assert not (tmp_path / "out").exists()
 
@@ -212,7 +210,8 @@ def test_max_error_takes_the_smallest_rank_that_reaches_it(error: float, tmp_pat
         smallest = next(k for k in range(1, len(errors)) if errors[k] <= error)
         assert record[name]["rank"] == smallest
         assert record[name]["relative_error"] == pytest.approx(errors[smallest], rel=1e-3, abs=1e-6)
-        assert np.linalg.norm(delta - exact) / np.linalg.norm(exact) == pytest.approx(errors[smallest], rel=1e-3, abs=1e-6)
+        lost = np.linalg.norm(delta - exact) / np.linalg.norm(exact)
+        assert lost == pytest.approx(errors[smallest], rel=1e-3, abs=1e-6)
 
 
 def test_max_rank_bounds_copies_too(pair: list[Path], tmp_path: Path) -> None:
