@@ -71,11 +71,11 @@ def served_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def _save_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*special.values(), *(f"w{i}" for i in range(len(special), VOCABULARY))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", unk_token="w2"
-    ).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
@@ -119,7 +119,8 @@ class Reference:
             with torch.no_grad():
                 logits = self._model(torch.tensor([tokens])).logits[0, -1]
             best = torch.topk(logits, 2)
-            assert best.values[0] - best.values[1] > 1e-3, "this prompt's best tokens are nearly tied: choose another"
+            # Twice the tolerance of log-probabilities: within it the order cannot turn.
+            assert best.values[0] - best.values[1] > 2e-4, "this prompt's best tokens are nearly tied: choose another"
             steps.append(dict(enumerate(torch.log_softmax(logits, -1).tolist())))
             tokens.append(int(best.indices[0]))
         return tokens[len(prompt) :], steps

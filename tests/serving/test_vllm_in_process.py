@@ -37,13 +37,20 @@ def test_the_engine_answers_as_full_weights_do(
     reference = Reference(base, experts)
     worst = 0.0
     for name, zones in COMPOSITIONS.items():
+        if name in found["unloaded"]:
+            continue
         for prompt, answer in zip(PROMPTS, found["answers"][name], strict=False):
             tokens, steps = reference.answer(zones, prompt, LENGTH)
             assert answer["tokens"] == tokens, name
             for told, expected in zip(answer["logprobs"], steps, strict=True):
                 worst = max(worst, *(abs(value - expected[int(token)]) for token, value in told.items()))
     assert worst < 1e-4
-    assert len({json.dumps(answer) for answer in found["answers"].values()}) == len(COMPOSITIONS)
+    # vLLM's Qwen2 takes no LoRA on embeddings and head, and says so when it loads one.
+    with_embeddings = {name for name in COMPOSITIONS if "code" in name}
+    assert found["unloaded"].keys() == (with_embeddings if architecture == "qwen2" else set())
+    assert all("received ['lm_head', " in reason for reason in found["unloaded"].values())
+    different = {json.dumps(answer) for answer in found["answers"].values()}
+    assert len(different) == len(COMPOSITIONS) - len(found["unloaded"])
     kinds = {name: kind for name, (kind, _) in found["refused"].items()}
     assert kinds == {
         "nosuch": "VLLMNotFoundError",
