@@ -4,6 +4,7 @@
 
 * switching a 32-layer model with 7 adapted modules per layer, against `PeftModel.set_adapter` and against
   `add_weighted_adapter` followed by `set_adapter`; the growth of memory over 1,000 switches;
+* loading a language expert whole, and only the layers that a composition takes from it;
 * decoding a batch of 8 rows with 8 compositions, against one adapter for all rows and against one row at a time.
 
 On the CPU the model is small (random, float32). With `--device cuda` it has the shape of Llama-3.1-8B in bfloat16, and
@@ -17,9 +18,11 @@ import gc
 import json
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,6 +141,25 @@ def memory_growth(composer: LiveComposer, switches: int = 1000) -> int:
     return grown
 
 
+def loading(model: Any, repeats: int) -> dict[str, float]:
+    """Megabytes and milliseconds of an expert loaded whole, and as the shell that `math+shell` uses."""
+    composer = LiveComposer(model)
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as place:
+        model.save_pretrained(place, selected_adapters=[LANGUAGES[0]], save_embedding_layers=False)
+        for name, compositions in (("whole", []), ("shell", ["math+shell"])):
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                composer.load_expert(Path(place) / LANGUAGES[0], name, compositions=compositions)
+                times.append((time.perf_counter() - start) * 1000)
+                tensors = [p for key, p in model.named_parameters() if f".{name}." in key]
+                found[f"{name}, MB"] = sum(p.nbytes for p in tensors) / 1e6
+                model.delete_adapter(name)
+            found[f"{name}, ms"] = statistics.median(times)
+    return found
+
+
 def decoding(model: Any, composer: LiveComposer, repeats: int, device: str) -> dict[str, float]:
     """Milliseconds to generate NEW_TOKENS tokens for each of 8 rows, in each way."""
     tokens = torch.randint(0, 1000, (8, 16), device=device)
@@ -201,12 +223,14 @@ def main() -> None:
         first = first_use(model)
         switch = switching(model, composer, arguments.repeats, device)
         growth = memory_growth(composer)
+        load = loading(model, 3)
         decode = decoding(model, composer, max(3, arguments.repeats // 6), device)
-    slowest = max(ms for way, ms in switch.items() if way.startswith(("set,", "use")))
+    slowest = max(ms for way, ms in switch.items() if way.startswith("set,"))
     ratios = {
-        "slowest switch / PeftModel.set_adapter (≤ 1)": slowest / switch["PeftModel.set_adapter"],
-        "add_weighted_adapter + set_adapter / slowest switch (≥ 30)": switch["add_weighted_adapter + set_adapter"]
-        / slowest,
+        "set / PeftModel.set_adapter (≤ 1)": slowest / switch["PeftModel.set_adapter"],
+        "use and leave / PeftModel.set_adapter": switch["use and leave"] / switch["PeftModel.set_adapter"],
+        "add_weighted_adapter + set_adapter / set (≥ 30)": switch["add_weighted_adapter + set_adapter"] / slowest,
+        "shell / whole, bytes": load["shell, MB"] / load["whole, MB"],
         "8 compositions / one adapter (≤ 1.25)": decode["8 compositions"] / decode["one adapter"],
         "8 with transitions / one adapter": decode["8 compositions with transitions"] / decode["one adapter"],
         "one by one / 8 compositions (≥ 2.5)": decode["one by one"] / decode["8 compositions"],
@@ -216,6 +240,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "switching_ms": {"first use of a name": first, **switch},
         "tensor_bytes_grown_by_1000_switches": growth,
+        "loading": load,
         "decoding_ms": decode,
         "tokens_per_second": {way: 8 * NEW_TOKENS / ms * 1000 for way, ms in decode.items()},
         "ratios": ratios,

@@ -1,7 +1,7 @@
 """Compose on a loaded PeftModel: each LoRA layer gets its own active adapters and scalings, no tensor changes.
 
-An executor of plans beside `writing`. Knows compositions and what is loaded; knows nothing of how PEFT's layers are set
-(`switching`), nor of how a batch is split (`batching`).
+An executor of plans beside `writing`, and the way in for users. Knows what can be asked for; how layers are set
+(`switching`), put back (`session`) and split by rows (`batching`) it leaves to others.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.adapters import Adapter, open_adapter
-from adapterswap.allocation import BASE
 from adapterswap.composing import expert_name
 from adapterswap.compositions import Composition
 from adapterswap.errors import AdapterswapError
 from adapterswap.live.batching import Rows, pad_left
 from adapterswap.live.catalogue import Catalogue, Composable
-from adapterswap.live.compiled import Pin
-from adapterswap.live.guard import Guard
-from adapterswap.live.inventory import is_unloaded
 from adapterswap.live.loading import layers_taken, load_expert, slice_of
 from adapterswap.live.saving import plan_on_disk
-from adapterswap.live.switching import Baseline, Switch, apply_switch, unmerge
+from adapterswap.live.session import Session
+from adapterswap.live.switching import Switch
 from adapterswap.plan import Plan
 
 if TYPE_CHECKING:
@@ -59,10 +56,7 @@ class LiveComposer:
     def __init__(self, model: PeftModel) -> None:
         self.model = model
         self._catalogue = Catalogue(model)
-        self._baseline: Baseline | None = None
-        self._guard: Guard | None = None
-        self._active: Switch | Rows | None = None
-        self._pin: Pin | None = None
+        self._session = Session(model, self._catalogue)
 
     @classmethod
     def from_experts(cls, model: PreTrainedModel, experts: Mapping[str, Adapter | str | Path]) -> LiveComposer:
@@ -88,7 +82,8 @@ class LiveComposer:
     @property
     def plan(self) -> Plan | None:
         """The active plan; None without a composition, for the base, and for rows."""
-        return self._active.plan if isinstance(self._active, Switch) else None
+        active = self._session.active
+        return active.plan if isinstance(active, Switch) else None
 
     def set(self, composition: Composable) -> None:
         """Compute with `composition` until `reset` or the next `set`; None is the base.
@@ -97,21 +92,14 @@ class LiveComposer:
             AdapterswapError: its experts are not loaded or not as the plan says, it cannot be computed live, or
                 adapters are merged.
         """
-        self._activate(self._catalogue.switch(composition))
+        self._session.set(self._catalogue.switch(composition))
 
     def reset(self) -> None:
         """Leave the composition: everything is as it was before the first `set` or `use`.
 
         Adapters that were merged meanwhile are unmerged first, by PEFT, whose rounding that leaves in the base.
         """
-        baseline, guard, self._baseline, self._guard = self._baseline, self._guard, None, None
-        if isinstance(self._active, Rows):
-            self._active.withdraw()
-        self._active = None
-        if guard is not None:
-            guard.remove()
-        if baseline is not None and not is_unloaded(self.model):
-            baseline.restore()
+        self._session.reset()
 
     @contextmanager
     def use(self, composition: Composable) -> Iterator[None]:
@@ -119,7 +107,7 @@ class LiveComposer:
 
         Blocks can be nested; errors as for `set`.
         """
-        with self._using(self._catalogue.switch(composition)):
+        with self._session.using(self._catalogue.switch(composition)):
             yield
 
     @contextmanager
@@ -136,9 +124,9 @@ class LiveComposer:
             AdapterswapError: as for `set`; a layer that does not see rows (a mixture of experts); experts are pinned;
                 in the forward pass, a batch of another size, or a model in training mode.
         """
-        if self._pin is not None:
+        if self._session.pin is not None:
             raise AdapterswapError("experts are pinned for one graph", "Leave composer.pinned(…) for a mixed batch")
-        with self._using(Rows([self._catalogue.switch(composition) for composition in compositions], repeat)):
+        with self._session.using(Rows([self._catalogue.switch(composition) for composition in compositions], repeat)):
             yield
 
     def generate(self, *, compositions: Sequence[Composable] | Composable = None, **batch: Any) -> Any:
@@ -178,19 +166,12 @@ class LiveComposer:
             AdapterswapError: an expert is not loaded, or a composition is active.
         """
         names = self.names if experts is None else tuple(experts)
-        if self._active is not None:
-            raise AdapterswapError("a composition is active", "Call pinned() before use() or set()")
         if missing := [name for name in names if name not in self.names]:
             raise AdapterswapError(
                 f"the adapter {missing[0]!r} is not loaded ({', '.join(self.names)} are)", "Load it first"
             )
-        self._pin = Pin(names)
-        try:
-            self.set(BASE)
+        with self._session.pinned(names):
             yield
-        finally:
-            self._pin = None
-            self.reset()
 
     def save(
         self,
@@ -248,61 +229,3 @@ class LiveComposer:
         kept = adapter if layers is None else slice_of(adapter, layers, self._catalogue.inventory.num_layers)
         self._catalogue.add(name, kept)
         return name
-
-    @contextmanager
-    def _using(self, active: Switch | Rows) -> Iterator[None]:
-        before = self._active
-        self._activate(active)
-        try:
-            yield
-        finally:
-            self._leave_to(before)
-
-    def _leave_to(self, before: Switch | Rows | None) -> None:
-        if before is None or is_unloaded(self.model):
-            self.reset()
-            return
-        try:
-            unmerge(self._catalogue.inventory.layers.values())
-            self._activate(before)
-        except BaseException:
-            self.reset()
-            raise
-
-    def _activate(self, active: Switch | Rows) -> None:
-        self._catalogue.refresh()
-        if any(layer.merged for layer in self._catalogue.inventory.layers.values()):
-            raise AdapterswapError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
-        if self._pin is not None and isinstance(active, Switch):
-            self._pin.check(active)
-        before = self._active
-        if self._baseline is None:
-            self._baseline = Baseline(self._catalogue.inventory)
-            self._guard = Guard(self.model, self._reapply, self._baseline.freeze)
-        try:
-            self._apply(active)
-        except BaseException:
-            if before is None:
-                self.reset()
-            else:
-                self._apply(before)
-            raise
-
-    def _apply(self, active: Switch | Rows) -> None:
-        inventory = self._catalogue.inventory
-        if isinstance(self._active, Rows):
-            self._active.withdraw()
-        if isinstance(active, Rows):
-            active.apply(inventory)
-        elif self._pin is not None:
-            self._pin.apply(active, inventory)
-        else:
-            apply_switch(active, inventory)
-        self._active = active
-
-    def _reapply(self) -> None:
-        """Put the composition back, after PEFT reset all layers to add an adapter."""
-        if self._baseline is not None and self._active is not None:
-            self._catalogue.refresh()
-            self._baseline.extend(self._catalogue.inventory)
-            self._apply(self._active)

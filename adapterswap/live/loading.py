@@ -182,7 +182,10 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
 
 
 def _remove(model: Any, name: str) -> None:
-    if len(model.peft_config) > 1:
-        type(model).delete_adapter(model, name)
-    else:
+    """Take an adapter out again, past the guard of a composition; PEFT would choose a new active adapter."""
+    if len(model.peft_config) == 1:
         model.unload()
+        return
+    active, tuner_active = model.active_adapter, model.base_model.active_adapter
+    type(model).delete_adapter(model, name)
+    model.active_adapter, model.base_model.active_adapter = active, tuner_active

@@ -42,6 +42,8 @@ def test_a_shell_takes_its_share_of_the_memory(base: Bases, folders: Folders) ->
             assert torch.equal(logits(part.model), logits(whole.model))
     with pytest.raises(AdapterswapError, match=r"swahili is a slice with the layers 0-1,5.*asked for layer 2"):
         part.set("math+swahili@bottom=3,top=1")
+    with pytest.raises(AdapterswapError, match=r"magnitude weights depend on the whole expert, and 'swahili'"):
+        part.set("math+swahili@bottom=1,top=1,bottom_transition=1,weights=magnitude")
     with pytest.raises(AdapterswapError, match=r"only the layers 0-1,5 are loaded"):
         part.set("swahili")
 
@@ -122,10 +124,15 @@ def test_a_file_that_its_config_does_not_describe_is_refused(tmp_path: Path, bas
     with pytest.raises(AdapterswapError, match=r"only one of its file and its config"):
         load_expert(model, tmp_path, "math")
     assert not any("lora" in name for name, _ in model.named_parameters())
-    loaded = load_expert(model, folders()["swahili"], "swahili")
-    with pytest.raises(AdapterswapError, match=r"only one of its file and its config"):
-        load_expert(loaded, tmp_path, "math")
-    assert list(loaded.peft_config) == ["swahili"]
+    composing = LiveComposer.from_experts(model, {name: folders()[name] for name in ("telugu", "swahili")})
+    before = state_of(composing.model)
+    with composing.use("swahili+telugu@bottom=2,top=1"):
+        output = logits(composing.model)
+        with pytest.raises(AdapterswapError, match=r"only one of its file and its config"):
+            composing.load_expert(tmp_path, "math")
+        assert torch.equal(logits(composing.model), output)
+    assert list(composing.model.peft_config) == ["telugu", "swahili"]
+    assert state_of(composing.model) == before
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,133 @@
+"""What a model computes now, and the way back: one composition after the other, each put back when it is left.
+
+Knows switches, rows and pins, and PEFT's calls that disturb them. Knows nothing of what a composition is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.live.batching import Rows
+from adapterswap.live.catalogue import Catalogue
+from adapterswap.live.compiled import Pin
+from adapterswap.live.guard import Guard
+from adapterswap.live.inventory import is_unloaded
+from adapterswap.live.switching import Baseline, Switch, apply_switch, unmerge
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+__all__ = ["Session"]
+
+
+class Session:
+    """A model's way through compositions.
+
+    Attributes:
+        active: what is computed now; None is what was before any composition.
+        pin: the experts that stay active for a compiled graph, if there are any.
+    """
+
+    def __init__(self, model: PeftModel, catalogue: Catalogue) -> None:
+        self.active: Switch | Rows | None = None
+        self.pin: Pin | None = None
+        self._model = model
+        self._catalogue = catalogue
+        self._baseline: Baseline | None = None
+        self._guard: Guard | None = None
+
+    def set(self, wanted: Switch | Rows) -> None:
+        """Compute `wanted` from now on; where that fails, what was computed before.
+
+        Raises:
+            AdapterswapError: adapters are merged, an expert was deleted or is not pinned, or a layer cannot be
+                computed row by row.
+        """
+        self._catalogue.refresh()
+        if any(layer.merged for layer in self._catalogue.inventory.layers.values()):
+            raise AdapterswapError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+        if self.pin is not None and isinstance(wanted, Switch):
+            self.pin.check(wanted)
+        before = self.active
+        if self._baseline is None:
+            self._baseline = Baseline(self._catalogue.inventory)
+            self._guard = Guard(self._model, self._reapply, self._baseline.freeze)
+        try:
+            self._apply(wanted)
+        except BaseException:
+            if before is None:
+                self.reset()
+            else:
+                self._apply(before)
+            raise
+
+    def reset(self) -> None:
+        """Put back what was before any composition. A model whose LoRA layers were taken out is left alone."""
+        baseline, guard, self._baseline, self._guard = self._baseline, self._guard, None, None
+        if isinstance(self.active, Rows):
+            self.active.withdraw()
+        self.active = None
+        if guard is not None:
+            guard.remove()
+        if baseline is not None and not is_unloaded(self._model):
+            baseline.restore()
+
+    @contextmanager
+    def using(self, wanted: Switch | Rows) -> Iterator[None]:
+        """Compute `wanted` inside the block, and afterwards what was computed before; errors as for `set`."""
+        before = self.active
+        self.set(wanted)
+        try:
+            yield
+        finally:
+            self._return_to(before)
+
+    @contextmanager
+    def pinned(self, experts: Sequence[str]) -> Iterator[None]:
+        """Inside the block all experts stay active, and compositions change numbers in tensors; see `Pin`.
+
+        Raises:
+            AdapterswapError: a composition is active, or adapters are merged.
+        """
+        if self.active is not None:
+            raise AdapterswapError("a composition is active", "Call pinned() before use() or set()")
+        self.pin = Pin(experts)
+        try:
+            self.set(Switch())
+            yield
+        finally:
+            self.pin = None
+            self.reset()
+
+    def _return_to(self, before: Switch | Rows | None) -> None:
+        if before is None or is_unloaded(self._model):
+            self.reset()
+            return
+        try:
+            unmerge(self._catalogue.inventory.layers.values())
+            self.set(before)
+        except BaseException:
+            self.reset()
+            raise
+
+    def _apply(self, wanted: Switch | Rows) -> None:
+        inventory = self._catalogue.inventory
+        if isinstance(self.active, Rows):
+            self.active.withdraw()
+        if isinstance(wanted, Rows):
+            wanted.apply(inventory)
+        elif self.pin is not None:
+            self.pin.apply(wanted, inventory)
+        else:
+            apply_switch(wanted, inventory)
+        self.active = wanted
+
+    def _reapply(self) -> None:
+        """Put the composition back, after PEFT reset all layers to add an adapter."""
+        if self._baseline is not None and self.active is not None:
+            self._catalogue.refresh()
+            self._baseline.extend(self._catalogue.inventory)
+            self._apply(self.active)
