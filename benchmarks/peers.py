@@ -105,9 +105,8 @@ def compare(scratch: Path, options: argparse.Namespace) -> None:
         ]
         outputs["mergekit base+lora"] = scratch / "merged"
     found = side_by_side(commands, runs=options.runs)
-    print(
-        "| route | seconds | processor seconds | peak MB | MB written | error of the average |\n|---|---|---|---|---|---|"
-    )
+    print("| route | seconds | processor seconds | peak MB | MB written | error of the average |")
+    print("|---|---|---|---|---|---|")
     for name, measured in found.items():
         print(row(name, measured, written(outputs[name]), error(outputs[name], scratch)))
 
