@@ -101,6 +101,12 @@ def check_matches(
     for rule in rules:
         if id(rule) not in matched and not rule.optional:
             problems.add(f"the rule `{rule}` matches no module that it could still have", _explain(rule, plans))
+    for name, adapter in experts.items():
+        if adapter.kept_layers is not None and any(rule.weights and name in (rule.blend or {}) for rule in rules):
+            problems.add(
+                f"{name} is a slice, and its magnitude is that of the whole expert",
+                "Give the whole expert, or explicit weights",
+            )
     for plan in plans:
         for name in plan.asked:
             kept = experts[name].kept_layers if name in experts else None

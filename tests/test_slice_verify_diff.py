@@ -56,6 +56,10 @@ def test_a_slice_is_not_asked_for_what_was_cut_away(
         refused = run("compose", "-t", math, "-l", tmp_path / "shell", *zones, "-o", tmp_path / "out")
         assert refused.exit_code == 1
         assert "shell is a slice with the layers 0-1, and is asked for layer" in refused.stderr
+    weighed = run("compose", "-t", math, "-l", tmp_path / "shell", "--bottom", 1, "--bottom-transition", 1, "--top", 0,
+                  "--weights", "magnitude", "-o", tmp_path / "out")  # fmt: skip
+    assert weighed.exit_code == 1
+    assert "shell is a slice, and its magnitude is that of the whole expert" in weighed.stderr
     assert run("slice", tmp_path / "shell", "--layers", "1", "-o", tmp_path / "smaller").exit_code == 0
     assert run("slice", tmp_path / "shell", "--layers", "2", "-o", tmp_path / "none").exit_code == 1
 
