@@ -5,13 +5,13 @@ STAMP := .venv/.installed
 
 VLLM := .venv-vllm/.installed
 
-.PHONY: demo test lint format bench vllm clean
+.PHONY: demo test lint format bench peers vllm clean
 
 demo: $(STAMP)  ## the whole story on a pico model: a table, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
 
 test: $(STAMP) lint  ## lint, types and every test
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -26,6 +26,12 @@ vllm: $(VLLM)  ## vLLM for the CPU in an environment of its own (3.4 GB), where 
 
 bench: $(STAMP)  ## the README's timings, as ratios measured side by side
 	$(BIN)/python benchmarks/compose.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/live.py --repeats 24
+
+peers: $(STAMP)  ## the README's comparison with PEFT and mergekit, which gets an environment of its own
+	test -x .venv-peers/bin/mergekit-yaml || ($(PYTHON) -m venv .venv-peers && \
+		.venv-peers/bin/python -m pip install --quiet torch==2.13.0 mergekit==0.1.5)
+	$(BIN)/python benchmarks/peers.py --mergekit .venv-peers/bin/mergekit-yaml
 
 # The stamp is newer than both files exactly when what is installed follows them.
 $(STAMP): pyproject.toml constraints.txt
@@ -41,4 +47,4 @@ $(VLLM): pyproject.toml requirements-vllm.txt
 	touch $(VLLM)
 
 clean:
-	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache lab-run
+	rm -rf .venv .venv-vllm .venv-peers .pytest_cache .mypy_cache .ruff_cache lab-run

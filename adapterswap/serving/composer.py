@@ -77,7 +77,7 @@ class NamedComposer:
             plan = self.plan(name)
             self._admit(name)
             try:
-                return self.cache.get(self.key(plan), lambda path: write_prepared(_for_any_engine(plan), path))
+                return self.cache.get(self.key(plan), lambda path: self._write(plan, path))
             except BaseException:
                 with self._lock:
                     self._served.discard(name)
@@ -131,9 +131,17 @@ class NamedComposer:
             "num_layers": plan.num_layers,
             "rules": [rule.model_dump(mode="json") for rule in plan.rules],
             "row_threshold": plan.composition.row_threshold,
-            "experts": {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.experts.items()},
+            "experts": self._hashes(plan),
+            "configs": {name: adapter.config.sha256 for name, adapter in plan.experts.items()},
         }
         return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _write(self, plan: Plan, path: Path) -> None:
+        # The hashes are of the very files that are copied: both are held to the stamp of when they were opened.
+        write_prepared(_for_any_engine(plan), path, hashes=self._hashes(plan))
+
+    def _hashes(self, plan: Plan) -> dict[str, str]:
+        return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.experts.items()}
 
     @contextmanager
     def _hidden_paths(self) -> Iterator[None]:

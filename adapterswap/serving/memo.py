@@ -56,7 +56,7 @@ class Memo:
 
 
 def content_hash(adapter: Adapter, memo: Memo) -> str:
-    """SHA-256 of an adapter's two files, in hexadecimal. The large one is read again only where its stamp is new.
+    """SHA-256 of an adapter's safetensors file, in hexadecimal; it is read again only where its stamp is new.
 
     Raises:
         AdapterswapError: the file changed since the adapter was opened.
@@ -68,4 +68,4 @@ def content_hash(adapter: Adapter, memo: Memo) -> str:
         with open_tensors(file) as opened:
             weights = hashlib.file_digest(opened, "sha256").hexdigest()
         memo.put(key, weights)
-    return hashlib.sha256(f"{weights} {adapter.config.sha256}".encode()).hexdigest()
+    return weights

@@ -80,14 +80,20 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     return Written(resolved, form, lay_out(resolved, form, reduced), reduced)
 
 
-def write_prepared(written: Written, out_path: str | Path, *, overwrite: bool = False) -> Path:
-    """Write what `prepare` made; see `write_adapter`."""
+def write_prepared(
+    written: Written, out_path: str | Path, *, overwrite: bool = False, hashes: Mapping[str, str] | None = None
+) -> Path:
+    """Write what `prepare` made; see `write_adapter`.
+
+    `hashes` are the SHA-256 of the experts' files by name, where they were found since the experts were opened: hashing
+    is most of a swap's time. They are believed.
+    """
     out_path = Path(out_path)
     inputs = [adapter.source.folder for adapter in written.plan.experts.values()]
     with atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
-        hashes = write_tensors(written.plan, written.layout, folder / WEIGHTS)
+        found = write_tensors(written.plan, written.layout, folder / WEIGHTS, hashes)
         _write_json(folder / CONFIG, written.layout.config)
-        _write_json(folder / PROVENANCE, provenance(written, hashes))
+        _write_json(folder / PROVENANCE, provenance(written, found))
         (folder / "README.md").write_text(model_card(written.plan), encoding="utf-8")
     return out_path
 

@@ -22,12 +22,15 @@ __all__ = ["copy_and_hash", "sha256_of", "write_at"]
 _BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
 
 
-def copy_and_hash(expert: str, source: TensorFile, targets: Mapping[str, Sequence[int]], output: int) -> str:
+def copy_and_hash(
+    expert: str, source: TensorFile, targets: Mapping[str, Sequence[int]], output: int, known: str | None = None
+) -> str:
     """Copy tensors of `source` to the byte offsets in `targets` of the open file `output`.
 
     Args:
         expert: the expert's name, for messages.
         source: the file; it is read once, from end to end.
+        known: its SHA-256, if that was found since it was last written to; then only the wanted tensors are read.
         targets: tensor name → where its bytes go; a tensor that is wanted twice is written twice.
         output: a file descriptor open for writing.
 
@@ -45,6 +48,9 @@ def copy_and_hash(expert: str, source: TensorFile, targets: Mapping[str, Sequenc
         file.seek(source.data_start)
         for tensor in source.tensors.values():  # in the order of their bytes, without gaps: `read_header` saw to it
             places = targets.get(tensor.name, ())
+            if known and not places:
+                file.seek(tensor.stop)
+                continue
             done = 0
             while done < tensor.nbytes:
                 view = buffer[: min(_BUFFER, tensor.nbytes - done)]
@@ -56,13 +62,14 @@ def copy_and_hash(expert: str, source: TensorFile, targets: Mapping[str, Sequenc
                     ) from None
                 if read != view.size:
                     raise AdapterswapError(f"{source.path} became shorter", "Start again once it is complete")
-                digest.update(view.data)
+                if not known:
+                    digest.update(view.data)
                 if places and not check_finite(view, tensor.dtype):
                     raise not_finite(expert, tensor.name)
                 for place in places:
                     write_at(output, view, place + done)
                 done += view.size
-    return digest.hexdigest()
+    return known or digest.hexdigest()
 
 
 def write_at(output: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int) -> None:

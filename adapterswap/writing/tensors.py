@@ -20,7 +20,7 @@ from adapterswap.writing.copying import copy_and_hash, write_at
 __all__ = ["write_tensors"]
 
 
-def write_tensors(plan: Plan, layout: Layout, path: Path) -> dict[str, str]:
+def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
     """Write the file at `path`, which must not exist; return each expert's SHA-256 by name.
 
     Raises:
@@ -46,7 +46,9 @@ def write_tensors(plan: Plan, layout: Layout, path: Path) -> dict[str, str]:
         output.write(header)
         output.truncate(size)  # what no piece fills reads as zeros
         hashing = {
-            name: workers.submit(copy_and_hash, name, adapter.file, targets[name], output.fileno())
+            name: workers.submit(
+                copy_and_hash, name, adapter.file, targets[name], output.fileno(), (known or {}).get(name)
+            )
             for name, adapter in plan.experts.items()
         }
         hashes = {name: future.result() for name, future in hashing.items()}
