@@ -195,10 +195,10 @@ def test_patterns_of_real_adapters_are_not_refused() -> None:
     for names, keys in ((dense, REAL_PATTERNS), (dense, dense), (experts, REAL_PATTERNS[:3])):
         patterns = Patterns(dict.fromkeys(keys, 1))
         patterns.check(names)
-        start = time.perf_counter()
+        start = time.process_time()
         for name in names[:: max(1, len(names) // 500)]:
             patterns.get(name, 0)
-        assert time.perf_counter() - start < 5
+        assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_patterns_of_real_adapters_are_not_refused() -> None:
      r"(?=(a+)+x)", r"(?>(a|a)*)x", r"((a{0,8}){0,8}){0,8}x", "(" * 50 + "a*" + ")*" * 50],
 )  # fmt: skip
 def test_patterns_that_never_end_are_refused_at_once(key: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match="could take hours"):
         Patterns({key: 1}).check(["a" * 60] * 100)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_too_many_patterns_are_refused() -> None:
@@ -261,8 +261,8 @@ def test_names_of_many_parts_take_no_time(tmp_path: Path) -> None:
     """A careless regex for the layers would try every way to split them."""
     name = ".".join(["abcdefgh"] * 40)
     content = {key.replace("model.layers.0", name): tensor for key, tensor in tensors().items()}
-    start = time.perf_counter()
+    start = time.process_time()
     opened = open_adapter(adapter(tmp_path, content))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert opened.modules[f"{name}.mlp.down_proj"].layer is None
     assert opened.container == "model.layers"

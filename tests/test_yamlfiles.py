@@ -126,9 +126,9 @@ def aliases(each: str, levels: int, opening: str, closing: str) -> str:
     ids=["aliases", "merged lists", "merged mappings", "many values", "many keys"],
 )
 def test_recipes_that_unfold(text: str, tmp_path: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(told(recipe(tmp_path, text))) < 25_000
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
