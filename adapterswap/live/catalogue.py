@@ -104,12 +104,6 @@ class Catalogue:
             )
         plan = make_plan(composition, self.inventory.experts(composition.expert_names), num_layers=num_layers)
         by_magnitude = any(module.rule.weights for module in plan)
-        partial = [name for name, adapter in plan.experts.items() if adapter.kept_layers is not None]
-        if by_magnitude and partial:
-            raise AdapterswapError(
-                f"magnitude weights depend on the whole expert, and {partial[0]!r} is loaded in part",
-                "Load the whole expert, or give weights",
-            )
         if by_magnitude or any(module.rule.method == "slerp" for module in plan):
             with plan_on_disk(plan, self.inventory) as resident:  # their coefficients depend on the tensors
                 return make_switch(resident, self.inventory)
