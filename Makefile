@@ -32,6 +32,7 @@ peers: $(STAMP)  ## the README's comparison with PEFT and mergekit, which gets a
 	test -x .venv-peers/bin/mergekit-yaml || ($(PYTHON) -m venv .venv-peers && \
 		.venv-peers/bin/python -m pip install --quiet torch==2.13.0 mergekit==0.1.5)
 	$(BIN)/python benchmarks/peers.py --mergekit .venv-peers/bin/mergekit-yaml
+	$(BIN)/python benchmarks/mergekit_methods.py --mergekit .venv-peers/bin/mergekit-yaml
 
 # The stamp is newer than both files exactly when what is installed follows them.
 $(STAMP): pyproject.toml constraints.txt
