@@ -36,7 +36,8 @@ def tables(study: Study) -> Iterator[Table]:
     problems = len(study.seeds[0].unfamiliar)
     over = f"{number} seed{'s' if number > 1 else ''} × {problems} held-out problems"
 
-    scores = Table(title=f"Exact match, {over} (mean ± standard deviation over seeds)", title_justify="left")
+    spread = " (mean ± standard deviation over seeds)" if number > 1 else ""
+    scores = Table(title=f"Exact match, {over}{spread}", title_justify="left")
     for heading in ("method", "xx maths", "English maths", "what it is"):
         scores.add_column(heading, justify="right" if "maths" in heading else "left", no_wrap=heading != "what it is")
     for method, what in METHODS.items():
