@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -101,10 +102,11 @@ _news: Any = None  # in a worker process: the queue to the parent
 
 
 def _begin(news: Any) -> None:
-    """Set up a worker process: one thread, and its queue."""
+    """Set up a worker process: its queue, one thread, and an end without a traceback when the user interrupts."""
     global _news
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
     _news = news
 
