@@ -10,37 +10,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adapterswap.adapters import Adapter as Adapter
-    from adapterswap.adapters import open_adapter as open_adapter
-    from adapterswap.allocation import Rule as Rule
-    from adapterswap.composing import compose as compose
-    from adapterswap.composing import layer_swap as layer_swap
-    from adapterswap.composing import soup as soup
-    from adapterswap.composing import task_arithmetic as task_arithmetic
-    from adapterswap.compositions import Composition as Composition
-    from adapterswap.compositions import parse_composition as parse_composition
     from adapterswap.errors import AdapterswapError as AdapterswapError
+    from adapterswap.experts.adapters import Adapter as Adapter
+    from adapterswap.experts.adapters import open_adapter as open_adapter
     from adapterswap.live import LiveComposer as LiveComposer
-    from adapterswap.plan import Plan as Plan
-    from adapterswap.plan import make_plan as make_plan
+    from adapterswap.planning.allocation import Rule as Rule
+    from adapterswap.planning.composing import compose as compose
+    from adapterswap.planning.composing import layer_swap as layer_swap
+    from adapterswap.planning.composing import soup as soup
+    from adapterswap.planning.composing import task_arithmetic as task_arithmetic
+    from adapterswap.planning.compositions import Composition as Composition
+    from adapterswap.planning.compositions import parse_composition as parse_composition
+    from adapterswap.planning.plan import Plan as Plan
+    from adapterswap.planning.plan import make_plan as make_plan
     from adapterswap.writing import write_adapter as write_adapter
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Adapter": "adapters",
+    "Adapter": "experts.adapters",
     "AdapterswapError": "errors",
-    "Composition": "compositions",
+    "Composition": "planning.compositions",
     "LiveComposer": "live",
-    "Plan": "plan",
-    "Rule": "allocation",
-    "compose": "composing",
-    "layer_swap": "composing",
-    "make_plan": "plan",
-    "open_adapter": "adapters",
-    "parse_composition": "compositions",
-    "soup": "composing",
-    "task_arithmetic": "composing",
+    "Plan": "planning.plan",
+    "Rule": "planning.allocation",
+    "compose": "planning.composing",
+    "layer_swap": "planning.composing",
+    "make_plan": "planning.plan",
+    "open_adapter": "experts.adapters",
+    "parse_composition": "planning.compositions",
+    "soup": "planning.composing",
+    "task_arithmetic": "planning.composing",
     "write_adapter": "writing",
 }
 

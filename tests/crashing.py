@@ -157,7 +157,7 @@ def rivals(folder: Path, first: list[str], arguments: list[str], rounds: int, ov
 def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
     """Many writers to one target, again and again: never two of them inside at once."""
     from adapterswap.errors import AdapterswapError
-    from adapterswap.folders import atomic_folder
+    from adapterswap.files.folders import atomic_folder
 
     inside = folder.parent / "inside"
 

@@ -282,7 +282,7 @@ class Subject:
     def _compare_with_safetensors(self) -> None:
         """What we take for a sound file, the format's own library can open, and sees the same tensors in it."""
         from adapterswap.errors import AdapterswapError
-        from adapterswap.tensorfile import read_header
+        from adapterswap.files.tensorfile import read_header
 
         try:
             ours = read_header(self.math / WEIGHTS)

@@ -21,11 +21,11 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 
-from adapterswap.adapter_config import read_adapter_config
-from adapterswap.adapters import open_adapter
 from adapterswap.errors import AdapterswapError
-from adapterswap.patterns import Patterns
-from adapterswap.tensorfile import header_bytes, open_tensors, read_header
+from adapterswap.experts.adapter_config import read_adapter_config
+from adapterswap.experts.adapters import open_adapter
+from adapterswap.experts.patterns import Patterns
+from adapterswap.files.tensorfile import header_bytes, open_tensors, read_header
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "plain": {"use_rslora": False, "r": 6, "lora_alpha": 9},

@@ -18,7 +18,7 @@ from test_equivalence import algorithm_1
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.layers import kind_of, layer_container, layer_of
+from adapterswap.experts.layers import kind_of, layer_container, layer_of
 
 ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
 NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}

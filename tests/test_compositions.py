@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from adapterswap.allocation import Rule
-from adapterswap.compositions import Composition, parse_composition, scaled_default
 from adapterswap.errors import AdapterswapError
-from adapterswap.layers import format_layers, parse_layers
-from adapterswap.yamlfiles import apply_overrides, read_recipe, validate
+from adapterswap.experts.layers import format_layers, parse_layers
+from adapterswap.files.yamlfiles import apply_overrides, read_recipe, validate
+from adapterswap.planning.allocation import Rule
+from adapterswap.planning.compositions import Composition, parse_composition, scaled_default
 
 
 @given(st.frozensets(st.integers(0, 200)))

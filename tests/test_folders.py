@@ -17,7 +17,7 @@ from click.testing import Result
 from crafting import adapter, snapshot, tensors
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.folders import atomic_folder, check_target
+from adapterswap.files.folders import atomic_folder, check_target
 
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"}
 

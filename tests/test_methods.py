@@ -21,12 +21,12 @@ from test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition
-from adapterswap.allocation import Rule
-from adapterswap.arithmetic import factor_reader
-from adapterswap.lowrank import Factors, inner, row_magnitudes, truncate
-from adapterswap.nonlinear import drop_mask, keep_largest, merge_deltas
-from adapterswap.reduction import approximate
-from adapterswap.resolving import resolve
+from adapterswap.arithmetic.lowrank import Factors, inner, row_magnitudes, truncate
+from adapterswap.arithmetic.nonlinear import drop_mask, keep_largest, merge_deltas
+from adapterswap.arithmetic.reduction import approximate
+from adapterswap.arithmetic.resolving import resolve
+from adapterswap.arithmetic.tensors import factor_reader
+from adapterswap.planning.allocation import Rule
 
 FULL = 12  # the largest rank that a 12×8 or 8×12 module can have, and more
 

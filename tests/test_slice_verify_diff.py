@@ -16,7 +16,7 @@ from test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.verifying import verify
+from adapterswap.checking.verifying import verify
 
 ZONES = ["--bottom", 2, "--top", 1, "--bottom-transition", 1]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

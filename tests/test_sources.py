@@ -13,7 +13,7 @@ from crafting import BASE_CONFIG, CONFIG, WEIGHTS, adapter, config, tensors
 from huggingface_hub import constants
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.sources import base_config, find_source, public_name, same_base
+from adapterswap.experts.sources import base_config, find_source, public_name, same_base
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.yamlfiles import StrictModel, apply_overrides, load_yaml, read_recipe, validate
+from adapterswap.files.yamlfiles import StrictModel, apply_overrides, load_yaml, read_recipe, validate
 
 
 class Part(StrictModel):

@@ -10,8 +10,8 @@ from adapterswap.cli.composition_options import composition_options, plan_from_o
 from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from adapterswap.outputs import Form, Layout
-    from adapterswap.plan import Plan
+    from adapterswap.arithmetic.outputs import Form, Layout
+    from adapterswap.planning.plan import Plan
     from adapterswap.writing import Written
 
 
@@ -52,9 +52,9 @@ def command(
     """
     from pathlib import Path
 
-    from adapterswap.folders import check_target
-    from adapterswap.outputs import Form
-    from adapterswap.sources import publish
+    from adapterswap.arithmetic.outputs import Form
+    from adapterswap.experts.sources import publish
+    from adapterswap.files.folders import check_target
     from adapterswap.writing import prepare, write_prepared
 
     form = Form(layout, max_rank, max_error)
@@ -74,14 +74,14 @@ def command(
 
 
 def _to_truncate(plan: Plan, form: Form) -> int:
-    from adapterswap.reduction import must_reduce
+    from adapterswap.arithmetic.reduction import must_reduce
 
     return sum(must_reduce(module, form) for module in plan)
 
 
 def _as_json(written: Written, out_path: str, dry_run: bool) -> dict[str, Any]:
-    from adapterswap.describe import unusual
-    from adapterswap.modules import coefficients
+    from adapterswap.planning.describe import unusual
+    from adapterswap.planning.modules import coefficients
     from adapterswap.writing.provenance import numbers
 
     plan, layout = written.plan, written.layout
@@ -105,7 +105,7 @@ def _largest_rank(layout: Layout) -> int:
 
 
 def _print(written: Written, out_path: str, dry_run: bool) -> None:
-    from adapterswap.describe import strip, unusual
+    from adapterswap.planning.describe import strip, unusual
 
     plan, layout = written.plan, written.layout
     if (told := _zones_text(plan)) is not None:

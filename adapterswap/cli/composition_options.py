@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from adapterswap.compositions import Composition
-    from adapterswap.plan import Plan
+    from adapterswap.planning.compositions import Composition
+    from adapterswap.planning.plan import Plan
 
 __all__ = ["composition_from_options", "composition_options", "plan_from_options"]
 
@@ -88,7 +88,7 @@ def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, bas
         click.UsageError: neither or both of options and recipe are given.
         AdapterswapError: what is asked for cannot be composed.
     """
-    from adapterswap.composing import compose
+    from adapterswap.planning.composing import compose
 
     return compose(composition_from_options(options, recipe=recipe, base_model=base_model))
 
@@ -97,9 +97,9 @@ def composition_from_options(
     options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
-    from adapterswap.compositions import Composition
-    from adapterswap.smallfiles import is_folder
-    from adapterswap.yamlfiles import read_recipe, validate
+    from adapterswap.files.smallfiles import is_folder
+    from adapterswap.files.yamlfiles import read_recipe, validate
+    from adapterswap.planning.compositions import Composition
 
     given = {key: options[key] for key in _KEYS if options.get(key) is not None}
     given |= {"base_model": base_model} if base_model else {}
@@ -120,8 +120,8 @@ def composition_from_options(
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
-    from adapterswap.allocation import BASE
-    from adapterswap.composing import expert_name
+    from adapterswap.planning.allocation import BASE
+    from adapterswap.planning.composing import expert_name
 
     experts: dict[str, str] = {}
     sides: dict[str, list[str]] = {"task": [], "language": []}

@@ -9,7 +9,7 @@ import click
 from adapterswap.cli.printing import print_json
 
 if TYPE_CHECKING:
-    from adapterswap.comparing import Difference
+    from adapterswap.checking.comparing import Difference
 
 
 @click.command("diff")
@@ -23,8 +23,8 @@ def command(one: str, other: str, by_module: bool, as_json: bool) -> None:
     ONE and OTHER are PEFT LoRA folders or Hub ids. The distance is ‖ΔW₁ - ΔW₂‖ / ‖ΔW₁‖; a module that one of them lacks
     counts as ΔW = 0.
     """
-    from adapterswap.adapters import open_adapter
-    from adapterswap.comparing import compare, total
+    from adapterswap.checking.comparing import compare, total
+    from adapterswap.experts.adapters import open_adapter
 
     found = compare(open_adapter(one), open_adapter(other))
     layers: dict[int | None, list[Difference]] = {}

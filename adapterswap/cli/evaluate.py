@@ -12,9 +12,9 @@ from adapterswap.cli.composition_options import composition_options, plan_from_o
 from adapterswap.cli.printing import note, print_json
 
 if TYPE_CHECKING:
+    from adapterswap.bases import Base
     from adapterswap.evaluation import EvaluationResult, TaskResult
-    from adapterswap.evaluation.subjects import Base
-    from adapterswap.plan import Plan
+    from adapterswap.planning.plan import Plan
 
 # Options that `evaluate` takes under the same names; what is left of **options says what to compose.
 _CHECKED = ("limit", "batch_size", "max_gen_toks", "apply_chat_template")
@@ -88,11 +88,12 @@ def command(
     """
     from pathlib import Path
 
+    from adapterswap.bases import open_base
     from adapterswap.evaluation import evaluate, write_result
     from adapterswap.evaluation.evaluating import check_settings
-    from adapterswap.evaluation.subjects import choose_device, describe_subject, find_adapter, load_subject, open_base
+    from adapterswap.evaluation.subjects import choose_device, describe_subject, find_adapter, load_subject
     from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
-    from adapterswap.folders import check_target
+    from adapterswap.files.folders import check_target
 
     require_lm_eval()
     names = [name for name in tasks.split(",") if name]
@@ -176,7 +177,7 @@ def _dry_run(
         print_json({"subject": subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
         return
     if plan is not None:
-        from adapterswap.describe import strip
+        from adapterswap.planning.describe import strip
 
         click.echo(strip(plan))
     table = _table("task", "shots", "documents", "requests", "longest prompt", "room for output")

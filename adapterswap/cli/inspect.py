@@ -8,11 +8,11 @@ import click
 
 from adapterswap.cli.printing import human_bytes, print_json
 from adapterswap.errors import printable
-from adapterswap.layers import format_layers
+from adapterswap.experts.layers import format_layers
 
 if TYPE_CHECKING:
-    from adapterswap.adapters import Adapter, LoraModule
-    from adapterswap.record import Record
+    from adapterswap.checking.record import Record
+    from adapterswap.experts.adapters import Adapter, LoraModule
 
 
 @click.command("inspect")
@@ -24,7 +24,7 @@ def command(path: str, as_json: bool) -> None:
     PATH is a PEFT LoRA folder or a Hub id (org/name@revision). For an adapter that adapterswap composed, the strip of
     layers shows which expert each came from.
     """
-    from adapterswap.adapters import open_adapter
+    from adapterswap.experts.adapters import open_adapter
 
     adapter = open_adapter(path)
     made_of = _origin(adapter)
@@ -35,13 +35,13 @@ def command(path: str, as_json: bool) -> None:
 
 
 def _origin(adapter: Adapter) -> Record | None:
-    from adapterswap.adapters import PROVENANCE
-    from adapterswap.smallfiles import exists
+    from adapterswap.experts.adapters import PROVENANCE
+    from adapterswap.files.smallfiles import exists
 
     path = adapter.source.folder / PROVENANCE
     if not exists(path):
         return None
-    from adapterswap.record import read_record  # here, since it costs the import of pydantic
+    from adapterswap.checking.record import read_record  # here, since it costs the import of pydantic
 
     return read_record(path)
 
@@ -109,7 +109,7 @@ def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
 
 
 def _owners(adapter: Adapter, made_of: Record) -> str:
-    from adapterswap.describe import Mark, blend_text, draw_strip
+    from adapterswap.planning.describe import Mark, blend_text, draw_strip
 
     marks = []
     for module in adapter.modules.values():

@@ -49,7 +49,7 @@ def command(
     """
     from pathlib import Path
 
-    from adapterswap.folders import check_target
+    from adapterswap.files.folders import check_target
     from adapterswap.lab import SCENES, plan_lab, run_lab
 
     chosen = SCENES[scene]

@@ -11,7 +11,7 @@ from adapterswap.cli.printing import human_bytes, note, print_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from adapterswap.adapters import Adapter
+    from adapterswap.experts.adapters import Adapter
     from adapterswap.serving import NamedComposer
     from adapterswap.serving.launch import Launch
 

@@ -26,10 +26,10 @@ def command(
     """
     from pathlib import Path
 
-    from adapterswap.adapters import open_adapter
-    from adapterswap.folders import check_target
-    from adapterswap.outputs import Form
-    from adapterswap.slicing import slice_plan
+    from adapterswap.arithmetic.outputs import Form
+    from adapterswap.experts.adapters import open_adapter
+    from adapterswap.files.folders import check_target
+    from adapterswap.planning.slicing import slice_plan
     from adapterswap.writing import prepare, write_prepared
 
     adapter = open_adapter(expert)

@@ -68,7 +68,7 @@ def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool,
     """A dry run may do without an output; if it has one, it is refused where the run itself would refuse it."""
     from pathlib import Path
 
-    from adapterswap.folders import check_target
+    from adapterswap.files.folders import check_target
     from adapterswap.training.checkpoints import Checkpoints
 
     if chosen := out_path or recipe.out_path:

@@ -20,7 +20,7 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
     PATH is an adapter that adapterswap wrote. Its adapterswap.json names the sources; those from the Hub are found by
     themselves, folders are given with --expert. Exits with 1 if anything differs.
     """
-    from adapterswap.verifying import verify
+    from adapterswap.checking.verifying import verify
 
     given = {}
     for item in experts:

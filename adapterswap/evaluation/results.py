@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.folders import atomic_folder
+from adapterswap.files.folders import atomic_folder
 
 __all__ = ["EvaluationResult", "Sample", "Score", "TaskResult", "write_result"]
 

@@ -10,53 +10,19 @@ import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapterswap.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.bases import Base, load_weights, quiet_peft, reason_of
 from adapterswap.errors import AdapterswapError
-from adapterswap.plan import Plan
-from adapterswap.smallfiles import read_json
-from adapterswap.sources import Source, find_source
-from adapterswap.tensorfile import read_header
+from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.sources import Source, find_source
+from adapterswap.files.smallfiles import read_json
+from adapterswap.files.tensorfile import read_header
+from adapterswap.planning.plan import Plan
 
-__all__ = ["Base", "choose_device", "describe_subject", "find_adapter", "load_subject", "open_base"]
-
-_SMALL_FILES = ["*.json", "tokenizer*", "*.model", "*.jinja", "vocab*", "merges.txt"]
-_WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Base:
-    """A base model without its weights: where it lies, its transformers config, its tokenizer."""
-
-    reference: str
-    source: Source
-    config: Any
-    tokenizer: Any
-
-
-def open_base(reference: str) -> Base:
-    """The config and tokenizer of the base in a folder, or with a Hub id `org/name[@revision]`.
-
-    Raises:
-        AdapterswapError: there is no such base, or transformers cannot read it without remote code.
-    """
-    from transformers import AutoConfig, AutoTokenizer
-
-    source = find_source(reference, _SMALL_FILES, what="base model")
-    try:
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise AdapterswapError(
-            f"the base model {reference} cannot be opened: {_reason(error)}",
-            "Give a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
-        ) from None
-    return Base(reference, source, config, tokenizer)
+__all__ = ["choose_device", "describe_subject", "find_adapter", "load_subject"]
 
 
 def find_adapter(reference: str) -> Source:
@@ -88,7 +54,7 @@ def choose_device(name: str) -> Any:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
         raise AdapterswapError(
-            f"the device {name!r} cannot be used: {_reason(error)}", "Give auto, cpu, cuda, cuda:N or mps"
+            f"the device {name!r} cannot be used: {reason_of(error)}", "Give auto, cpu, cuda, cuda:N or mps"
         ) from None
     return device
 
@@ -130,12 +96,11 @@ def load_subject(
             folder = Path(stack.enter_context(TemporaryDirectory())) / "composed"
             adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
             plan = None
-        model = _load_weights(base, dtype).to(target)
+        model = load_weights(base, dtype=dtype).to(target)
         if adapter is not None:
             model = _with_adapter(model, adapter)
         if plan is not None:
-            with _quiet():
-                model = load_experts(model, plan)
+            model = load_experts(model, plan)
             stack.enter_context(LiveComposer(model).use(plan))
         yield model.eval()
 
@@ -177,40 +142,17 @@ def _describe(source: Source) -> dict[str, Any]:
     return {"source": source.name, "revision": source.revision, "sha256": hashes}
 
 
-def _load_weights(base: Base, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    if dtype not in _DTYPES:
-        raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(_DTYPES)}")
-    folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHT_FILES], what="base model").folder
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise AdapterswapError(
-            f"the base model {base.reference} cannot be loaded: {_reason(error)}",
-            "Give a causal language model that transformers knows, with its weights as safetensors",
-        ) from None
-    if missing := sorted(info["missing_keys"]):
-        raise AdapterswapError(
-            f"the base model {base.reference} lacks weights: {missing[0]} and {len(missing) - 1} more",
-            "Save or download it again; random weights are no base",
-        )
-    return model
-
-
 def _with_adapter(model: Any, adapter: Source) -> Any:
     """`model` with one adapter, every tensor of whose file has found its place."""
     from peft import PeftModel, get_peft_model_state_dict
 
     try:
-        with _quiet():
+        with quiet_peft():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, and told as an error
             model = PeftModel.from_pretrained(model, str(adapter.folder))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise AdapterswapError(
-            f"the adapter {adapter} does not fit the base model: {_reason(error)}", "Give the base it was trained on"
+            f"the adapter {adapter} does not fit the base model: {reason_of(error)}", "Give the base it was trained on"
         ) from None
     placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     held = {key for key in read_header(adapter.folder / WEIGHTS).tensors if ".base_layer." not in key}
@@ -222,14 +164,6 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     return model
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PEFT 0.21 uses names that transformers 5.23 has renamed; a user can do nothing about it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
-        yield
-
-
 def _provenance(folder: Path) -> dict[str, Any] | None:
     """What an adapter that adapterswap composed says of its making; None for others."""
     try:
@@ -237,7 +171,3 @@ def _provenance(folder: Path) -> dict[str, Any] | None:
     except AdapterswapError:
         return None
     return {key: content[key] for key in ("num_layers", "composition", "output", "experts", "rules") if key in content}
-
-
-def _reason(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")[:200]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.folders import atomic_folder
+from adapterswap.files.folders import atomic_folder
 from adapterswap.lab.bases import shipped_file
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, METHODS, Sizes

@@ -15,9 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.adapters import open_adapter
-from adapterswap.allocation import BASE
-from adapterswap.composing import layer_swap, soup, task_arithmetic
+from adapterswap.experts.adapters import open_adapter
 from adapterswap.lab.bases import shipped_file, write_base
 from adapterswap.lab.lexicon import LANGUAGES
 from adapterswap.lab.pretraining import NUM_LAYERS
@@ -25,7 +23,9 @@ from adapterswap.lab.scenes import Scene, draw_problems, language_rows, math_row
 from adapterswap.lab.scoring import Questions, exact_match
 from adapterswap.lab.tasks import Example
 from adapterswap.live import LiveComposer, load_experts
-from adapterswap.plan import Plan
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.composing import layer_swap, soup, task_arithmetic
+from adapterswap.planning.plan import Plan
 from adapterswap.writing import write_adapter
 
 __all__ = ["METHODS", "SCALES", "ZONES", "SeedResult", "Sizes", "run_seed"]

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from adapterswap.adapters import Adapter
-from adapterswap.allocation import BASE, Rule
-from adapterswap.compositions import Composition, parse_composition
 from adapterswap.errors import AdapterswapError
-from adapterswap.layers import format_layers
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.layers import format_layers
 from adapterswap.live.inventory import Inventory, Origin, is_unloaded
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.switching import Switch, make_switch
-from adapterswap.plan import Plan, make_plan
+from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.compositions import Composition, parse_composition
+from adapterswap.planning.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from peft import PeftModel

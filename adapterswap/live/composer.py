@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adapterswap.adapters import Adapter, open_adapter
-from adapterswap.composing import expert_name
-from adapterswap.compositions import Composition
 from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.live.batching import Rows, pad_left
 from adapterswap.live.catalogue import Catalogue, Composable
 from adapterswap.live.loading import layers_taken, load_expert, slice_of
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.session import Session
 from adapterswap.live.switching import Switch
-from adapterswap.plan import Plan
+from adapterswap.planning.composing import expert_name
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan import Plan
 
 if TYPE_CHECKING:
     from peft import PeftModel

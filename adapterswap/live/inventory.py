@@ -13,13 +13,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.adapter_config import AdapterConfig, read_adapter_config, scale
-from adapterswap.adapters import CONFIG, Adapter, LoraModule, by_layer
-from adapterswap.allocation import BASE
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.layers import kind_of, layer_container, layer_of
-from adapterswap.sources import Source
-from adapterswap.tensorfile import Tensor, TensorFile
+from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
+from adapterswap.experts.adapters import CONFIG, Adapter, LoraModule, by_layer
+from adapterswap.experts.layers import kind_of, layer_container, layer_of
+from adapterswap.experts.sources import Source
+from adapterswap.files.tensorfile import Tensor, TensorFile
+from adapterswap.planning.allocation import BASE
 
 if TYPE_CHECKING:
     import torch

@@ -13,14 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.adapters import Adapter, open_adapter
-from adapterswap.allocation import BASE
-from adapterswap.compositions import Composition, parse_composition
+from adapterswap.bases import quiet_peft, reason_of
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.layers import format_layers, parse_layers
+from adapterswap.experts.adapters import Adapter, open_adapter
+from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
-from adapterswap.plan import Plan
-from adapterswap.slicing import slice_plan
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.compositions import Composition, parse_composition
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.slicing import slice_plan
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -169,15 +170,16 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
     # `low_cpu_mem_usage` reads the tensors into place, without random ones before.
     device = str(next(base.parameters()).device)
     options = {"low_cpu_mem_usage": True, "torch_device": device, "autocast_adapter_dtype": autocast}
-    with warnings.catch_warnings():
+    with quiet_peft():
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked afterwards, and told as an error
         try:
             if model is base:
                 return PeftModel.from_pretrained(model, str(folder), adapter_name=name, **options)
             model.load_adapter(str(folder), adapter_name=name, **options)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise AdapterswapError(f"the expert {name!r} does not fit the model: {reason}", "Check both") from None
+            raise AdapterswapError(
+                f"the expert {name!r} does not fit the model: {reason_of(error)}", "Check both"
+            ) from None
     return model
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapterswap.adapters import Adapter, LoraModule, open_adapter
-from adapterswap.arithmetic import open_files, read_numbers
+from adapterswap.arithmetic.tensors import open_files, read_numbers
 from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import Adapter, LoraModule, open_adapter
 from adapterswap.live.inventory import Inventory, factors
-from adapterswap.plan import Plan, make_plan
+from adapterswap.planning.plan import Plan, make_plan
 
 __all__ = ["plan_on_disk"]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.live.inventory import Inventory, scale_of
-from adapterswap.plan import Plan
-from adapterswap.resolving import resolve
+from adapterswap.planning.plan import Plan
 
 __all__ = ["Baseline", "Switch", "apply_switch", "check_loaded", "make_switch", "unmerge", "why_not_live"]
 

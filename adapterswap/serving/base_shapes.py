@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from adapterswap.adapters import Adapter
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.sources import find_source
+from adapterswap.files.smallfiles import read_json
 from adapterswap.serving.memo import Memo
-from adapterswap.smallfiles import read_json
-from adapterswap.sources import find_source
 
 __all__ = ["base_shapes", "check_fits"]
 

@@ -15,20 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from adapterswap import __version__
-from adapterswap.adapters import Adapter, open_adapter
-from adapterswap.compositions import Composition
+from adapterswap.arithmetic.layout import total_rank
+from adapterswap.arithmetic.outputs import Form
 from adapterswap.errors import AdapterswapError, Problem
-from adapterswap.layers import num_layers_in_config
-from adapterswap.layout import total_rank
-from adapterswap.outputs import Form
-from adapterswap.plan import Plan, make_plan
+from adapterswap.experts.adapters import Adapter, open_adapter
+from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.sources import base_config
+from adapterswap.files.smallfiles import shown
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan import Plan, make_plan
 from adapterswap.serving.base_shapes import base_shapes, check_fits
 from adapterswap.serving.cache import Cache
 from adapterswap.serving.manifest import Manifest
 from adapterswap.serving.memo import content_hash
 from adapterswap.serving.names import UnknownNameError, composition_of
-from adapterswap.smallfiles import shown
-from adapterswap.sources import base_config
 from adapterswap.writing import Written, prepare, write_prepared
 
 __all__ = ["NamedComposer", "largest_rank"]

@@ -14,12 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from adapterswap.adapters import Adapter
 from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.sources import same_base
+from adapterswap.files.smallfiles import is_folder
 from adapterswap.serving import plugin
 from adapterswap.serving.composer import NamedComposer, largest_rank
-from adapterswap.smallfiles import is_folder
-from adapterswap.sources import same_base
 
 __all__ = ["Launch", "choose_rank", "other_bases", "plan_launch", "require_vllm", "value_of"]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from adapterswap.adapters import CONFIG
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.adapters import CONFIG
+from adapterswap.files.smallfiles import is_folder
+from adapterswap.files.yamlfiles import StrictModel, read_recipe
 from adapterswap.serving.names import check_expert_name, composition_of
-from adapterswap.smallfiles import is_folder
-from adapterswap.yamlfiles import StrictModel, read_recipe
 
 __all__ = ["DEFAULT_LIMIT", "Manifest", "read_manifest"]
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from adapterswap.adapters import Adapter
 from adapterswap.errors import AdapterswapError
-from adapterswap.smallfiles import read_json
-from adapterswap.tensorfile import open_tensors
+from adapterswap.experts.adapters import Adapter
+from adapterswap.files.smallfiles import read_json
+from adapterswap.files.tensorfile import open_tensors
 
 __all__ = ["Memo", "content_hash"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from adapterswap.allocation import BASE, Rule
-from adapterswap.compositions import Composition, parse_composition
 from adapterswap.errors import AdapterswapError
-from adapterswap.smallfiles import shown
+from adapterswap.files.smallfiles import shown
+from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.compositions import Composition, parse_composition
 
 __all__ = ["UnknownNameError", "check_expert_name", "composition_of"]
 

@@ -1,7 +1,6 @@
-"""The base model for training: its tokenizer, its weights, and which of its modules get an adapter.
+"""The base model for training: its tokenizer made ready, and which of its modules get an adapter.
 
-The base comes from a local folder or the Hub, as safetensors, and without running any code of its repository. Knows
-nothing of rows.
+Knows nothing of rows.
 """
 
 from __future__ import annotations
@@ -10,38 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapterswap.bases import Base, open_base, reason_of
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
-from adapterswap.sources import Source, find_source
+from adapterswap.experts.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
 from adapterswap.training.recipe import AdapterOptions, TrainingOptions
 
-__all__ = ["Base", "Targets", "choose_device", "find_targets", "load_model", "open_base"]
-
-_SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
-                "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
-_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
-
-
-@dataclass(frozen=True)
-class Base:
-    """A base without its weights.
-
-    Attributes:
-        reference: what the recipe names.
-        source: where it lies; its name and revision are what outputs say of it.
-        config: the transformers config.
-        tokenizer: its tokenizer, with a pad token.
-    """
-
-    reference: str
-    source: Source
-    config: Any
-    tokenizer: Any
-
-    @property
-    def chat(self) -> Any:
-        """`apply_chat_template`, or None where the tokenizer has no template."""
-        return self.tokenizer.apply_chat_template if self.tokenizer.chat_template else None
+__all__ = ["Targets", "choose_device", "empty_model", "find_targets", "open_trainable"]
 
 
 @dataclass(frozen=True)
@@ -63,62 +36,40 @@ class Targets:
     conv1d: bool
 
 
-def open_base(reference: str) -> Base:
-    """The base's config and tokenizer.
+def open_trainable(reference: str) -> Base:
+    """The base's config and tokenizer, which gets a pad token if it has none.
 
     Raises:
-        AdapterswapError: there is no such base, it is no text model that transformers knows, or its tokenizer lacks an
-            end-of-sequence token.
+        AdapterswapError: see `open_base`; or its tokenizer lacks an end-of-sequence token.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
-    source = find_source(reference, _SMALL_FILES, what="base model")
-    try:
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise AdapterswapError(
-            f"the base model {reference} cannot be opened: {_short(error)}",
-            "Give a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
-        ) from None
-    if tokenizer.eos_token_id is None:
+    base = open_base(reference)
+    if base.tokenizer.eos_token_id is None:
         raise AdapterswapError(
             f"the tokenizer of {reference} has no end-of-sequence token, so the expert could not learn to stop",
             "Set eos_token in its tokenizer_config.json",
         )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any token does
-    return Base(reference, source, config, tokenizer)
+    if base.tokenizer.pad_token_id is None:
+        base.tokenizer.pad_token = base.tokenizer.eos_token  # padding is masked, so any token does
+    return base
 
 
-def load_model(base: Base, *, dtype: str, meta: bool = False) -> Any:
-    """The causal language model; with `meta`, its modules without weights (nothing is downloaded).
+def empty_model(base: Base) -> Any:
+    """The model's modules without weights: nothing is downloaded.
 
     Raises:
-        AdapterswapError: transformers has no causal language model for it, or weights are missing.
+        AdapterswapError: transformers has no causal language model for the base.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
-        if meta:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(base.config, trust_remote_code=False)
-        folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, ValueError, ImportError) as error:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(base.config, trust_remote_code=False)
+    except (ValueError, ImportError) as error:
         raise AdapterswapError(
-            f"the base model {base.reference} cannot be loaded: {_short(error)}",
-            "Give a causal language model that transformers knows, with its weights as safetensors",
+            f"the base model {base.reference} cannot be loaded: {reason_of(error)}",
+            "Give a causal language model that transformers knows",
         ) from None
-    if missing := sorted(info["missing_keys"]):
-        raise AdapterswapError(
-            f"the base model {base.reference} lacks weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
-            "Save or download it again; random weights are no base",
-        )
-    return model
 
 
 def find_targets(model: Any, options: AdapterOptions, config: Any) -> Targets:
@@ -241,7 +192,3 @@ def choose_device(options: TrainingOptions) -> tuple[str, str]:
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     return device, dtype
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split()).removesuffix(".")[:200]

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError
-from adapterswap.training.base import Base
 from adapterswap.training.recipe import DatasetSource, TrainRecipe
 from adapterswap.training.report import Rows
 from adapterswap.training.rows import load_rows
@@ -69,7 +69,13 @@ def _tokens(wanted: Sequence[DatasetSource], recipe: TrainRecipe, base: Base) ->
     """The rows of all sources; what became of each; and what tokenising did to them all."""
     options = recipe.training
     parts, sources, total = [], [], TokenCounts()
-    loaded = load_rows(wanted, recipe.folder, seed=options.data_seed, chat=base.chat, chat_prompts=recipe.chat_template)
+    loaded = load_rows(
+        wanted,
+        recipe.folder,
+        seed=options.data_seed,
+        chat=base.tokenizer.apply_chat_template if base.tokenizer.chat_template else None,
+        chat_prompts=recipe.chat_template,
+    )
     for source, examples in loaded:
         part, counts = tokenize(examples, base.tokenizer, max_length=options.max_length)
         if not len(part):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.training.base import Base, Targets
+from adapterswap.bases import Base
+from adapterswap.training.base import Targets
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.layers import format_layers, parse_layers
+from adapterswap.experts.layers import format_layers, parse_layers
+from adapterswap.files.yamlfiles import StrictModel, read_recipe
 from adapterswap.training.templates import Template
-from adapterswap.yamlfiles import StrictModel, read_recipe
 
 __all__ = ["AdapterOptions", "DatasetSource", "TrainRecipe", "TrainingOptions", "Validation", "read_train_recipe"]
 

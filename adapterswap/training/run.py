@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.folders import atomic_folder, check_target
+from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainEstimate, TrainReport
 
@@ -44,7 +44,8 @@ def train(
     """
     target = _target(recipe, out_path)
     _require_libraries()
-    from adapterswap.training.base import choose_device, find_targets, load_model, open_base
+    from adapterswap.bases import load_weights
+    from adapterswap.training.base import choose_device, empty_model, find_targets, open_trainable
     from adapterswap.training.checkpoints import Checkpoints
     from adapterswap.training.data import load_data, packed
     from adapterswap.training.isolation import isolated
@@ -59,12 +60,12 @@ def train(
 
         options = recipe.training
         bar.phase("opening the base")
-        base = open_base(recipe.base_model)
+        base = open_trainable(recipe.base_model)
         check_target(target, overwrite=overwrite, inputs=[base.source.folder])
         checkpoints.check(resume=resume, overwrite=overwrite)
         device, dtype = choose_device(options)
         # On modules without weights, so that a wrong name is told before rows and weights are read.
-        targets = find_targets(load_model(base, dtype=dtype, meta=True), recipe.adapter, base.config)
+        targets = find_targets(empty_model(base), recipe.adapter, base.config)
         bar.phase("reading rows")
         data = load_data(recipe, base)
         rows = packed(data.train, options.max_length) if options.packing else data.train.dataset()
@@ -72,7 +73,7 @@ def train(
         choose_schedule(options, steps)
         bar.phase("loading the base")
         trainer = build_trainer(
-            recipe, base, load_model(base, dtype=dtype), targets, rows,
+            recipe, base, load_weights(base, dtype=dtype), targets, rows,
             data.validation.dataset() if data.validation else None,
             steps=steps, device=device, dtype=dtype, bar=bar,
             checkpoints=checkpoints.folder if options.save_every_samples else Path(scratch),
@@ -153,7 +154,7 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
         AdapterswapError: as `train`, as far as it can be known without training.
     """
     _require_libraries()
-    from adapterswap.training.base import choose_device, find_targets, load_model, open_base
+    from adapterswap.training.base import choose_device, empty_model, find_targets, open_trainable
     from adapterswap.training.data import load_data, packed
     from adapterswap.training.isolation import isolated
     from adapterswap.training.memory import memory
@@ -161,9 +162,9 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
 
     with isolated():
         options = recipe.training
-        base = open_base(recipe.base_model)
+        base = open_trainable(recipe.base_model)
         device, dtype = choose_device(options)
-        model = load_model(base, dtype=dtype, meta=True)
+        model = empty_model(base)
         targets = find_targets(model, recipe.adapter, base.config)
         data = load_data(recipe, base)
         sequences = len(packed(data.train, options.max_length)) if options.packing else len(data.train)

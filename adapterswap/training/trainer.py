@@ -14,8 +14,9 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError
-from adapterswap.training.base import Base, Targets
+from adapterswap.training.base import Targets
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.schedule import choose_schedule

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.arithmetic.layout import lay_out
+from adapterswap.arithmetic.outputs import Form
+from adapterswap.arithmetic.reduction import reduce
+from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError
-from adapterswap.folders import atomic_folder, check_target
-from adapterswap.layout import lay_out
-from adapterswap.outputs import Form
-from adapterswap.plan import Plan
-from adapterswap.reduction import reduce
-from adapterswap.resolving import resolve
+from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.planning.plan import Plan
 from adapterswap.writing.card import model_card
 from adapterswap.writing.provenance import Written, provenance
 from adapterswap.writing.tensors import write_tensors

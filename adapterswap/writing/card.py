@@ -8,9 +8,9 @@ from __future__ import annotations
 import yaml
 
 from adapterswap import __version__
-from adapterswap.describe import strip, unusual
-from adapterswap.plan import Plan
-from adapterswap.sources import public_name
+from adapterswap.experts.sources import public_name
+from adapterswap.planning.describe import strip, unusual
+from adapterswap.planning.plan import Plan
 
 __all__ = ["model_card"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from adapterswap.arithmetic import check_finite, not_finite
+from adapterswap.arithmetic.tensors import check_finite, not_finite
 from adapterswap.errors import AdapterswapError
-from adapterswap.tensorfile import TensorFile, open_tensors
+from adapterswap.files.tensorfile import TensorFile, open_tensors
 
 __all__ = ["copy_and_hash", "sha256_of", "write_at"]
 

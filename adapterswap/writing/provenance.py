@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.adapters import CONFIG, WEIGHTS
-from adapterswap.modules import coefficients
-from adapterswap.outputs import Form, Layout, Reduced
-from adapterswap.plan import Plan
-from adapterswap.resolving import Resolved
-from adapterswap.slicing import sliced_layers
-from adapterswap.sources import public_name
+from adapterswap.arithmetic.outputs import Form, Layout, Reduced
+from adapterswap.arithmetic.resolving import Resolved
+from adapterswap.experts.adapters import CONFIG, WEIGHTS
+from adapterswap.experts.sources import public_name
+from adapterswap.planning.modules import coefficients
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.slicing import sliced_layers
 
 __all__ = ["Written", "describe_plan", "numbers", "provenance"]
 

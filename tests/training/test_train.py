@@ -23,8 +23,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from adapterswap.adapters import open_adapter
 from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import open_adapter
 from adapterswap.training import TrainRecipe, estimate, train
 
 from .conftest import echo_rows, word_tokenizer

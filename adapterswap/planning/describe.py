@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adapterswap.adapters import FullModule, LoraModule
-from adapterswap.allocation import BASE, SPARSE_METHODS
-from adapterswap.layers import Kind, format_layers
-from adapterswap.modules import ModulePlan
-from adapterswap.plan import Plan
+from adapterswap.experts.adapters import FullModule, LoraModule
+from adapterswap.experts.layers import Kind, format_layers
+from adapterswap.planning.allocation import BASE, SPARSE_METHODS
+from adapterswap.planning.modules import ModulePlan
+from adapterswap.planning.plan import Plan
 
 __all__ = ["Mark", "blend_text", "draw_strip", "marks", "strip", "unusual"]
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from adapterswap.adapters import Adapter, FullModule, LoraModule
-from adapterswap.allocation import Rule
-from adapterswap.compositions import Composition
 from adapterswap.errors import Problems
-from adapterswap.layers import NO_LAYER, format_layers, layer_container, parse_layers
-from adapterswap.modules import ModulePlan, needs_base
-from adapterswap.sources import same_base
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
+from adapterswap.experts.layers import NO_LAYER, format_layers, layer_container, parse_layers
+from adapterswap.experts.sources import same_base
+from adapterswap.planning.allocation import Rule
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.modules import ModulePlan, needs_base
 
 __all__ = ["check_depth", "check_experts", "check_matches", "check_rules", "check_saved", "check_used"]
 

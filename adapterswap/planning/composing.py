@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adapterswap.adapters import Adapter, open_adapter
-from adapterswap.allocation import BASE
-from adapterswap.compositions import Composition
-from adapterswap.plan import Plan, make_plan
-from adapterswap.yamlfiles import validate
+from adapterswap.experts.adapters import Adapter, open_adapter
+from adapterswap.files.yamlfiles import validate
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan import Plan, make_plan
 
 __all__ = ["compose", "expert_name", "layer_swap", "soup", "task_arithmetic"]
 

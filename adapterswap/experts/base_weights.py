@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.sources import find_source
-from adapterswap.tensorfile import Tensor, TensorFile, read_header
+from adapterswap.experts.sources import find_source
+from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
 __all__ = ["find_base_tensor"]
 

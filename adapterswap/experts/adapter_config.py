@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import Problems
-from adapterswap.patterns import Patterns
-from adapterswap.smallfiles import parse_json, read_small, shown
+from adapterswap.experts.patterns import Patterns
+from adapterswap.files.smallfiles import parse_json, read_small, shown
 
 __all__ = ["AdapterConfig", "read_adapter_config", "scale"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from re import _parser as regex_parser  # type: ignore[attr-defined]  # nothing public tells a regex's structure
 from typing import Any, Generic, TypeVar
 
-from adapterswap.smallfiles import shown
+from adapterswap.files.smallfiles import shown
 
 __all__ = ["Patterns"]
 

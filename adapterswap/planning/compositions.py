@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from adapterswap.allocation import BASE, LARGEST, SPARSE_METHODS, Rule, check_weights
 from adapterswap.errors import AdapterswapError
-from adapterswap.layers import MAX_LAYERS, NO_LAYER, format_layers
-from adapterswap.yamlfiles import StrictModel, validate
+from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
+from adapterswap.files.yamlfiles import StrictModel, validate
+from adapterswap.planning.allocation import BASE, LARGEST, SPARSE_METHODS, Rule, check_weights
 
 __all__ = ["Composition", "Method", "parse_composition", "scaled_default"]
 

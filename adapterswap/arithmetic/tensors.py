@@ -15,13 +15,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.adapters import LoraModule
+from adapterswap.arithmetic.lowrank import Factors
+from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.errors import AdapterswapError
-from adapterswap.lowrank import Factors
-from adapterswap.outputs import OutputTensor
-from adapterswap.plan import Plan
-from adapterswap.smallfiles import open_regular
-from adapterswap.tensorfile import Tensor, TensorFile, open_tensors
+from adapterswap.experts.adapters import LoraModule
+from adapterswap.files.smallfiles import open_regular
+from adapterswap.files.tensorfile import Tensor, TensorFile, open_tensors
+from adapterswap.planning.plan import Plan
 
 __all__ = [
     "FactorReader",

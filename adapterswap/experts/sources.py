@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, printable
-from adapterswap.smallfiles import exists, is_folder, read_json
+from adapterswap.files.smallfiles import exists, is_folder, read_json
 
 __all__ = ["Source", "base_config", "find_source", "is_hub_id", "public_name", "publish", "same_base"]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.allocation import Rule
+from adapterswap.planning.allocation import Rule
 
 __all__ = ["drop_mask", "keep_largest", "merge_deltas"]
 

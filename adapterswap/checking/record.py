@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from adapterswap.allocation import BASE
 from adapterswap.errors import AdapterswapError
-from adapterswap.layers import MAX_LAYERS
-from adapterswap.smallfiles import read_json
+from adapterswap.experts.layers import MAX_LAYERS
+from adapterswap.files.smallfiles import read_json
+from adapterswap.planning.allocation import BASE
 
 __all__ = ["Record", "SourceRecord", "read_record"]
 

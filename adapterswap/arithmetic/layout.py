@@ -16,14 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adapterswap.adapter_config import scale
-from adapterswap.adapters import FullModule, LoraModule
-from adapterswap.allocation import BASE
-from adapterswap.base_weights import find_base_tensor
-from adapterswap.modules import ModulePlan, needs_base
-from adapterswap.outputs import Form, Layout, OutputTensor, Piece, Reduced
-from adapterswap.plan import Plan
-from adapterswap.resolving import Resolved
+from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
+from adapterswap.arithmetic.resolving import Resolved
+from adapterswap.experts.adapter_config import scale
+from adapterswap.experts.adapters import FullModule, LoraModule
+from adapterswap.experts.base_weights import find_base_tensor
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.modules import ModulePlan, needs_base
+from adapterswap.planning.plan import Plan
 
 __all__ = [
     "blend_scale",

@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adapterswap.adapters import Adapter
-from adapterswap.arithmetic import open_files, read_factors
+from adapterswap.arithmetic.lowrank import inner
+from adapterswap.arithmetic.tensors import open_files, read_factors
 from adapterswap.errors import AdapterswapError
-from adapterswap.layers import Kind
-from adapterswap.lowrank import inner
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.layers import Kind
 
 __all__ = ["Difference", "compare", "total"]
 

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.adapters import LoraModule
-from adapterswap.arithmetic import FactorReader, factor_reader, finite_bytes, too_large
+from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora, written_scale
+from adapterswap.arithmetic.lowrank import Factors, Truncated, concatenate, truncate
+from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
+from adapterswap.arithmetic.outputs import Form, OutputTensor, Reduced
+from adapterswap.arithmetic.resolving import Resolved
+from adapterswap.arithmetic.tensors import FactorReader, factor_reader, finite_bytes, too_large
 from adapterswap.errors import AdapterswapError
-from adapterswap.layout import blend_scale, total_rank, uses_rslora, written_scale
-from adapterswap.lowrank import Factors, Truncated, concatenate, truncate
-from adapterswap.modules import ModulePlan
-from adapterswap.nonlinear import drop_mask, merge_deltas
-from adapterswap.outputs import Form, OutputTensor, Reduced
-from adapterswap.plan import Plan
-from adapterswap.resolving import Resolved
+from adapterswap.experts.adapters import LoraModule
+from adapterswap.planning.modules import ModulePlan
+from adapterswap.planning.plan import Plan
 
 __all__ = ["approximate", "dense_delta", "must_reduce", "reduce"]
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.adapters import LoraModule
-from adapterswap.arithmetic import FactorReader, factor_reader, too_large
-from adapterswap.lowrank import inner, row_magnitudes
-from adapterswap.modules import ModulePlan
-from adapterswap.plan import Plan
+from adapterswap.arithmetic.lowrank import inner, row_magnitudes
+from adapterswap.arithmetic.tensors import FactorReader, factor_reader, too_large
+from adapterswap.experts.adapters import LoraModule
+from adapterswap.planning.modules import ModulePlan
+from adapterswap.planning.plan import Plan
 
 __all__ = ["Resolved", "resolve"]
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
-from adapterswap.compositions import Composition
+from adapterswap.arithmetic.outputs import Form
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.outputs import Form
-from adapterswap.plan import make_plan
-from adapterswap.smallfiles import read_json
-from adapterswap.sources import find_source, is_hub_id
-from adapterswap.tensorfile import TensorFile, read_header
+from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.sources import find_source, is_hub_id
+from adapterswap.files.smallfiles import read_json
+from adapterswap.files.tensorfile import TensorFile, read_header
+from adapterswap.files.yamlfiles import validate
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan import make_plan
 from adapterswap.writing import write_adapter
 from adapterswap.writing.copying import sha256_of
-from adapterswap.yamlfiles import validate
 
 __all__ = ["Verification", "verify"]
 

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from adapterswap.errors import AdapterswapError, Problem, Problems
-from adapterswap.smallfiles import exists, read_small, shown
+from adapterswap.files.smallfiles import exists, read_small, shown
 
 __all__ = ["StrictModel", "apply_overrides", "load_yaml", "read_recipe", "validate"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.smallfiles import open_regular, parse_json, shown
+from adapterswap.files.smallfiles import open_regular, parse_json, shown
 
 __all__ = ["DTYPE_BYTES", "Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header"]
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from adapterswap.adapter_config import AdapterConfig, read_adapter_config, scale
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.layers import Kind, kind_of, layer_container, layer_of, parse_layers
-from adapterswap.smallfiles import exists, read_json
-from adapterswap.sources import Source, find_source
-from adapterswap.tensorfile import Tensor, TensorFile, read_header
+from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
+from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, parse_layers
+from adapterswap.experts.sources import Source, find_source
+from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
 __all__ = ["Adapter", "FullModule", "LoraModule", "by_layer", "open_adapter"]
 

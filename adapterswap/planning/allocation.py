@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from adapterswap.layers import NO_LAYER, Kind, format_layers, parse_layers
-from adapterswap.yamlfiles import StrictModel
+from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_layers
+from adapterswap.files.yamlfiles import StrictModel
 
 __all__ = ["BASE", "LARGEST", "SPARSE_METHODS", "BlendMethod", "Rule", "check_weights"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.errors import Problems
-from adapterswap.tensorfile import DTYPE_BYTES, Tensor
+from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from adapterswap.adapters import Adapter, FullModule, LoraModule, by_layer
-from adapterswap.allocation import Rule
-from adapterswap.compositions import Composition
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.layers import num_layers_in_config
-from adapterswap.modules import ModulePlan, Term
-from adapterswap.plan_checks import (
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, by_layer
+from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.sources import base_config
+from adapterswap.planning.allocation import Rule
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.modules import ModulePlan, Term
+from adapterswap.planning.plan_checks import (
     check_depth,
     check_experts,
     check_matches,
@@ -24,7 +25,6 @@ from adapterswap.plan_checks import (
     check_saved,
     check_used,
 )
-from adapterswap.sources import base_config
 
 __all__ = ["Plan", "find_num_layers", "make_plan"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from adapterswap.adapters import FullModule, LoraModule
-from adapterswap.allocation import BASE, Rule
-from adapterswap.layers import Kind
+from adapterswap.experts.adapters import FullModule, LoraModule
+from adapterswap.experts.layers import Kind
+from adapterswap.planning.allocation import BASE, Rule
 
 __all__ = ["ModulePlan", "Term", "coefficients", "needs_base"]
 

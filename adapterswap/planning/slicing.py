@@ -8,13 +8,13 @@ only.
 
 from __future__ import annotations
 
-from adapterswap.adapters import Adapter
-from adapterswap.allocation import BASE, Rule
-from adapterswap.composing import expert_name
-from adapterswap.compositions import Composition
 from adapterswap.errors import AdapterswapError
-from adapterswap.layers import NO_LAYER, format_layers, parse_layers
-from adapterswap.plan import Plan, make_plan
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
+from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.composing import expert_name
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan import Plan, make_plan
 
 __all__ = ["slice_plan"]
 

@@ -1,0 +1,106 @@
+"""A base model opened with transformers: its config, its tokenizer, and its weights when they are wanted.
+
+From a local folder or the Hub, as safetensors, and without running any code of its repository. Shared by training,
+which adds adapters to a base, and evaluation, which judges it; knows nothing of either.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.sources import Source, find_source
+
+__all__ = ["Base", "load_weights", "open_base", "quiet_peft", "reason_of"]
+
+_SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
+                "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
+_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base without its weights.
+
+    Attributes:
+        reference: what the user named: a folder or a Hub id.
+        source: where it lies; its name and revision are what outputs say of it.
+        config: the transformers config.
+        tokenizer: its tokenizer.
+    """
+
+    reference: str
+    source: Source
+    config: Any
+    tokenizer: Any
+
+
+def open_base(reference: str) -> Base:
+    """The config and tokenizer of the base in a folder, or with a Hub id `org/name[@revision]`.
+
+    Raises:
+        AdapterswapError: there is no such base, or transformers cannot read it without remote code.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    source = find_source(reference, _SMALL_FILES, what="base model")
+    try:
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise AdapterswapError(
+            f"the base model {reference} cannot be opened: {reason_of(error)}",
+            "Give a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
+        ) from None
+    return Base(reference, source, config, tokenizer)
+
+
+def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
+    """The causal language model, on the CPU unless `options` say otherwise.
+
+    Args:
+        base: what `open_base` returned.
+        dtype: float32, bfloat16, float16, or auto for the one that the weights are stored in.
+        options: more of `from_pretrained`'s, such as `quantization_config` or `attn_implementation`.
+
+    Raises:
+        AdapterswapError: transformers has no causal language model for it, or weights are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in _DTYPES:
+        raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(_DTYPES)}")
+    folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise AdapterswapError(
+            f"the base model {base.reference} cannot be loaded: {reason_of(error)}",
+            "Give a causal language model that transformers knows, with its weights as safetensors",
+        ) from None
+    if missing := sorted(info["missing_keys"]):
+        raise AdapterswapError(
+            f"the base model {base.reference} lacks weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
+            "Save or download it again; random weights are no base",
+        )
+    return model
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """PEFT 0.21 uses names that transformers 5.23 has renamed; a user can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        yield
+
+
+def reason_of(error: BaseException) -> str:
+    """A library's error in one short line."""
+    return (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")[:200]

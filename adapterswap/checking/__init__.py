@@ -1,0 +1,1 @@
+"""Compare what was written with what it was made of. Writes nothing."""
