@@ -20,7 +20,7 @@ from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Re
 from adapterswap.arithmetic.resolving import Resolved
 from adapterswap.experts.adapter_config import scale
 from adapterswap.experts.adapters import FullModule, LoraModule
-from adapterswap.experts.base_weights import find_base_tensor
+from adapterswap.experts.checkpoints import find_base_tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.modules import ModulePlan, needs_base
 from adapterswap.planning.plan import Plan

@@ -1,0 +1,166 @@
+"""Open a full checkpoint, a base or a full-parameter expert: config, index and headers of its safetensors shards.
+
+No tensor is read and torch is not imported. An index is compared with the shards, and never believed alone. Knows
+Hugging Face's folder of shards; knows nothing of adapters and compositions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
+from adapterswap.experts.sources import Source, find_source
+from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
+
+__all__ = ["Checkpoint", "Parameter", "find_base_tensor", "open_checkpoint", "read_shards"]
+
+MODEL_CONFIG = "config.json"
+MODEL_WEIGHTS = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
+
+FLOATS = ("F32", "F16", "BF16")  # the dtypes that take part in arithmetic
+
+_WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One stored tensor of a checkpoint.
+
+    Attributes:
+        name: its key in the file, such as `model.layers.0.self_attn.q_proj.weight`.
+        module: the name without its last part: the module's.
+        layer: the index of its transformer layer, or None.
+        kind: attention, mlp or other, by the module's name.
+        tensor: its place in its shard.
+        path: the shard.
+    """
+
+    name: str
+    module: str
+    layer: int | None
+    kind: Kind
+    tensor: Tensor
+    path: Path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been opened: pure data, no open file.
+
+    Attributes:
+        source: the folder, and its name or Hub id.
+        config: its config.json.
+        shards: the headers of its safetensors files, in the order of their names.
+        parameters: every stored tensor by name, in the order of the shards and of the bytes in them.
+        container: the list of layers, such as `model.layers`; None if no tensor is in a layer.
+    """
+
+    source: Source
+    config: Mapping[str, Any]
+    shards: tuple[TensorFile, ...]
+    parameters: Mapping[str, Parameter]
+    container: str | None
+
+    @property
+    def name(self) -> str:
+        return str(self.source)
+
+
+def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Checkpoint:
+    """Open a checkpoint from a local folder or a Hub id `org/name[@revision]`.
+
+    Args:
+        reference: where it is.
+        what: what to call it in messages.
+
+    Raises:
+        AdapterswapError: it is not there, holds pickled weights only, a shard is missing or damaged, a tensor is stored
+            twice, or the index does not say what the shards hold. All that can be found at once is told at once.
+    """
+    source = find_source(reference, _WEIGHT_FILES, what=what)
+    config = read_json(source.folder / MODEL_CONFIG, f"Give the {what}'s folder, with a sound config.json")
+    shards = read_shards(source.folder)
+    container = layer_container(name for shard in shards for name in shard.tensors)
+    parameters = {}
+    for shard in shards:
+        for name, tensor in shard.tensors.items():
+            module = name.rpartition(".")[0]
+            parameters[name] = Parameter(name, module, layer_of(name, container), kind_of(module), tensor, shard.path)
+    return Checkpoint(source, config, shards, parameters, container)
+
+
+def find_base_tensor(base_model: str, key: str, like: Tensor) -> tuple[Path, Tensor]:
+    """The file and the place of the base's tensor `key`, which must have the shape of `like`.
+
+    Raises:
+        AdapterswapError: the base cannot be had, has no safetensors files, or no such tensor of that shape in floating
+            point numbers.
+    """
+    folder = find_source(base_model, _WEIGHT_FILES, what="base model").folder
+    for shard in read_shards(folder):
+        found = shard.tensors.get(key)
+        if found is not None and found.shape == like.shape and found.dtype in FLOATS:
+            return shard.path, found
+        if found is not None:
+            raise AdapterswapError(
+                f"{key} is {found.dtype} {list(found.shape)} in the base {base_model}, and {like.dtype} "
+                f"{list(like.shape)} in an expert",
+                "Give the base that the experts adapt, in floating point numbers",
+            )
+    raise AdapterswapError(f"the base {base_model} has no tensor {key}", "Give the base that the experts adapt")
+
+
+def read_shards(folder: Path) -> tuple[TensorFile, ...]:
+    """The headers of a folder's safetensors shards, after its index where there is one, sorted by file name.
+
+    Raises:
+        AdapterswapError: see `open_checkpoint`.
+    """
+    if not exists(folder / MODEL_INDEX):
+        if exists(folder / MODEL_WEIGHTS):
+            return (read_header(folder / MODEL_WEIGHTS),)
+        raise AdapterswapError(*_explain_missing(folder))
+    index = folder / MODEL_INDEX
+    mend = "Download or save the model again"
+    weight_map = read_json(index, mend).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+        for name in weight_map.values()
+    ):
+        raise AdapterswapError(f"{index} is no index of safetensors shards", mend)
+    problems = Problems()
+    shards = []
+    for name in sorted(set(weight_map.values())):
+        with problems.collect():
+            shards.append(read_header(folder / name))
+    problems.raise_if_any()
+    held: dict[str, str] = {}
+    for shard in shards:
+        for tensor in shard.tensors:
+            if tensor in held:
+                problems.add(f"{folder}: {tensor} lies in {held[tensor]} and again in {shard.path.name}", mend)
+            held[tensor] = shard.path.name
+    if odd := sorted(name for name in held.keys() | weight_map.keys() if held.get(name) != weight_map.get(name)):
+        lies = held.get(odd[0], "no shard")
+        problems.add(
+            f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, and it is in {lies}"
+            + (f"; so for {len(odd) - 1} more" if len(odd) > 1 else ""),
+            mend,
+        )
+    problems.raise_if_any()
+    return tuple(shards)
+
+
+def _explain_missing(folder: Path) -> tuple[str, str]:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.bin.index.json")):
+        return (
+            f"{folder} holds pickled weights (.bin), which can run code when loaded",
+            "Load it with transformers where you trust it, and save it again: save_pretrained writes safetensors",
+        )
+    return f"{folder} has no safetensors weights", "Give a model's folder with model.safetensors, or shards and index"
