@@ -13,13 +13,12 @@ from adapterswap.cli.printing import note, print_json
 
 if TYPE_CHECKING:
     from adapterswap.bases import Base
-    from adapterswap.evaluation import EvaluationResult, TaskResult
+    from adapterswap.evaluation import EvaluationResult, Settings, TaskResult
     from adapterswap.planning.plan import Plan
 
 # Options that `evaluate` takes under the same names; what is left of **options says what to compose.
-_CHECKED = ("limit", "batch_size", "max_gen_toks", "apply_chat_template")
-_OF_TASKS = ("num_fewshot", "gen_kwargs", "include_path")
-_SETTINGS = (*_CHECKED, *_OF_TASKS, "system_instruction", "truncate")
+_SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs", "apply_chat_template",
+             "system_instruction", "truncate", "include_path")  # fmt: skip
 
 
 @click.command("evaluate")
@@ -90,7 +89,6 @@ def command(
 
     from adapterswap.bases import open_base
     from adapterswap.evaluation import evaluate, write_result
-    from adapterswap.evaluation.evaluating import check_settings
     from adapterswap.evaluation.subjects import choose_device, describe_subject, find_adapter, load_subject
     from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
     from adapterswap.files.folders import check_target
@@ -109,22 +107,22 @@ def command(
         check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
     base = open_base(base_model)
     inputs.append(base.source.folder)
-    check_settings(base.tokenizer, **{name: settings[name] for name in _CHECKED})
-    load_tasks(names, **{name: settings[name] for name in _OF_TASKS})  # mistakes are told before weights are loaded
+    settings.check(base.tokenizer)
+    load_tasks(names, settings)  # mistakes are told before weights are loaded
     subject = describe_subject(base, adapter=source, **what)
     if dry_run:
         choose_device(device)
         _dry_run(base, names, settings, subject, plan, as_json)
         return
     with load_subject(base, adapter=source, **what, device=device, dtype=dtype) as model, _bar() as advance:
-        result = evaluate(model, base.tokenizer, names, **settings, on_progress=advance)
+        result = evaluate(model, base.tokenizer, names, settings, on_progress=advance)
     if out_path is not None:
         write_result(result, out_path, subject=subject, overwrite=overwrite, inputs=inputs)
     if as_json:
         print_json({**result.as_json(), "subject": subject, "out_path": out_path})
     else:
         _print(result)
-    _remarks(result, settings["max_gen_toks"])
+    _remarks(result, settings.max_gen_toks)
     if out_path is not None:
         note(f"written to {out_path}")
 
@@ -139,16 +137,18 @@ def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dic
     return plan_from_options(options, recipe=recipe, base_model=base_model)
 
 
-def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that `evaluate` takes under the same names."""
-    settings = {name: options[name] for name in _SETTINGS} | {"seed": options["sampling_seed"]}
-    if text := settings["gen_kwargs"]:
+def _settings(options: dict[str, Any]) -> Settings:
+    """The options that are settings, under the same names."""
+    from adapterswap.evaluation import Settings
+
+    chosen = {name: options[name] for name in _SETTINGS} | {"seed": options["sampling_seed"], "gen_kwargs": {}}
+    if text := options["gen_kwargs"]:
         from lm_eval.utils import simple_parse_args_string
 
         if not all(item.partition("=")[2] for item in text.split(",")):
             raise click.UsageError(f"--gen-kwargs {text!r} is not key=value,key=value.")
-        settings["gen_kwargs"] = simple_parse_args_string(text)
-    return settings
+        chosen["gen_kwargs"] = simple_parse_args_string(text)
+    return Settings(**chosen)
 
 
 @contextmanager
@@ -165,14 +165,14 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
 
 
 def _dry_run(
-    base: Base, names: list[str], settings: dict[str, Any], subject: dict[str, Any], plan: Plan | None, as_json: bool
+    base: Base, names: list[str], settings: Settings, subject: dict[str, Any], plan: Plan | None, as_json: bool
 ) -> None:
     """Show what would be asked: the composition, the tasks, the first prompt."""
     from dataclasses import asdict
 
     from adapterswap.evaluation.preview import preview
 
-    previews = preview(base.tokenizer, base.config, names, **settings)
+    previews = preview(base.tokenizer, base.config, names, settings)
     if as_json:
         print_json({"subject": subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
         return
@@ -187,7 +187,7 @@ def _dry_run(
     _print_table(table)
     click.echo(f"\nThe first prompt of {previews[0].name}:\n\n{previews[0].prompt}")
     for task in previews:
-        if task.room is not None and task.room < settings["max_gen_toks"]:
+        if task.room is not None and task.room < settings.max_gen_toks:
             note(f"{task.name}: the longest prompt leaves {task.room} tokens, fewer than --max-gen-toks")
     note("nothing evaluated (--dry-run)")
 

@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from adapterswap.evaluation.evaluating import evaluate
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult, write_result
+from adapterswap.evaluation.settings import Settings
 
-__all__ = ["EvaluationResult", "Sample", "Score", "TaskResult", "evaluate", "write_result"]
+__all__ = ["EvaluationResult", "Sample", "Score", "Settings", "TaskResult", "evaluate", "write_result"]

@@ -7,40 +7,28 @@ composition changes. Knows nothing of adapters or files, and prints nothing.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation.isolation import restored_modes, seeded, silenced
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
+from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
 
 if TYPE_CHECKING:
     from adapterswap.evaluation.harness import EvaluatedModel
 
-__all__ = ["SEED", "check_settings", "evaluate"]
-
-SEED = 1234  # lm-evaluation-harness's
+__all__ = ["evaluate"]
 
 
 def evaluate(
     model: Any,
     tokenizer: Any,
     tasks: Sequence[str],
+    settings: Settings | None = None,
     *,
-    num_fewshot: int | None = None,
-    limit: float | None = None,
-    batch_size: int = 8,
-    max_gen_toks: int = 512,
-    gen_kwargs: Mapping[str, Any] | None = None,
-    apply_chat_template: bool = False,
-    system_instruction: str | None = None,
-    truncate: bool = False,
-    include_path: str | Path | None = None,
-    seed: int = SEED,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationResult:
     """Run lm-evaluation-harness on a causal language model in memory.
@@ -50,28 +38,20 @@ def evaluate(
             modules are put back afterwards, and so are the global random generators.
         tokenizer: its tokenizer. It is not changed.
         tasks: see `load_tasks`.
-        num_fewshot: shots before each question; by default each task's own, which is 8 for MGSM.
-        limit: only the first documents of each task: their number, or a fraction below 1.
-        batch_size: sequences at once. Padding changes sums in their last bits, so compare runs of one batch size.
-        max_gen_toks: the longest output in tokens, for tasks that set none of their own (MGSM sets none).
-        gen_kwargs: generation settings over the tasks' own (`do_sample`, `temperature`, `max_gen_toks`, …).
-        apply_chat_template: give the prompt as a chat, each shot as a turn of its own.
-        system_instruction: a text before everything else.
-        truncate: let prompts that do not fit lose their beginning, and count them; without it they are refused.
-        include_path: a folder with task files of the user's own.
-        seed: for the harness's choice of shots (not MGSM's, which is fixed) and for sampling.
+        settings: see `Settings`; its defaults, if none are given.
         on_progress: called with the requests that are done, and their number.
 
     Returns:
         Scores with standard errors, and every sample.
 
     Raises:
-        AdapterswapError: see `load_tasks` and `check_settings`; a prompt that does not fit; the device runs out
+        AdapterswapError: see `load_tasks` and `Settings.check`; a prompt that does not fit; the device runs out
             of memory.
     """
     require_lm_eval()
-    check_settings(tokenizer, limit, batch_size, max_gen_toks, apply_chat_template)
-    loaded = load_tasks(tasks, num_fewshot=num_fewshot, gen_kwargs=gen_kwargs, include_path=include_path)
+    settings = settings or Settings()
+    settings.check(tokenizer)
+    loaded = load_tasks(tasks, settings)
 
     import torch
     from lm_eval import evaluator
@@ -89,70 +69,35 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(restored_modes(model))
         stack.enter_context(silenced())
-        stack.enter_context(seeded(seed))
+        stack.enter_context(seeded(settings.seed))
         harness_model = EvaluatedModel(
             model,
             tokenizer if tokenizer.pad_token_id is not None else copy.deepcopy(tokenizer),  # the harness sets one
-            batch_size=batch_size,
-            max_gen_toks=max_gen_toks,
-            truncate=truncate,
+            batch_size=settings.batch_size,
+            max_gen_toks=settings.max_gen_toks,
+            truncate=settings.truncate,
             on_progress=step if on_progress else None,
         )
         for task in loaded["tasks"].values():
-            task.set_fewshot_seed(seed)
+            task.set_fewshot_seed(settings.seed)
         try:
             found = evaluator.evaluate(
                 harness_model,
                 loaded,
-                limit=limit,
-                apply_chat_template=apply_chat_template,
-                fewshot_as_multiturn=apply_chat_template,
-                system_instruction=system_instruction,
+                limit=settings.limit,
+                apply_chat_template=settings.apply_chat_template,
+                fewshot_as_multiturn=settings.apply_chat_template,
+                system_instruction=settings.system_instruction,
             )
         except torch.OutOfMemoryError:
             raise AdapterswapError(
-                f"the device ran out of memory at batch_size {batch_size}",
+                f"the device ran out of memory at batch_size {settings.batch_size}",
                 "Lower --batch-size, or load a smaller dtype",
             ) from None
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be
-    if limit is not None and limit >= 1:
-        limit = int(limit)
-    settings = {
-        "tasks": list(loaded["tasks"]),
-        "num_fewshot": num_fewshot,
-        "limit": limit,
-        "batch_size": batch_size,
-        "max_gen_toks": max_gen_toks,
-        "gen_kwargs": dict(gen_kwargs or {}),
-        "apply_chat_template": apply_chat_template,
-        "system_instruction": system_instruction,
-        "truncate": truncate,
-        "seed": seed,
-        **_surroundings(model),
-    }
-    return _collect(found, harness_model, settings)
-
-
-def check_settings(
-    tokenizer: Any, limit: float | None, batch_size: int, max_gen_toks: int, apply_chat_template: bool
-) -> None:
-    """Raise `AdapterswapError` for settings of `evaluate` that cannot be meant, all of them together."""
-    problems = Problems()
-    # The harness takes 0 as no limit at all, and 2.5 as 2.
-    if limit is not None and not (0 < limit < 1 or (math.isfinite(limit) and limit >= 1 and limit == int(limit))):
-        problems.add(
-            f"the limit {limit:g} is neither a number of documents nor a fraction of them",
-            "Give a whole number from 1 on, or a fraction between 0 and 1",
-        )
-    for name, value in (("batch_size", batch_size), ("max_gen_toks", max_gen_toks)):
-        if value < 1:
-            problems.add(f"{name} is {value}", "Give 1 or more")
-    if tokenizer.eos_token_id is None:
-        problems.add("the tokenizer has no end-of-sequence token", "Set eos_token in its tokenizer_config.json")
-    if apply_chat_template and not tokenizer.chat_template:
-        problems.add("the tokenizer has no chat template", "Evaluate without one, or give the base its template")
-    problems.raise_if_any()
+    told = {"tasks": list(loaded["tasks"]), **settings.described(), **_surroundings(model)}
+    return _collect(found, harness_model, told)
 
 
 def _surroundings(model: Any) -> dict[str, Any]:

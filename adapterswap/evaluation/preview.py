@@ -5,13 +5,12 @@ Needs a tokenizer and a config, no weights. Knows nothing of adapters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from adapterswap.evaluation.evaluating import SEED, check_settings
 from adapterswap.evaluation.isolation import seeded, silenced
+from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks
 
 __all__ = ["TaskPreview", "preview"]
@@ -44,25 +43,16 @@ def preview(
     tokenizer: Any,
     config: Any,
     tasks: Sequence[str],
-    *,
-    num_fewshot: int | None = None,
-    limit: float | None = None,
-    batch_size: int = 8,
-    max_gen_toks: int = 512,
-    gen_kwargs: Mapping[str, Any] | None = None,
-    apply_chat_template: bool = False,
-    system_instruction: str | None = None,
-    truncate: bool = False,
-    include_path: str | Path | None = None,
-    seed: int = SEED,
+    settings: Settings | None = None,
 ) -> list[TaskPreview]:
     """Build the prompts that `evaluate` would give a model with this config; the arguments are those of `evaluate`.
 
     Raises:
         AdapterswapError: as `evaluate` would for the same settings; a prompt that does not fit is told by `room`.
     """
-    check_settings(tokenizer, limit, batch_size, max_gen_toks, apply_chat_template)
-    loaded = load_tasks(tasks, num_fewshot=num_fewshot, gen_kwargs=gen_kwargs, include_path=include_path)
+    settings = settings or Settings()
+    settings.check(tokenizer)
+    loaded = load_tasks(tasks, settings)
 
     from lm_eval.evaluator_utils import get_sample_size
     from lm_eval.models.utils import resolve_max_length
@@ -79,15 +69,15 @@ def preview(
 
     context = resolve_max_length(config, tokenizer)
     previews = []
-    with silenced(), seeded(seed):
+    with silenced(), seeded(settings.seed):
         for name, task in loaded["tasks"].items():
-            task.set_fewshot_seed(seed)
+            task.set_fewshot_seed(settings.seed)
             task.build_all_requests(
-                limit=get_sample_size(task, limit),
-                system_instruction=system_instruction,
-                apply_chat_template=apply_chat_template,
-                fewshot_as_multiturn=apply_chat_template,
-                chat_template=as_chat if apply_chat_template else None,
+                limit=get_sample_size(task, settings.limit),
+                system_instruction=settings.system_instruction,
+                apply_chat_template=settings.apply_chat_template,
+                fewshot_as_multiturn=settings.apply_chat_template,
+                chat_template=as_chat if settings.apply_chat_template else None,
             )
             requests, task._instances = task.instances, None
             prompts = [str(request.args[0]) for request in requests]

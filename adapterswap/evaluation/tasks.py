@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
+from adapterswap.evaluation.settings import Settings
 
 __all__ = ["MAX_SHOTS", "load_tasks", "require_lm_eval"]
 
@@ -33,27 +34,21 @@ def require_lm_eval() -> None:
         ) from None
 
 
-def load_tasks(
-    names: Sequence[str],
-    *,
-    num_fewshot: int | None = None,
-    gen_kwargs: Mapping[str, Any] | None = None,
-    include_path: str | Path | None = None,
-) -> dict[str, Any]:
+def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[str, Any]:
     """The tasks of these names, in the form that lm-evaluation-harness's `evaluate` takes.
 
     Args:
         names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such as
             `mgsm_*_sw`; and whatever the harness knows: its tasks, groups and tags.
-        num_fewshot: shots before each question; by default each task's own, which is 8 for MGSM.
-        gen_kwargs: generation settings that override the tasks' own.
-        include_path: a folder with the user's own task files, as in `lm_eval --include_path`.
+        settings: of these `num_fewshot`, `gen_kwargs` and `include_path` matter to tasks.
 
     Raises:
         AdapterswapError: lm-evaluation-harness is not installed; an unknown name (the nearest known ones are told); too
             many shots; a task's data that cannot be loaded; a task that needs images or runs code.
     """
     require_lm_eval()
+    settings = settings or Settings()
+    num_fewshot, include_path = settings.num_fewshot, settings.include_path
     if not names:
         raise AdapterswapError("no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}")
     ours, theirs = _resolve(names)
@@ -66,8 +61,8 @@ def load_tasks(
         with problems.collect():
             _check_known(theirs, include_path)
     problems.raise_if_any()
-    settings = json.dumps(dict(gen_kwargs or {}), sort_keys=True)
-    return _load(tuple(ours), tuple(theirs), num_fewshot, settings, str(include_path) if include_path else None)
+    generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
+    return _load(tuple(ours), tuple(theirs), num_fewshot, generation, str(include_path) if include_path else None)
 
 
 def _resolve(names: Sequence[str]) -> tuple[list[str], list[str]]:

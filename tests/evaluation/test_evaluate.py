@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from adapterswap import AdapterswapError, LiveComposer, layer_swap, write_adapter
-from adapterswap.evaluation import EvaluationResult, Sample, Score, TaskResult, evaluate, write_result
+from adapterswap.evaluation import EvaluationResult, Sample, Score, Settings, TaskResult, evaluate, write_result
 from adapterswap.evaluation.mgsm import mgsm_task
 from adapterswap.evaluation.preview import preview
 from adapterswap.live import load_experts
@@ -41,7 +41,7 @@ def written(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
 
 def test_outputs_equal_a_plain_loop_over_the_model(byte_model: Model) -> None:
     model, tokenizer = byte_model
-    result = evaluate(model, tokenizer, ["mgsm_direct_sw"], batch_size=1, **SHORT)
+    result = evaluate(model, tokenizer, ["mgsm_direct_sw"], Settings(batch_size=1, **SHORT))
     task = mgsm_task("mgsm_direct_sw")
     shots = [f"{task.prompt(question)}{answer}\n\n" for question, answer in task.shots()[:2]]
     assert len(result.samples) == 3
@@ -53,8 +53,8 @@ def test_outputs_equal_a_plain_loop_over_the_model(byte_model: Model) -> None:
 
 
 def test_a_batch_gives_what_single_prompts_give(byte_model: Model) -> None:
-    alone = evaluate(*byte_model, ["mgsm_native_cot_te"], batch_size=1, **SHORT)
-    together = evaluate(*byte_model, ["mgsm_native_cot_te"], batch_size=3, **SHORT)
+    alone = evaluate(*byte_model, ["mgsm_native_cot_te"], Settings(batch_size=1, **SHORT))
+    together = evaluate(*byte_model, ["mgsm_native_cot_te"], Settings(batch_size=3, **SHORT))
     assert alone.samples == together.samples
     assert len({sample.output for sample in alone.samples}) > 1
 
@@ -80,7 +80,7 @@ def memorizer() -> Model:
 
 
 def test_right_answers_are_counted_by_each_filter_in_its_own_way(memorizer: Model) -> None:
-    result = evaluate(*memorizer, ["mgsm_direct_sw"], num_fewshot=0, limit=3, max_gen_toks=20, batch_size=1)
+    result = evaluate(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=3, max_gen_toks=20, batch_size=1))
     first, second, third = result.samples
     assert (first.output, second.output) == (" 18.00\n\n", " 3.00\n\n")
     assert [sample.scores["normalized"]["exact_match"] for sample in (first, second, third)] == [1, 1, 0]
@@ -93,16 +93,16 @@ def test_right_answers_are_counted_by_each_filter_in_its_own_way(memorizer: Mode
 
 
 def test_outputs_that_end_by_themselves_are_not_called_cut(memorizer: Model) -> None:
-    ended = evaluate(*memorizer, ["mgsm_direct_sw"], num_fewshot=0, limit=2, max_gen_toks=30)
+    ended = evaluate(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=2, max_gen_toks=30))
     assert [sample.cut for sample in ended.samples] == [False, False]
     assert ended.tasks["mgsm_direct_sw"].cut == 0
-    stopped = evaluate(*memorizer, ["mgsm_direct_sw"], num_fewshot=0, limit=2, max_gen_toks=3)
+    stopped = evaluate(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=2, max_gen_toks=3))
     assert [sample.output for sample in stopped.samples] == [" 18", " 3."]
     assert stopped.tasks["mgsm_direct_sw"].cut == 2
 
 
 def test_one_document_has_no_standard_error(byte_model: Model) -> None:
-    result = evaluate(*byte_model, ["mgsm_direct_en"], num_fewshot=0, limit=1, max_gen_toks=4)
+    result = evaluate(*byte_model, ["mgsm_direct_en"], Settings(num_fewshot=0, limit=1, max_gen_toks=4))
     assert {score.stderr for score in result.tasks["mgsm_direct_en"].scores} == {None}
 
 
@@ -119,7 +119,7 @@ def test_a_composition_live_and_from_disk_and_the_model_again_and_again(
     tasks = ["mgsm_direct_sw", "mgsm_native_cot_sw"]
 
     def run(model: Any) -> Any:
-        return evaluate(model, tokenizer, tasks, **SHORT).samples
+        return evaluate(model, tokenizer, tasks, Settings(**SHORT)).samples
 
     base = run(model)
     plan = layer_swap(**experts)
@@ -152,7 +152,7 @@ def test_adapters_on_tied_embeddings_are_left_alone(wrapped: dict[str, Any]) -> 
             torch.manual_seed(sum(name.encode()))
             parameter.data += torch.randn(parameter.shape) * 0.1
     model.eval()
-    (sample,) = evaluate(model, byte_tokenizer(), ["mgsm_direct_sw"], **(SHORT | {"limit": 1})).samples
+    (sample,) = evaluate(model, byte_tokenizer(), ["mgsm_direct_sw"], Settings(**(SHORT | {"limit": 1}))).samples
     assert sample.output == written(model, byte_tokenizer(), sample.prompt, 16).split("Swali:")[0]
 
 
@@ -163,7 +163,7 @@ def test_nothing_of_the_caller_s_is_changed(byte_model: Model) -> None:
     model.model.layers[0].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    evaluate(model, tokenizer, ["mgsm_direct_sw"], num_fewshot=0, limit=1, max_gen_toks=2)
+    evaluate(model, tokenizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=1, max_gen_toks=2))
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
     assert tokenizer.pad_token is None
@@ -171,14 +171,14 @@ def test_nothing_of_the_caller_s_is_changed(byte_model: Model) -> None:
 
 
 def test_nothing_is_printed(byte_model: Model, capfd: pytest.CaptureFixture[str]) -> None:
-    evaluate(*byte_model, ["mgsm_direct_sw"], num_fewshot=0, limit=1, max_gen_toks=2)
+    evaluate(*byte_model, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=1, max_gen_toks=2))
     assert capfd.readouterr() == ("", "")
 
 
 def test_sampling_follows_the_seed(byte_model: Model) -> None:
     def outputs(seed: int) -> list[Any]:
         options = {"gen_kwargs": {"do_sample": True, "temperature": 1.0}, "seed": seed, **SHORT}
-        return [sample.output for sample in evaluate(*byte_model, ["mgsm_direct_sw"], **options).samples]
+        return [sample.output for sample in evaluate(*byte_model, ["mgsm_direct_sw"], Settings(**options)).samples]
 
     assert outputs(1) == outputs(1)
     assert outputs(1) != outputs(2)
@@ -188,40 +188,40 @@ def test_progress_counts_every_request(byte_model: Model) -> None:
     told: list[tuple[int, int]] = []
     tasks = ["mgsm_direct_sw", "mgsm_direct_te"]
     options = {"num_fewshot": 0, "limit": 2, "max_gen_toks": 2}
-    evaluate(*byte_model, tasks, on_progress=lambda done, total: told.append((done, total)), **options)
+    evaluate(*byte_model, tasks, Settings(**options), on_progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_chat_prompts_are_turns(byte_model: Model) -> None:
     options = {**SHORT, "limit": 1, "apply_chat_template": True, "system_instruction": "Be brief."}
-    (sample,) = evaluate(*byte_model, ["mgsm_direct_sw"], **options).samples
+    (sample,) = evaluate(*byte_model, ["mgsm_direct_sw"], Settings(**options)).samples
     task = mgsm_task("mgsm_direct_sw")
     turns = "".join(f"<user>{task.prompt(q)}</user><assistant>{a}</assistant>" for q, a in task.shots()[:2])
     asked = task.prompt(task.language.questions[0][0])
     assert sample.prompt == f"<system>Be brief.</system>{turns}<user>{asked}</user><assistant>"
-    (previewed,) = preview(byte_model[1], byte_model[0].config, ["mgsm_direct_sw"], **options)
+    (previewed,) = preview(byte_model[1], byte_model[0].config, ["mgsm_direct_sw"], Settings(**options))
     assert previewed.prompt == sample.prompt
 
 
 def test_a_prompt_that_does_not_fit_is_refused_or_counted() -> None:
     tokenizer, options = byte_tokenizer(), {"num_fewshot": 2, "limit": 3, "max_gen_toks": 8, "batch_size": 1}
-    (previewed,) = preview(tokenizer, pico_model(layers=1).config, ["mgsm_direct_sw"], **options)
+    (previewed,) = preview(tokenizer, pico_model(layers=1).config, ["mgsm_direct_sw"], Settings(**options))
     context = previewed.longest + 8
-    fitting = evaluate(pico_model(layers=1, context=context), tokenizer, ["mgsm_direct_sw"], **options)
+    fitting = evaluate(pico_model(layers=1, context=context), tokenizer, ["mgsm_direct_sw"], Settings(**options))
     assert fitting.tasks["mgsm_direct_sw"].truncated == 0
     tight = pico_model(layers=1, context=context - 1)
     told = rf"mgsm_direct_sw: a prompt of {previewed.longest} tokens .* context of {context - 1}"
     with pytest.raises(AdapterswapError, match=told):
-        evaluate(tight, tokenizer, ["mgsm_direct_sw"], **options)
-    result = evaluate(tight, tokenizer, ["mgsm_direct_sw"], truncate=True, **options)
+        evaluate(tight, tokenizer, ["mgsm_direct_sw"], Settings(**options))
+    result = evaluate(tight, tokenizer, ["mgsm_direct_sw"], Settings(truncate=True, **options))
     assert result.tasks["mgsm_direct_sw"].truncated == 1
 
 
 def test_a_preview_asks_what_an_evaluation_asks(byte_model: Model) -> None:
     model, tokenizer = byte_model
     tasks = ["mgsm_native_cot_te", "mgsm_en_cot_ja"]
-    previews = preview(tokenizer, model.config, tasks, **SHORT)
-    result = evaluate(model, tokenizer, tasks, **SHORT)
+    previews = preview(tokenizer, model.config, tasks, Settings(**SHORT))
+    result = evaluate(model, tokenizer, tasks, Settings(**SHORT))
     for task in previews:
         asked = [sample.prompt for sample in result.samples if sample.task == task.name]
         assert (task.prompt, task.num_docs, task.num_requests) == (asked[0], 3, 3)
@@ -231,7 +231,7 @@ def test_a_preview_asks_what_an_evaluation_asks(byte_model: Model) -> None:
 
 def test_the_folder_is_the_same_every_time_and_names_no_path(byte_model: Model, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        result = evaluate(*byte_model, ["mgsm_direct_ja"], **SHORT)
+        result = evaluate(*byte_model, ["mgsm_direct_ja"], Settings(**SHORT))
         write_result(result, tmp_path / name, subject={"base_model": {"source": "byte-base"}})
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two
@@ -265,7 +265,7 @@ def test_a_device_without_memory_is_told(byte_model: Model) -> None:
 
     byte_model[0].model.register_forward_pre_hook(full)
     with pytest.raises(AdapterswapError, match=r"out of memory at batch_size 4\. Lower --batch-size"):
-        evaluate(*byte_model, ["mgsm_direct_sw"], batch_size=4, **SHORT)
+        evaluate(*byte_model, ["mgsm_direct_sw"], Settings(batch_size=4, **SHORT))
 
 
 @pytest.mark.parametrize(
@@ -284,17 +284,17 @@ def test_a_device_without_memory_is_told(byte_model: Model) -> None:
 )
 def test_bad_settings_are_told(byte_model: Model, options: dict[str, Any], told: str) -> None:
     with pytest.raises(AdapterswapError, match=told):
-        evaluate(*byte_model, ["mgsm_direct_sw"], **options)
+        evaluate(*byte_model, ["mgsm_direct_sw"], Settings(**options))
 
 
 def test_all_bad_settings_are_told_together(byte_model: Model) -> None:
     model, tokenizer = byte_model
     tokenizer.chat_template = tokenizer.eos_token = None
     with pytest.raises(AdapterswapError) as caught:
-        evaluate(model, tokenizer, ["mgsm_direct_sw"], limit=0, batch_size=0, apply_chat_template=True)
+        evaluate(model, tokenizer, ["mgsm_direct_sw"], Settings(limit=0, batch_size=0, apply_chat_template=True))
     assert len(caught.value.problems) == 4
 
 
 def test_a_fraction_of_the_documents(byte_model: Model) -> None:
-    previews = preview(byte_model[1], byte_model[0].config, ["mgsm_direct_sw"], limit=0.1)
+    previews = preview(byte_model[1], byte_model[0].config, ["mgsm_direct_sw"], Settings(limit=0.1))
     assert [(task.num_docs, task.num_fewshot) for task in previews] == [(25, 8)]

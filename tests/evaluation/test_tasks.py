@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adapterswap import AdapterswapError
-from adapterswap.evaluation import evaluate
+from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.mgsm import LANGUAGES
 from adapterswap.evaluation.tasks import load_tasks
 
@@ -67,7 +67,9 @@ def choose(model: Any, tokenizer: Any, row: dict[str, Any]) -> tuple[int, list[f
 
 
 def test_a_task_of_the_harness_equals_a_plain_loop(byte_model: Model, own_tasks: Path) -> None:
-    result = evaluate(*byte_model, ["pico", "mgsm_direct_sw"], include_path=own_tasks, limit=5, max_gen_toks=2)
+    result = evaluate(
+        *byte_model, ["pico", "mgsm_direct_sw"], Settings(include_path=own_tasks, limit=5, max_gen_toks=2)
+    )
     right = []
     for row, sample in zip(ROWS, [s for s in result.samples if s.task == "pico_one"], strict=False):
         choice, totals = choose(*byte_model, row)
@@ -88,7 +90,7 @@ def test_a_task_of_the_harness_equals_a_plain_loop(byte_model: Model, own_tasks:
 def test_shots_of_a_task_of_the_harness_follow_the_seed(byte_model: Model, own_tasks: Path) -> None:
     def prompts(seed: int) -> list[str]:
         options = {"include_path": own_tasks, "num_fewshot": 1, "seed": seed}
-        return [sample.prompt for sample in evaluate(*byte_model, ["pico_one"], **options).samples]
+        return [sample.prompt for sample in evaluate(*byte_model, ["pico_one"], Settings(**options)).samples]
 
     assert prompts(1) == prompts(1)
     assert prompts(1) != prompts(2)
@@ -96,7 +98,7 @@ def test_shots_of_a_task_of_the_harness_follow_the_seed(byte_model: Model, own_t
 
 def test_an_unknown_task_is_told_with_its_nearest_names(own_tasks: Path) -> None:
     with pytest.raises(AdapterswapError) as caught:
-        load_tasks(["mgsm_direct_swa", "picko_one", "mgsm_direct_sw"], include_path=own_tasks)
+        load_tasks(["mgsm_direct_swa", "picko_one", "mgsm_direct_sw"], Settings(include_path=own_tasks))
     first, second = caught.value.problems
     assert first.what == "no task is named 'mgsm_direct_swa'"
     assert "mgsm_direct_sw" in first.mend
@@ -105,7 +107,7 @@ def test_an_unknown_task_is_told_with_its_nearest_names(own_tasks: Path) -> None
 
 def test_a_task_whose_data_is_not_at_hand_is_told(own_tasks: Path) -> None:
     with pytest.raises(AdapterswapError, match=r"cannot load gsm8k: .* Its data comes from the Hub"):
-        load_tasks(["gsm8k"], include_path=own_tasks)
+        load_tasks(["gsm8k"], Settings(include_path=own_tasks))
 
 
 def test_families_and_patterns() -> None:
@@ -116,7 +118,7 @@ def test_families_and_patterns() -> None:
 
 def test_a_folder_of_tasks_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(AdapterswapError, match="is not a folder"):
-        load_tasks(["pico"], include_path=tmp_path / "absent")
+        load_tasks(["pico"], Settings(include_path=tmp_path / "absent"))
 
 
 def test_no_task() -> None:

@@ -1,0 +1,74 @@
+"""The settings of an evaluation: one value that `evaluate`, `preview` and whoever calls them again and again share.
+
+Knows nothing of models and tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import Problems
+
+__all__ = ["SEED", "Settings"]
+
+SEED = 1234  # lm-evaluation-harness's
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How tasks are evaluated.
+
+    Attributes:
+        num_fewshot: shots before each question; by default each task's own, which is 8 for MGSM.
+        limit: only the first documents of each task: their number, or a fraction below 1.
+        batch_size: sequences at once. Padding changes sums in their last bits, so compare runs of one batch size.
+        max_gen_toks: the longest output in tokens, for tasks that set none of their own (MGSM sets none).
+        gen_kwargs: generation settings over the tasks' own (`do_sample`, `temperature`, `max_gen_toks`, …).
+        apply_chat_template: give the prompt as a chat, each shot as a turn of its own.
+        system_instruction: a text before everything else.
+        truncate: let prompts that do not fit lose their beginning, and count them; without it they are refused.
+        include_path: a folder with task files of the user's own.
+        seed: for the harness's choice of shots (not MGSM's, which is fixed) and for sampling.
+    """
+
+    num_fewshot: int | None = None
+    limit: float | None = None
+    batch_size: int = 8
+    max_gen_toks: int = 512
+    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    apply_chat_template: bool = False
+    system_instruction: str | None = None
+    truncate: bool = False
+    include_path: str | Path | None = None
+    seed: int = SEED
+
+    def check(self, tokenizer: Any) -> None:
+        """Raise `AdapterswapError` for settings that cannot be meant with this tokenizer, all of them together."""
+        problems = Problems()
+        limit = self.limit
+        # The harness takes 0 as no limit at all, and 2.5 as 2.
+        if limit is not None and not (0 < limit < 1 or (math.isfinite(limit) and limit >= 1 and limit == int(limit))):
+            problems.add(
+                f"the limit {limit:g} is neither a number of documents nor a fraction of them",
+                "Give a whole number from 1 on, or a fraction between 0 and 1",
+            )
+        for name, value in (("batch_size", self.batch_size), ("max_gen_toks", self.max_gen_toks)):
+            if value < 1:
+                problems.add(f"{name} is {value}", "Give 1 or more")
+        if tokenizer.eos_token_id is None:
+            problems.add("the tokenizer has no end-of-sequence token", "Set eos_token in its tokenizer_config.json")
+        if self.apply_chat_template and not tokenizer.chat_template:
+            problems.add("the tokenizer has no chat template", "Evaluate without one, or give the base its template")
+        problems.raise_if_any()
+
+    def described(self) -> dict[str, Any]:
+        """As plain data that may be published: no path."""
+        content = asdict(self) | {"gen_kwargs": dict(self.gen_kwargs)}
+        del content["include_path"]
+        if self.limit is not None and self.limit >= 1:
+            content["limit"] = int(self.limit)
+        return content
