@@ -17,7 +17,7 @@ from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
 from adapterswap.files.yamlfiles import StrictModel, validate
 from adapterswap.planning.allocation import BASE, LARGEST, SPARSE_METHODS, Rule, check_weights
 
-__all__ = ["Composition", "Method", "parse_composition", "scaled_default"]
+__all__ = ["Composition", "Method", "Partition", "parse_composition", "scaled_default"]
 
 Method = Literal[
     "layer_swap", "soup", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp", "magnitude_prune"

@@ -1,64 +1,43 @@
 """The recipe of an expert: what is trained, on which rows, and how.
 
-Every field is documented where it stands; unknown keys are errors. Paths of data files are relative to the recipe's own
-folder, `base_model` and `out_path` to the current one, as on the command line. Knows nothing of torch or datasets.
+Every field is documented where it stands; unknown keys are errors. Paths of data files are relative to the file that
+says them, `base_model` and `out_path` to the current one, as on the command line. Knows nothing of torch or datasets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.layers import format_layers, parse_layers
-from adapterswap.files.yamlfiles import StrictModel, read_recipe
+from adapterswap.files.yamlfiles import StrictModel, list_values, read_recipe
+from adapterswap.planning.partitions import SIDES, Side
+from adapterswap.training.options import (
+    LORA_KEYS,
+    AdapterOptions,
+    FiniteModel,
+    Quantization,
+    Simultaneous,
+    TrainingOptions,
+)
 from adapterswap.training.templates import Template
 
-__all__ = ["AdapterOptions", "DatasetSource", "TrainRecipe", "TrainingOptions", "Validation", "read_train_recipe"]
+__all__ = [
+    "AdapterOptions",
+    "DatasetSource",
+    "Hygiene",
+    "Quantization",
+    "Simultaneous",
+    "TrainRecipe",
+    "TrainingOptions",
+    "Validation",
+    "read_train_recipe",
+]
 
 Scalar = str | int | float | bool
-
-
-class _Options(StrictModel):
-    """Numbers are finite: `.inf` is valid YAML, and no rate, rank or norm."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
-class AdapterOptions(_Options):
-    """The adapter: rank-stabilized LoRA on attention and MLPs, as in the second paper; rank and α are our choice."""
-
-    r: int = Field(default=64, ge=1, description="Rank of every adapted module.")
-    alpha: float = Field(
-        default=16, gt=0, description="LoRA's α. The scale is α/√r with rsLoRA (2 with the defaults), else α/r."
-    )
-    rslora: bool = Field(default=True, description="Rank-stabilized LoRA (arXiv:2312.03732): scale α/√r, not α/r.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapters' inputs while training.")
-    target_modules: list[str] | None = Field(
-        default=None,
-        min_length=1,
-        description="Names of modules, such as q_proj. Default: all attention and MLP projections.",
-    )
-    layers: str | None = Field(default=None, description="Layers to adapt: 5, 0-4, 0-4,30-31 or [0, 1]. Default: all.")
-    modules_to_save: list[str] = Field(
-        default=[], description="Modules trained and saved in full, such as lm_head (as large as they are in the base)."
-    )
-    save_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Saved as trained (float32), or rounded once to half the size (bfloat16)."
-    )
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _canonical(cls, value: Any) -> Any:
-        if value is None or isinstance(value, bool):
-            return value
-        layers = parse_layers(",".join(map(str, value)) if isinstance(value, list) else str(value))
-        if not layers:
-            raise ValueError("it names no layer")
-        return format_layers(layers)
 
 
 class DatasetSource(StrictModel):
@@ -81,11 +60,20 @@ class DatasetSource(StrictModel):
     )
     completion: str | None = Field(default=None, description="Template over columns, such as ' {answer}'.")
     text: str | None = Field(default=None, description="Template over columns, for plain text.")
-    messages: str | None = Field(default=None, description="A column with chat messages (role, content).")
+    messages: str | None = Field(
+        default=None, description="A column with chat messages: {role, content} items, or [prompt, response] pairs."
+    )
     filter: dict[str, Scalar | list[Scalar]] = Field(
         default={}, description="Column: the value, or values, of rows to keep."
     )
     samples: int | None = Field(default=None, ge=1, description="At most so many rows, drawn at random by data_seed.")
+    side: Side | None = Field(
+        default=None, description="With `simultaneous`: the side of the partition that it trains."
+    )
+    streaming: bool = Field(
+        default=False, description="Read no more of the source than `samples` asks for; drawn from a moving buffer."
+    )
+    math: bool = Field(default=False, description="The rows are maths, which hygiene.exclude_math leaves alone.")
 
     @field_validator("prompt", "completion", "text")
     @classmethod
@@ -102,11 +90,30 @@ class DatasetSource(StrictModel):
         kinds = [self.prompt is not None or self.completion is not None, self.text is not None, bool(self.messages)]
         if sum(kinds) != 1 or (self.prompt is None) != (self.completion is None):
             raise ValueError(f"the dataset {self.path} needs `prompt` with `completion`, or `text`, or `messages`")
+        if self.streaming and self.samples is None:
+            raise ValueError(f"the dataset {self.path} is streamed, and needs `samples`: how many rows to read")
         return self
 
 
-class Validation(_Options):
-    """Rows held out, by share or number, or from sources of their own; their loss is measured at the end."""
+class Hygiene(StrictModel):
+    """What rows may not hold: maths in a language's mixture, and the texts of evaluations."""
+
+    exclude_math: bool = Field(
+        default=False, description="Drop rows that look like maths, but of `math: true` sources."
+    )
+    overlap: list[str] = Field(
+        default=["mgsm", "gsm8k_test"],
+        description="Evaluations that no row may share text with: mgsm, gsm8k_test, or text files such as FLORES'.",
+    )
+    ngram: int = Field(default=13, ge=5, le=50, description="Words in a row that count as shared, in text files.")
+    on_overlap: Literal["drop", "refuse"] = Field(default="drop", description="Drop such rows, or refuse to train.")
+
+
+class Validation(FiniteModel):
+    """Rows held out, by share or number, or from sources of their own; their loss is measured at the end.
+
+    With `simultaneous`, half of them are of either side.
+    """
 
     fraction: float | None = Field(default=None, gt=0, lt=1, description="Share of the training rows to hold out.")
     rows: int | None = Field(default=None, ge=1, description="Number of training rows to hold out.")
@@ -122,70 +129,59 @@ class Validation(_Options):
         return self
 
 
-class TrainingOptions(_Options):
-    """How it is trained. A step is one update of the weights, on batch_size × gradient_accumulation rows."""
-
-    epochs: float = Field(default=1.0, gt=0, description="Passes over the rows (ignored where max_steps is given).")
-    max_steps: int | None = Field(default=None, ge=1, description="Number of steps, instead of epochs.")
-    batch_size: int = Field(default=8, ge=1, description="Rows on the device at once.")
-    gradient_accumulation: int = Field(default=4, ge=1, description="Batches to a step.")
-    learning_rate: float = Field(default=1e-4, gt=0, description="Peak of the learning rate (AdamW).")
-    schedule: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = Field(
-        default="linear", description="What the learning rate does after the warmup; constant stays at the peak."
-    )
-    warmup: float = Field(
-        default=0.03, ge=0, description="Steps until the peak: a share of all steps below 1, else a number."
-    )
-    decay: float = Field(
-        default=0.2,
-        ge=0,
-        description="For warmup_stable_decay: the last steps, over which the rate falls to 0; as warmup.",
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's β₁.")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's β₂.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this norm.")
-    max_length: int = Field(
-        default=1024, ge=2, description="Tokens to a row; the rest is cut off, counted and reported."
-    )
-    packing: bool = Field(
-        default=False, description="Pack several rows into sequences of max_length tokens, kept apart."
-    )
-    gradient_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward pass: less memory, slower."
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Of the base's weights and the arithmetic; auto: bfloat16 on CUDA, else float32."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if there is one.")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="Of the adapters' first values and of dropout.")
-    data_seed: int = Field(
-        default=0, ge=0, lt=2**32, description="Of samples, the validation split and the order of rows."
-    )
-    save_every_samples: int | None = Field(
-        default=5000,
-        ge=1,
-        description="A checkpoint each time so many rows were trained on; null: none, and no --resume.",
-    )
-    keep_checkpoints: bool = Field(default=False, description="Keep the last two checkpoints when training is done.")
-    logging_steps: int = Field(default=10, ge=1, description="Record the loss every so many steps.")
-
-
 class TrainRecipe(StrictModel):
     """An expert, from base to rows to training."""
 
     base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
     out_path: str | None = Field(default=None, description="The folder to write (else --out-path).")
     adapter: AdapterOptions = Field(default=AdapterOptions(), description="The adapter.")
-    datasets: list[DatasetSource] = Field(min_length=1, description="Sources of rows, joined and shuffled.")
+    datasets: Annotated[list[DatasetSource], BeforeValidator(list_values)] = Field(
+        min_length=1, description="Sources of rows, joined and shuffled: a list, or a mapping from names of your own."
+    )
+    hygiene: Hygiene | None = Field(default=None, description="Rows to keep out of training and validation.")
     chat_template: bool = Field(
         default=False,
         description="Render prompt and completion as a user's and an assistant's turn, by the tokenizer's template.",
     )
     validation: Validation | None = Field(default=None, description="Rows held out, to measure the loss on.")
+    simultaneous: Simultaneous | None = Field(
+        default=None, description="Train two partitions in turns, each on its side's datasets."
+    )
+    quantization: Quantization | None = Field(default=None, description="Hold the base in few bits (QLoRA).")
     training: TrainingOptions = Field(default=TrainingOptions(), description="How it is trained.")
 
     _folder: Path = PrivateAttr(default=Path())
+
+    @field_validator("adapter", mode="before")
+    @classmethod
+    def _no_adapter(cls, value: Any) -> Any:
+        return {"method": "none"} if value == "none" else value
+
+    @model_validator(mode="after")
+    def _sides(self) -> TrainRecipe:
+        sources = [("datasets", self.datasets), ("validation.datasets", (self.validation and self.validation.datasets))]
+        for key, given in sources:
+            sides = [source.side for source in given or []]
+            if self.simultaneous is None and any(sides):
+                raise ValueError(f"{key}: `side` belongs to `simultaneous`, which is not given")
+            if self.simultaneous and sides and (None in sides or set(sides) != set(SIDES)):
+                raise ValueError(f"{key}: `simultaneous` needs a `side` at each, and both task and language among them")
+        return self
+
+    @model_validator(mode="after")
+    def _regime(self) -> TrainRecipe:
+        adapter, options = self.adapter, self.training
+        if self.simultaneous and adapter.partition:
+            raise ValueError("`simultaneous` trains both sides of its partition: remove adapter.partition and side")
+        if self.simultaneous and adapter.modules_to_save:
+            raise ValueError("adapter.modules_to_save lie outside the layers, and belong to no side of `simultaneous`")
+        if self.quantization and adapter.method == "none":
+            raise ValueError("`quantization` freezes the base, and adapter: none trains it")
+        if "weight_dtype" in options.model_fields_set and adapter.method != "none":
+            raise ValueError("training.weight_dtype belongs to adapter: none; an adapter is trained in float32")
+        if options.split_long and not any(source.text is not None for source in self.datasets):
+            raise ValueError("training.split_long is for `text`, and no dataset has it")
+        return self
 
     @property
     def folder(self) -> Path:
@@ -193,8 +189,18 @@ class TrainRecipe(StrictModel):
         return self._folder
 
     def resolved(self) -> dict[str, Any]:
-        """Every value, defaults filled in, as plain data."""
-        return self.model_dump(mode="json")
+        """Every value, defaults filled in, as plain data that can be read back."""
+        content = self.model_dump(mode="json")
+        if self.adapter.method == "none":
+            for key in LORA_KEYS:
+                del content["adapter"][key]
+        else:
+            del content["training"]["weight_dtype"]
+        return content
+
+
+# What may be a local path, and is relative to the file that says it.
+_PATHS = ("datasets.*.path", "validation.datasets.*.path", "hygiene.overlap.*")
 
 
 def read_train_recipe(path: str | Path, overrides: Iterable[str] = ()) -> TrainRecipe:
@@ -203,6 +209,6 @@ def read_train_recipe(path: str | Path, overrides: Iterable[str] = ()) -> TrainR
     Raises:
         AdapterswapError: with every mistake in it.
     """
-    recipe = read_recipe(path, TrainRecipe, overrides)
+    recipe = read_recipe(path, TrainRecipe, overrides, paths=_PATHS)
     recipe._folder = Path(path).parent
     return recipe
