@@ -21,9 +21,9 @@ from test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition
+from adapterswap.arithmetic.approximation import approximate
 from adapterswap.arithmetic.lowrank import Factors, inner, row_magnitudes, truncate
 from adapterswap.arithmetic.nonlinear import drop_mask, keep_largest, merge_deltas
-from adapterswap.arithmetic.reduction import approximate
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.arithmetic.tensors import factor_reader
 from adapterswap.planning.allocation import Rule

@@ -26,8 +26,11 @@ from adapterswap.planning.modules import ModulePlan, needs_base
 from adapterswap.planning.plan import Plan
 
 __all__ = [
+    "Shape",
+    "adapter_config",
     "blend_scale",
     "lay_out",
+    "most_common",
     "total_rank",
     "uses_rslora",
     "written_scale",
@@ -37,7 +40,7 @@ _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
     """An output module's rank, alpha and scale."""
 
     rank: int
@@ -62,12 +65,12 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     if form.layout == "portable":
         rank = max(ranks.values(), default=1)
         rslora, alpha = False, float(rank)
-        shapes = {name: _Shape(rank, rank, 1.0) for name in ranks}
+        shapes = {name: Shape(rank, rank, 1.0) for name in ranks}
     else:
         rslora = uses_rslora(plan)
         shapes = {m.name: _shape(m, ranks[m.name], m.name in reduced, rslora, common) for m in modules}
         agreeing = [(s.rank, s.alpha) for s in shapes.values() if math.isclose(s.scale, common)]
-        rank, alpha = _most_common(agreeing or [(s.rank, s.alpha) for s in shapes.values()], default=(1, 1.0))
+        rank, alpha = most_common(agreeing or [(s.rank, s.alpha) for s in shapes.values()], default=(1, 1.0))
     tensors = [
         tensor
         for module in modules
@@ -88,7 +91,7 @@ def blend_scale(plan: Plan, form: Form) -> float:
         return 1.0
     copied = [module.terms[0].module.scale for module in plan if module.owner and module.terms]
     scales = copied or [term.module.scale for module in plan for term in module.terms]
-    return float(_most_common(scales, default=1.0))
+    return float(most_common(scales, default=1.0))
 
 
 def total_rank(module: ModulePlan[LoraModule]) -> int:
@@ -109,17 +112,50 @@ def written_scale(rank: int, rslora: bool, wanted: float) -> tuple[float, float]
     return alpha, scale(rank, alpha, rslora)
 
 
-def _config(plan: Plan, shapes: Mapping[str, _Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
+def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
     first = next(iter(plan.experts.values())).config
+    revisions = {adapter.config.revision for adapter in plan.experts.values()}
+    return adapter_config(
+        shapes,
+        rank,
+        alpha,
+        rslora=rslora,
+        base_model=plan.base_model,
+        revision=revisions.pop() if len(revisions) == 1 else None,
+        task_type=first.task_type,
+        fan_in_fan_out=first.fan_in_fan_out,
+        tied=first.tied,
+        saved=[name for name, module in plan.saved.items() if module.terms],
+    )
+
+
+def adapter_config(
+    shapes: Mapping[str, Shape],
+    rank: int,
+    alpha: float,
+    *,
+    rslora: bool,
+    base_model: str | None,
+    revision: str | None,
+    task_type: str | None,
+    fan_in_fan_out: bool,
+    tied: bool,
+    saved: Iterable[str] = (),
+) -> dict[str, Any]:
+    """PEFT's adapter_config.json for LoRA modules of these shapes, by full name.
+
+    Args:
+        shapes: each module's rank and alpha.
+        rank, alpha: the global values; modules that differ stand in the patterns.
+        saved: modules trained in full. The other arguments: see `AdapterConfig`.
+    """
     # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
     names = sorted(shapes, key=lambda name: (-name.count("."), name))
-    saved = sorted(name for name, module in plan.saved.items() if module.terms)
-    revisions = {adapter.config.revision for adapter in plan.experts.values()}
     return {
         "peft_type": "LORA",
-        "task_type": first.task_type,
-        "base_model_name_or_path": plan.base_model,
-        "revision": revisions.pop() if len(revisions) == 1 else None,
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
+        "revision": revision,
         "r": rank,
         "lora_alpha": _whole(alpha),
         "use_rslora": rslora,
@@ -128,12 +164,12 @@ def _config(plan: Plan, shapes: Mapping[str, _Shape], rank: int, alpha: float, r
         "target_modules": sorted(shapes),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": first.fan_in_fan_out,
-        "ensure_weight_tying": first.tied,
+        "fan_in_fan_out": fan_in_fan_out,
+        "ensure_weight_tying": tied,
         "init_lora_weights": True,
         "inference_mode": True,
         "layers_to_transform": None,
-        "modules_to_save": saved or None,
+        "modules_to_save": sorted(saved) or None,
     }
 
 
@@ -141,20 +177,21 @@ def _whole(alpha: float) -> float:
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
-def _most_common(values: Iterable[Any], *, default: Any) -> Any:
+def most_common(values: Iterable[Any], *, default: Any) -> Any:
+    """The most frequent value, the smallest of several such; `default` where there is none."""
     counted = Counter(values)
     return min(counted, key=lambda value: (-counted[value], value)) if counted else default
 
 
-def _shape(module: ModulePlan[LoraModule], rank: int, is_reduced: bool, rslora: bool, common: float) -> _Shape:
+def _shape(module: ModulePlan[LoraModule], rank: int, is_reduced: bool, rslora: bool, common: float) -> Shape:
     part = module.terms[0].module
     copied = bool(module.owner) and not is_reduced
     if copied and part.rslora == rslora:
-        return _Shape(rank, part.alpha, part.scale)
-    return _Shape(rank, *written_scale(rank, rslora, part.scale if copied else common))
+        return Shape(rank, part.alpha, part.scale)
+    return Shape(rank, *written_scale(rank, rslora, part.scale if copied else common))
 
 
-def _tensors(module: ModulePlan[LoraModule], shape: _Shape, resolved: Resolved) -> Iterator[OutputTensor]:
+def _tensors(module: ModulePlan[LoraModule], shape: Shape, resolved: Resolved) -> Iterator[OutputTensor]:
     """A and B of a module that is copied or concatenated."""
     first = module.terms[0].module
     dtypes = {term.module.dtype for term in module.terms}

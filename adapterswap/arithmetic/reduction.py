@@ -1,8 +1,8 @@
 """Modules that must be cut to a rank: linear blends above --max-rank, and every nonlinear blend.
 
 Linear blends are low-rank already and are truncated by `lowrank` without forming ΔW. Nonlinear ones (TIES, DARE,
-pruning) have full rank: their ΔW is formed, a module at a time, and approximated by torch's randomized SVD (Halko et
-al. 2011). Knows plans and forms; writes nothing.
+pruning) have full rank: their ΔW is formed, a module at a time, and approximated (`approximation`). Knows plans and
+forms; writes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.arithmetic.approximation import approximate
 from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora, written_scale
 from adapterswap.arithmetic.lowrank import Factors, Truncated, concatenate, truncate
 from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
@@ -23,10 +24,7 @@ from adapterswap.experts.adapters import LoraModule
 from adapterswap.planning.modules import ModulePlan
 from adapterswap.planning.plan import Plan
 
-__all__ = ["approximate", "dense_delta", "must_reduce", "reduce"]
-
-_OVERSAMPLING = 16  # columns beyond the wanted rank, and
-_POWER_ITERATIONS = 4  # passes over the matrix: both make the randomized SVD more exact
+__all__ = ["dense_delta", "must_reduce", "reduce"]
 
 
 def must_reduce(module: ModulePlan[LoraModule], form: Form) -> bool:
@@ -92,33 +90,6 @@ def dense_delta(module: ModulePlan[LoraModule], resolved: Resolved, read: Factor
         if module.rule.method.startswith("dare"):
             masks.append(drop_mask(delta.shape, module.rule.density, seed=seed, expert=term.expert, module=module.name))
     return merge_deltas(module.rule, deltas, weights, masks or None)
-
-
-def approximate(delta: npt.NDArray[np.float32], *, rank: int | None, error: float | None) -> Truncated:
-    """A low-rank approximation of a dense ΔW by randomized SVD, with its true relative error.
-
-    With `error`, the rank is doubled until it suffices (or `rank`, or full rank, is reached), then cut to the smallest.
-    """
-    import torch
-
-    matrix = torch.from_numpy(delta)
-    norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float64))
-    limit = min(*delta.shape, rank or min(delta.shape))
-    size = limit if error is None else min(limit, 32)
-    while True:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the same bytes every time
-            sampled = min(size + _OVERSAMPLING, *delta.shape)
-            u, sigma, v = torch.svd_lowrank(matrix, q=sampled, niter=_POWER_ITERATIONS)
-        kept = np.cumsum(sigma[:size].numpy().astype(np.float64) ** 2)
-        errors = np.sqrt(np.maximum(0.0, 1 - kept / norm**2)) if norm else np.zeros(size)
-        if error is None or errors[-1] <= error or size == limit:
-            break
-        size = min(2 * size, limit)
-    keep = size if error is None else int(next((i + 1 for i, e in enumerate(errors) if e <= error), size))
-    root = sigma[:keep].sqrt()
-    factors = Factors((root[:, None] * v[:, :keep].T).numpy(), (u[:, :keep] * root).numpy())
-    return Truncated(factors, sigma[:keep].numpy(), float(errors[keep - 1]))
 
 
 def _masked(factors: Factors, resolved: Resolved, expert: str, module: str) -> Factors:

@@ -1,0 +1,87 @@
+"""Low-rank approximation of a dense ΔW by torch: exact SVD of small matrices, randomized SVD of large ones.
+
+For a ΔW that is low-rank already and given by its factors, `lowrank.truncate` is exact and cheaper. Knows matrices,
+nothing of adapters or plans. The randomized SVD is Halko, Martinsson & Tropp 2011 (arXiv:0909.4061), as torch has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.arithmetic.lowrank import Factors, Truncated
+
+__all__ = ["approximate"]
+
+_SMALL = 256  # a matrix with a side up to this is decomposed exactly,
+_SHARE = 4  # and so is one of whose singular values more than a quarter is wanted: sampling saves nothing there
+_FIRST = 32  # singular values that are looked at first where an error is asked for
+_OVERSAMPLING = 16  # columns beyond the wanted rank, and
+_POWER_ITERATIONS = 4  # passes over the matrix: both make the randomized SVD more exact
+
+
+def approximate(
+    delta: npt.NDArray[np.float32], *, rank: int | None, error: float | None, device: Any = "cpu"
+) -> Truncated:
+    """A low-rank approximation of a dense ΔW, with its relative error.
+
+    The error is computed from what the sample leaves of ΔW and from the sampled singular values that are cut off, so it
+    is the approximation's own, and no estimate. With `error`, the sample is doubled until it suffices (or `rank`, or
+    full rank, is reached), then cut to the smallest rank that does.
+
+    Args:
+        delta: ΔW (out×in).
+        rank: at most this rank.
+        error: at most this relative error; the smallest rank that reaches it. Both may be given: rank wins.
+        device: the torch device that computes.
+    """
+    import torch
+
+    matrix = torch.from_numpy(delta).to(device)
+    norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float64))
+    limit = min(*delta.shape, rank or min(delta.shape))
+    size = limit if error is None else min(limit, _FIRST)
+    while True:
+        u, sigma, vt = _decompose(matrix, size)
+        errors = _errors(matrix, u, sigma, vt, norm)
+        size = min(limit, len(sigma))  # an exact decomposition gives all of them
+        if error is None or errors[size - 1] <= error or size == limit:
+            break
+        size = min(2 * size, limit)
+    keep = size if error is None else int(next((i + 1 for i, e in enumerate(errors[:size]) if e <= error), size))
+    root = sigma[:keep].sqrt()
+    factors = Factors((root[:, None] * vt[:keep]).cpu().numpy(), (u[:, :keep] * root).cpu().numpy())
+    return Truncated(factors, sigma[:keep].cpu().numpy(), float(errors[keep - 1]))
+
+
+def _decompose(matrix: Any, size: int) -> tuple[Any, Any, Any]:
+    """U (out×k), σ (k) in falling order and Vᵀ (k×in), with k ≥ size."""
+    import torch
+
+    smaller = min(matrix.shape)
+    if smaller <= _SMALL or size * _SHARE > smaller:
+        u, sigma, vt = torch.linalg.svd(matrix, full_matrices=False)
+        return u, sigma, vt
+    with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):
+        torch.manual_seed(0)  # the same bytes every time
+        u, sigma, v = torch.svd_lowrank(matrix, q=size + _OVERSAMPLING, niter=_POWER_ITERATIONS)
+    return u, sigma, v.T
+
+
+def _errors(matrix: Any, u: Any, sigma: Any, vt: Any, norm: float) -> npt.NDArray[np.float64]:
+    """The relative error of keeping 1, 2, … of the singular values.
+
+    The sample is an orthogonal projection of ΔW, so ‖ΔW - U_k Σ_k V_kᵀ‖² = ‖ΔW - U Σ Vᵀ‖² + Σ_{i>k} σ_i².
+    """
+    import torch
+
+    values = sigma.cpu().numpy().astype(np.float64)
+    if norm == 0:
+        return np.zeros(len(values))
+    rest = 0.0
+    if len(values) < min(matrix.shape):
+        rest = float(torch.linalg.vector_norm(torch.addmm(matrix, u * sigma, vt, alpha=-1), dtype=torch.float64))
+    cut_off = np.append(np.cumsum(np.square(values[:0:-1]))[::-1], 0.0)
+    return np.asarray(np.sqrt(rest**2 + cut_off) / norm)
