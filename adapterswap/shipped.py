@@ -1,15 +1,20 @@
-"""Recipes that come with adapterswap, by name: `train/math-llama-3.1-8b`.
+"""Recipes that come with adapterswap, by name: `train/llama-3.1-8b-instruct/math`.
 
-They lie in `recipes/` of a checkout, and in the package itself once installed. Knows nothing of what recipes say.
+They lie in `recipes/` of a checkout, and in the package itself once installed. Those in `train/` and `compose/` are
+whole; the other folders hold the fragments that they extend. Knows nothing of what recipes say.
 """
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
 
-__all__ = ["find_recipe", "shipped_recipes"]
+__all__ = ["KINDS", "find_recipe", "near_names", "shipped_recipes"]
+
+KINDS = ("train", "compose")
+"""Folders whose recipes are whole: what a command can be given."""
 
 
 def _folder() -> Path:
@@ -38,4 +43,11 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     if str(reference) in shipped:
         return shipped[str(reference)]
     what = "is a folder" if path.is_dir() else "is neither a file nor a shipped recipe"
-    raise AdapterswapError(f"the recipe {reference} {what}", f"Give a YAML file, or one of: {', '.join(shipped)}")
+    raise AdapterswapError(f"the recipe {reference} {what}", f"Give a YAML file, or {near_names(str(reference), kind)}")
+
+
+def near_names(name: str, kind: str = "") -> str:
+    """What to give instead of `name`, as the end of a sentence: the shipped names most like it."""
+    near = difflib.get_close_matches(name, shipped_recipes(kind), n=3, cutoff=0.4)
+    told = f", such as {', '.join(near)}" if near else ""
+    return f"a name that `adapterswap recipes ls` shows{told}"

@@ -10,7 +10,8 @@ import pytest
 from pydantic import Field
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.yamlfiles import StrictModel, apply_overrides, load_yaml, read_recipe, validate
+from adapterswap.files.yamlfiles import StrictModel, apply_overrides, read_recipe, validate
+from adapterswap.files.yamltext import load_yaml
 
 
 class Part(StrictModel):

@@ -6,7 +6,6 @@ Turns options or a recipe into a plan through the library. Prints nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -100,6 +99,7 @@ def composition_from_options(
     from adapterswap.files.smallfiles import is_folder
     from adapterswap.files.yamlfiles import read_recipe, validate
     from adapterswap.planning.compositions import Composition
+    from adapterswap.shipped import find_recipe
 
     given = {key: options[key] for key in _KEYS if options.get(key) is not None}
     given |= {"base_model": base_model} if base_model else {}
@@ -108,8 +108,9 @@ def composition_from_options(
     if recipe:
         if tasks or languages or given.keys() - {"base_model", "num_layers", "allow_negative"}:
             raise click.UsageError("A recipe says what to compose: give it alone, or options without it.")
-        composition = read_recipe(recipe, Composition)
-        beside = Path(recipe).parent
+        found = find_recipe(recipe, "compose")
+        composition = read_recipe(found, Composition, paths=["experts.*"])
+        beside = found.parent
         experts = {
             name: str(beside / path) if is_folder(beside / path) else path for name, path in composition.experts.items()
         }

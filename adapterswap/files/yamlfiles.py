@@ -1,25 +1,25 @@
 """Read a YAML recipe into a pydantic model, and report every mistake in it at once.
 
-Safe YAML only (no object construction), duplicate keys refused, unknown keys refused with the nearest known one. A
-recipe may come from a stranger: its size, also after aliases are followed, is bounded. Knows nothing of what recipes
-mean: the models say that.
+Recipes may extend others (`files.extending`). Unknown keys are refused with the nearest known one, and each mistake is
+told with the file that it stands in. Knows nothing of what recipes mean: the models say that.
 """
 
 from __future__ import annotations
 
 import difflib
-import unicodedata
-from collections.abc import Hashable, Iterable
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from adapterswap.errors import AdapterswapError, Problem, Problems
-from adapterswap.files.smallfiles import exists, read_small, shown
+from adapterswap.files.extending import Layer, Location, load_layers, merge_layers, writer
+from adapterswap.files.smallfiles import exists, shown
+from adapterswap.files.yamltext import parse_yaml
 
-__all__ = ["StrictModel", "apply_overrides", "load_yaml", "read_recipe", "validate"]
+__all__ = ["StrictModel", "apply_overrides", "list_values", "read_content", "read_recipe", "validate"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -30,101 +30,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
 
 
-_MAX_BYTES = 2**18  # of a recipe; PyYAML takes about ten seconds for a megabyte
-_MAX_VALUES = 20_000  # keys, values and items of a recipe once its aliases are followed
-_MAX_DEPTH = 40
+def list_values(value: Any) -> Any:
+    """A mapping's values as a list, without those that are null: for fields that are a list in the end.
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML says that keys are unique; PyYAML keeps the last one in silence."""
-
-    merged = 0
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *shared` may be overridden, that is its point
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain value", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {shown(key)} stands twice", node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Carry out `<<`, which copies; a few lines of YAML can ask for billions of copies."""
-        merges = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
-        if len(merges) > 1 or any(isinstance(value, yaml.SequenceNode) for value in merges):
-            raise yaml.constructor.ConstructorError(None, None, "`<<` takes one mapping", node.start_mark)
-        super().flatten_mapping(node)
-        self.merged += len(node.value) if merges else 0
-        if self.merged > _MAX_VALUES:
-            raise yaml.constructor.ConstructorError(None, None, "`<<` copies too much", node.start_mark)
-
-
-def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        AdapterswapError: the file cannot be read, is no regular file, larger than 256 KiB, not UTF-8, not YAML, or no
-            mapping; it holds a key twice, a control character, or more than 20,000 values once aliases are followed.
+    Names let fragments add to such a list, change an item of it, or take one away; a plain list is replaced as a whole.
     """
-    path = Path(path)
-    if not exists(path):
-        raise AdapterswapError(f"{path} does not exist", "Give the path of a recipe (YAML)")
-    raw = read_small(path, "Give the path of a recipe (YAML)", limit=_MAX_BYTES)
-    try:
-        content = _parse(raw.decode("utf-8"))
-    except ValueError as error:
-        raise AdapterswapError(f"{path} is not valid YAML: {error}", "Correct the file there") from None
-    if not isinstance(content, dict):
-        raise AdapterswapError(
-            f"{path} holds {type(content).__name__}, not keys with values", "Write `key: value` lines"
-        )
-    return content
-
-
-def _parse(text: str) -> Any:
-    """The value in a YAML text; ValueError with the reason where there is none that is sound."""
-    try:
-        content = yaml.load(text, Loader=_Loader)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
-        raise ValueError(" ".join(str(error).split()).replace('in "<unicode string>", ', "at ")) from None
-    _check_values(content)
-    return content
-
-
-def _check_values(content: Any) -> None:
-    """Aliases share a value in memory, but whoever walks through the content meets it anew each time."""
-    stack = [(content, 1)]
-    for _ in range(_MAX_VALUES):
-        if not stack:
-            return
-        value, depth = stack.pop()
-        inner: list[Any] = []
-        if isinstance(value, dict):
-            inner = [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set):
-            inner = list(value)
-        elif isinstance(value, str) and (odd := next((c for c in value if _is_control(c)), None)):
-            raise ValueError(f"{shown(value)} holds the control character {odd!r}")
-        elif isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError(f"{shown(value)} is too large a number")
-        if inner and depth == _MAX_DEPTH:
-            raise ValueError(f"it nests more than {_MAX_DEPTH} deep")
-        stack += [(item, depth + 1) for item in inner]
-    raise ValueError(f"it holds more than {_MAX_VALUES} values")
-
-
-def _is_control(character: str) -> bool:
-    """What can steer a terminal or is no character at all; line ends and tabs are text."""
-    return unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t\r"
+    return [item for item in value.values() if item is not None] if isinstance(value, dict) else value
 
 
 def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -143,7 +54,7 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
         if not equals or not path:
             raise AdapterswapError(f"--set {override!r} is not key=value", "Write for instance --set training.seed=1")
         try:
-            value = _parse(text)
+            value = parse_yaml(text)
         except ValueError:
             value = text
         if isinstance(value, str):
@@ -176,31 +87,108 @@ def _item(place: Any, step: str, override: str) -> Any:
     return place[int(step)]
 
 
-def read_recipe(path: str | Path, model: type[_Model], overrides: Iterable[str] = ()) -> _Model:
-    """Read the YAML file at `path`, apply `overrides`, and check it against `model`.
+def read_recipe(
+    path: str | Path, model: type[_Model], overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
+) -> _Model:
+    """Read the YAML file at `path` and what it extends, apply `overrides`, and check the whole against `model`.
+
+    Args:
+        paths: keys of local paths, such as `datasets.*.path`, see `read_content`.
 
     Raises:
-        AdapterswapError: with every mistake: its key, its value and what is allowed there.
+        AdapterswapError: see `load_layers`; else with every mistake: its file, its key, its value and what is allowed.
     """
-    return validate(apply_overrides(load_yaml(path), overrides), model, where=str(path))
+    content, layers = read_content(path, overrides, paths=paths)
+    return validate(content, model, where=str(path), layers=layers)
 
 
-def validate(content: dict[str, Any], model: type[_Model], *, where: str) -> _Model:
-    """`content` as a `model`, or an `AdapterswapError` that lists every mistake; `where` names the source."""
+def read_content(
+    path: str | Path, overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
+) -> tuple[dict[str, Any], list[Layer]]:
+    """The recipe as plain data, and the files that it is made of.
+
+    Args:
+        path: the recipe.
+        overrides: see `apply_overrides`.
+        paths: keys whose values may be local paths; `*` stands for any one key or position. Where a fragment wrote
+            one and it exists beside the fragment, it is made relative to the recipe's folder.
+
+    Raises:
+        AdapterswapError: see `load_layers` and `apply_overrides`.
+    """
+    layers, overrides = load_layers(path), list(overrides)
+    content: Any = merge_layers(layers)
+    for pattern in paths:
+        content = _relocated(content, pattern.split("."), (), layers)
+    return apply_overrides(content, overrides), [*layers, Layer(Path(path), _overridden(overrides))]
+
+
+def _relocated(value: Any, steps: Sequence[str], location: tuple[int | str, ...], layers: Sequence[Layer]) -> Any:
+    """`value` with the local paths at `steps` below it made relative to the recipe's folder."""
+    if steps:
+        items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        moved = {
+            key: _relocated(item, steps[1:], (*location, key), layers) if steps[0] in ("*", key) else item
+            for key, item in items
+        }
+        return moved if isinstance(value, dict) else [*moved.values()] if isinstance(value, list) else value
+    recipe, source = layers[-1].path, writer(layers, location)
+    if not isinstance(value, str) or source in (None, recipe) or not exists(source.parent / value):
+        return value
+    return os.path.relpath(source.parent / value, recipe.parent)
+
+
+def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
+    """The keys that `overrides` name, as a file would nest them."""
+    nested: dict[Any, Any] = {}
+    for override in overrides:
+        *parents, last = (int(step) if step.isdecimal() else step for step in override.partition("=")[0].split("."))
+        place = nested
+        for step in parents:
+            place = place.setdefault(step, {})
+            if not isinstance(place, dict):  # replaced as a whole by an earlier override
+                break
+        else:
+            place[last] = None
+    return nested
+
+
+def validate(content: dict[str, Any], model: type[_Model], *, where: str, layers: Sequence[Layer] = ()) -> _Model:
+    """`content` as a `model`, or an `AdapterswapError` that lists every mistake.
+
+    `where` names the source; of a mistake that one of `layers` made, that file is named instead.
+    """
     problems = Problems()
     try:
         return model.model_validate(content)
     except ValidationError as error:
         for details in error.errors(include_url=False):
-            problem = _explain(details, content, model, where)
+            written = _as_written(details["loc"], content)
+            # What is missing is missing in what stands around it.
+            source = writer(layers, written[:-1] if details["type"] == "missing" else written)
+            problem = _explain(details, written, model, str(source or where))
             problems.add(problem.what, problem.mend)
     raise problems.as_error()
 
 
-def _explain(details: Any, content: Any, model: type[BaseModel], where: str) -> Problem:
+def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
+    """`location` with the names of a mapping that `list_values` made a list in place of the positions."""
+    written: list[int | str] = []
+    for step in location:
+        if isinstance(content, dict) and isinstance(step, int):
+            step = [key for key, value in content.items() if value is not None][step]
+        written.append(step)
+        try:
+            content = content[step]
+        except (KeyError, IndexError, TypeError):  # what is missing, or a step that is pydantic's own
+            content = None
+    return tuple(written)
+
+
+def _explain(details: Any, written: Location, model: type[BaseModel], where: str) -> Problem:
     """One pydantic error as key, value and allowed values."""
     location, kind = details["loc"], details["type"]
-    key = ".".join(str(part) for part in location) or "the recipe"
+    key = ".".join(str(part) for part in written) or "the recipe"
     if kind == "extra_forbidden":
         known = sorted(_known_keys(model, location))
         near = difflib.get_close_matches(str(location[-1]), known, n=1)
