@@ -68,12 +68,13 @@ class DatasetSource(StrictModel):
     )
     samples: int | None = Field(default=None, ge=1, description="At most so many rows, drawn at random by data_seed.")
     side: Side | None = Field(
-        default=None, description="With `simultaneous`: the side of the partition that it trains."
+        default=None,
+        description="Whose rows these are. `simultaneous` trains that side's partition on them; hygiene leaves the "
+        "task's maths alone.",
     )
     streaming: bool = Field(
         default=False, description="Read no more of the source than `samples` asks for; drawn from a moving buffer."
     )
-    math: bool = Field(default=False, description="The rows are maths, which hygiene.exclude_math leaves alone.")
 
     @field_validator("prompt", "completion", "text")
     @classmethod
@@ -99,7 +100,7 @@ class Hygiene(StrictModel):
     """What rows may not hold: maths in a language's mixture, and the texts of evaluations."""
 
     exclude_math: bool = Field(
-        default=False, description="Drop rows that look like maths, but of `math: true` sources."
+        default=False, description="Drop rows that look like maths, but for sources with `side: task`."
     )
     overlap: list[str] = Field(
         default=["mgsm", "gsm8k_test"],
@@ -162,8 +163,6 @@ class TrainRecipe(StrictModel):
         sources = [("datasets", self.datasets), ("validation.datasets", (self.validation and self.validation.datasets))]
         for key, given in sources:
             sides = [source.side for source in given or []]
-            if self.simultaneous is None and any(sides):
-                raise ValueError(f"{key}: `side` belongs to `simultaneous`, which is not given")
             if self.simultaneous and sides and (None in sides or set(sides) != set(SIDES)):
                 raise ValueError(f"{key}: `simultaneous` needs a `side` at each, and both task and language among them")
         return self
