@@ -1,0 +1,8 @@
+"""Where experts changed their base, and where they would get in each other's way. Reads experts; writes no model."""
+
+from __future__ import annotations
+
+from adapterswap.analysis.changes import Changes, FractionTable, choose_threshold, measure, read_fractions
+from adapterswap.analysis.interference import Interference, interfere
+
+__all__ = ["Changes", "FractionTable", "Interference", "choose_threshold", "interfere", "measure", "read_fractions"]

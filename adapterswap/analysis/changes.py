@@ -1,0 +1,180 @@
+"""How much each matrix of an expert changed: mean absolute ΔW of every row, and norms.
+
+The measure is that of Bandarkar et al. (ICLR 2025), section 3.2 and appendix A.5: the share of a matrix's rows whose
+mean absolute change is above a threshold, by layer and module. Knows numbers; draws nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.analysis.deltas import Matrix, blocks, delta_reader, matrices, norm
+from adapterswap.arithmetic.tensors import open_files, read_numbers
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import FLOATS, Checkpoint
+
+__all__ = [
+    "Changes",
+    "FractionTable",
+    "ModuleChange",
+    "choose_threshold",
+    "measure",
+    "read_fractions",
+    "write_fractions",
+]
+
+COLUMNS = ("expert", "layer", "module", "fraction_of_rows_above_threshold")
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """How much one matrix changed.
+
+    Attributes:
+        matrix: which.
+        rows: the mean absolute value of each row of ΔW (out values).
+        norm: ‖ΔW‖ (Frobenius).
+        base_norm: ‖W‖ of the base; None where no base was given.
+    """
+
+    matrix: Matrix
+    rows: npt.NDArray[np.float64]
+    norm: float
+    base_norm: float | None
+
+
+@dataclass(frozen=True)
+class FractionTable:
+    """The share of rows above a threshold, by (layer, module); the threshold is None where it is not known."""
+
+    expert: str
+    threshold: float | None
+    cells: Mapping[tuple[int, str], float]
+
+    @property
+    def layers(self) -> range:
+        return range(1 + max(layer for layer, _ in self.cells))
+
+    @property
+    def modules(self) -> list[str]:
+        """The columns, in the order in which they were given."""
+        return list(dict.fromkeys(module for _, module in self.cells))
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How much an expert changed its base, matrix by matrix."""
+
+    expert: str
+    modules: tuple[ModuleChange, ...]
+
+    def fractions(self, threshold: float) -> FractionTable:
+        """The share of rows whose mean absolute change is above `threshold`, by layer and part of the layer."""
+        rows: dict[tuple[int, str], list[npt.NDArray[np.float64]]] = {}
+        for change in self.modules:
+            if change.matrix.layer is not None:
+                rows.setdefault((change.matrix.layer, change.matrix.part), []).append(change.rows)
+        cells = {cell: float(np.mean(np.concatenate(found) > threshold)) for cell, found in rows.items()}
+        return FractionTable(self.expert, threshold, cells)
+
+    def layer_norms(self, *, relative: bool = False) -> dict[int, float]:
+        """‖ΔW‖ of each layer, its matrices side by side; with `relative` divided by ‖W‖ of the same matrices."""
+        changed: dict[int, float] = {}
+        own: dict[int, float] = {}
+        for change in self.modules:
+            layer = change.matrix.layer
+            if layer is not None:
+                changed[layer] = changed.get(layer, 0.0) + change.norm**2
+                own[layer] = own.get(layer, 0.0) + (change.base_norm or 0.0) ** 2
+        return {layer: math.sqrt(total / own[layer] if relative else total) for layer, total in changed.items()}
+
+    @property
+    def magnitude(self) -> float:
+        """The mean over all rows of their mean absolute change: what `weights: magnitude` divides by."""
+        return float(np.mean(np.concatenate([change.rows for change in self.modules])))
+
+
+def measure(
+    expert: Adapter | Checkpoint,
+    *,
+    name: str,
+    base: Checkpoint | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> Changes:
+    """Measure every matrix of an expert.
+
+    Args:
+        expert: an opened adapter or checkpoint.
+        name: what to call it.
+        base: its base: needed for a checkpoint; for an adapter it adds the base's norms.
+        progress: called after every matrix.
+
+    Raises:
+        AdapterswapError: see `matrices` and `delta_reader`; or the expert has no matrix.
+    """
+    found = matrices(expert, base)
+    if not found:
+        raise AdapterswapError(f"{name} has no matrix in its layers", "Give an expert that changes attention or MLPs")
+    changes = []
+    with delta_reader(expert, base) as read, open_files(base.shards if base else []) as files:
+        for matrix in found.values():
+            rows, squares = [], 0.0
+            for block in blocks(read(matrix)):
+                rows.append(np.abs(block).mean(axis=1, dtype=np.float64))
+                squares += norm(block) ** 2
+            own = base.parameters.get(f"{matrix.name}.weight") if base else None
+            base_norm = None
+            if base and own is not None and own.tensor.dtype in FLOATS:
+                base_norm = norm(read_numbers(base.name, files[own.path], own.tensor))
+            changes.append(ModuleChange(matrix, np.concatenate(rows), math.sqrt(squares), base_norm))
+            progress()
+    return Changes(name, tuple(changes))
+
+
+def choose_threshold(changes: Iterable[Changes]) -> float:
+    """A threshold that shows most: the median over the rows of all experts, so that half of them lie above it."""
+    return float(np.median(np.concatenate([change.rows for expert in changes for change in expert.modules])))
+
+
+def read_fractions(path: str | Path) -> list[FractionTable]:
+    """Tables from a CSV file with the columns expert, layer, module, fraction_of_rows_above_threshold.
+
+    Raises:
+        AdapterswapError: the file cannot be read, or a row is not of that form.
+    """
+    mend = f"Write the columns {', '.join(COLUMNS)}"
+    cells: dict[str, dict[tuple[int, str], float]] = {}
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file)
+            if tuple(rows.fieldnames or ()) != COLUMNS:
+                raise AdapterswapError(f"{path} has the columns {', '.join(rows.fieldnames or ()) or 'of none'}", mend)
+            for row in rows:
+                layer, fraction = int(row["layer"]), float(row[COLUMNS[3]])
+                if not (layer >= 0 and 0 <= fraction <= 1):
+                    raise ValueError("a layer is negative, or a fraction not between 0 and 1")
+                cells.setdefault(row["expert"], {})[layer, row["module"]] = fraction
+    except (OSError, ValueError, TypeError, csv.Error) as error:
+        raise AdapterswapError(f"{path} is no table of changes: {error}", mend) from None
+    if not cells:
+        raise AdapterswapError(f"{path} holds no rows", mend)
+    return [FractionTable(expert, None, found) for expert, found in cells.items()]
+
+
+def write_fractions(tables: Sequence[FractionTable], path: Path) -> None:
+    """The CSV that `read_fractions` reads, one row for each expert, layer and module."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for table in tables:
+            writer.writerows(
+                (table.expert, layer, module, repr(value)) for (layer, module), value in table.cells.items()
+            )

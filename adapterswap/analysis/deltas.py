@@ -1,0 +1,144 @@
+"""The ΔW of an expert's matrices, one at a time: low-rank for an adapter, dense for a full checkpoint.
+
+Memory holds one module. Knows experts of both kinds; knows nothing of what is measured on them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.arithmetic.lowrank import Factors
+from adapterswap.arithmetic.tensors import open_files, read_factors, read_numbers
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import Adapter, LoraModule
+from adapterswap.experts.checkpoints import FLOATS, Checkpoint, Parameter
+
+__all__ = ["Delta", "Matrix", "blocks", "delta_reader", "matrices", "norm"]
+
+Delta = Factors | npt.NDArray[np.float32]  # ΔW = b·a, or ΔW itself; out×in
+
+_BLOCK = 2**22  # elements of ΔW that are formed at a time
+
+# Where a projection stands in its block, so that columns of tables follow the data through the layer.
+_ORDER = ("q", "query", "k", "key", "v", "value", "qkv", "attn", "query_key_value", "o", "out", "dense", "gate", "w1",
+          "up", "w3", "fc1", "fc", "dense_h_to_4h", "proj", "down", "w2", "fc2", "dense_4h_to_h")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One adapted matrix.
+
+    Attributes:
+        name: the module's full name.
+        layer: its layer, or None.
+        part: what it is in its layer, without numbers: `self_attn.q_proj`, `mlp.experts.w1`; the name outside the
+            layers.
+        key: sorts parts in the order in which the data passes through them.
+        source: where it lies in its expert.
+    """
+
+    name: str
+    layer: int | None
+    part: str
+    key: tuple[int, int, str]
+    source: LoraModule | Parameter
+
+
+Reader = Callable[[Matrix], Delta]
+
+
+def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str, Matrix]:
+    """The matrices of an expert by module name: every LoRA module, or every attention and MLP weight of a checkpoint.
+
+    Raises:
+        AdapterswapError: the expert is a full checkpoint and no base is given, or the base lacks a weight of it, or
+            holds it in another shape.
+    """
+    sources: dict[str, LoraModule | Parameter] = {}
+    if isinstance(expert, Adapter):
+        sources.update({name: module for name, module in expert.modules.items() if not module.embedding})
+    else:
+        if base is None:
+            raise AdapterswapError(
+                f"{expert.name} is a full checkpoint, and what changed is known against its base", "Give --base-model"
+            )
+        for parameter in expert.parameters.values():
+            if parameter.kind == "other" or parameter.layer is None or len(parameter.tensor.shape) != 2:
+                continue
+            own = base.parameters.get(parameter.name)
+            if own is None or own.tensor.shape != parameter.tensor.shape:
+                told = "lacks it" if own is None else f"has it as {'×'.join(map(str, own.tensor.shape))}"
+                raise AdapterswapError(
+                    f"{parameter.name} is {'×'.join(map(str, parameter.tensor.shape))} in {expert.name}, and the base "
+                    f"{told}",
+                    "Give the base that the expert was trained from",
+                )
+            if {own.tensor.dtype, parameter.tensor.dtype} <= set(FLOATS):
+                sources[parameter.module] = parameter
+    found = [_matrix(name, source, expert.container) for name, source in sources.items()]
+    return {matrix.name: matrix for matrix in sorted(found, key=lambda m: (-1 if m.layer is None else m.layer, m.key))}
+
+
+def _matrix(name: str, source: LoraModule | Parameter, container: str | None) -> Matrix:
+    inside = name if source.layer is None else name[len(container or "") + 1 :].partition(".")[2]
+    part = re.sub(r"\.\d+(?=\.|$)", "", inside)
+    last = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
+    place = _ORDER.index(last) if last in _ORDER else len(_ORDER)
+    return Matrix(name, source.layer, part, (source.kind != "attention", place, name), source)
+
+
+@contextmanager
+def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Iterator[Reader]:
+    """A function that reads the ΔW of a matrix, out×in in float32, from files that stay open in the block.
+
+    Raises:
+        AdapterswapError: a file changed or cannot be read; a tensor holds NaN or infinity.
+    """
+    with ExitStack() as stack:
+        if isinstance(expert, Adapter):
+            adapters = stack.enter_context(open_files([expert.file]))
+
+            def read(matrix: Matrix) -> Delta:
+                assert isinstance(matrix.source, LoraModule)
+                return read_factors(expert.name, adapters[expert.file.path], matrix.source)
+
+        else:
+            assert base is not None
+            files = stack.enter_context(open_files([*expert.shards, *base.shards]))
+            turned = _stores_transposed(expert.config)
+
+            def read(matrix: Matrix) -> Delta:
+                assert isinstance(matrix.source, Parameter)
+                own = base.parameters[matrix.source.name]
+                delta = read_numbers(expert.name, files[matrix.source.path], matrix.source.tensor)
+                delta -= read_numbers(base.name, files[own.path], own.tensor)
+                return delta.T if turned else delta
+
+        yield read
+
+
+def _stores_transposed(config: Any) -> bool:
+    """GPT-2's Conv1D keeps its weights in×out."""
+    return config.get("model_type") in ("gpt2", "openai-gpt")
+
+
+def blocks(delta: Delta) -> Iterator[npt.NDArray[np.float32]]:
+    """ΔW by blocks of whole rows."""
+    width = (delta.a if isinstance(delta, Factors) else delta).shape[1]
+    step = max(1, _BLOCK // width)
+    out = (delta.b if isinstance(delta, Factors) else delta).shape[0]
+    for start in range(0, out, step):
+        rows = slice(start, start + step)
+        yield np.asarray(delta.b[rows] @ delta.a if isinstance(delta, Factors) else delta[rows], np.float32)
+
+
+def norm(block: npt.NDArray[np.float32]) -> float:
+    """The Frobenius norm, summed in float64."""
+    return float(np.sqrt(np.sum(np.square(block, dtype=np.float64))))

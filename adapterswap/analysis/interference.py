@@ -1,0 +1,167 @@
+"""Where two experts' task vectors meet: cosine, overlap of their subspaces, and signs that disagree.
+
+For each matrix that both change: the cosine of the two ΔW; how far the subspaces overlap that they write into (columns)
+and read from (rows); the share of elements whose signs differ. Knows numbers; draws nothing and judges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.analysis.deltas import Delta, Matrix, blocks, delta_reader, matrices
+from adapterswap.arithmetic.lowrank import Factors
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import Checkpoint
+
+__all__ = ["Interference", "ModuleInterference", "interfere"]
+
+_DIRECTIONS = 16  # of a dense ΔW, which has as many as it has rows: the largest ones, up to an error of 0.1 %, stand for it
+
+
+@dataclass(frozen=True)
+class ModuleInterference:
+    """Two ΔW of one matrix, X and Y (out×in).
+
+    Attributes:
+        matrix: which.
+        product, norms: ⟨X, Y⟩, and ‖X‖ and ‖Y‖ (Frobenius).
+        written: ‖Qₓᵀ·Q_y‖² / min(rank) for orthonormal bases of the columns: 1 where one subspace holds the other.
+        read: the same for the rows.
+        by_chance: what `written` and `read` would be for random subspaces: max(rank) / out, and max(rank) / in.
+        conflicts: elements where X and Y have different signs, both not zero.
+        elements: elements where both are not zero.
+    """
+
+    matrix: Matrix
+    product: float
+    norms: tuple[float, float]
+    written: float
+    read: float
+    by_chance: tuple[float, float]
+    conflicts: int
+    elements: int
+
+    @property
+    def cosine(self) -> float | None:
+        return _cosine(self.product, self.norms)
+
+
+@dataclass(frozen=True)
+class Interference:
+    """Two experts, matrix by matrix, for the matrices that both change."""
+
+    experts: tuple[str, str]
+    modules: tuple[ModuleInterference, ...]
+
+    def by_layer(self) -> dict[int, dict[str, float | None]]:
+        """Cosine (of the layer's matrices side by side), mean overlaps, and the share of signs in conflict."""
+        layers: dict[int, list[ModuleInterference]] = {}
+        for module in self.modules:
+            if module.matrix.layer is not None:
+                layers.setdefault(module.matrix.layer, []).append(module)
+        return {layer: _together(modules) for layer, modules in sorted(layers.items())}
+
+
+def interfere(
+    experts: dict[str, Adapter | Checkpoint],
+    base: Checkpoint | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> Interference:
+    """Compare two experts.
+
+    Args:
+        experts: the two, by name.
+        base: their base, needed where one of them is a full checkpoint.
+        progress: called after every matrix.
+
+    Raises:
+        AdapterswapError: they share no matrix, or hold one in different shapes; see also `delta_reader`.
+    """
+    (first_name, first), (second_name, second) = experts.items()
+    ours, theirs = matrices(first, base), matrices(second, base)
+    shared = [name for name in ours if name in theirs]
+    if not shared:
+        raise AdapterswapError(f"{first_name} and {second_name} change no matrix both", "Give experts of one base")
+    found = []
+    with delta_reader(first, base) as read, delta_reader(second, base) as read_other:
+        for name in shared:
+            found.append(_meet(ours[name], read(ours[name]), read_other(theirs[name])))
+            progress()
+    return Interference((first_name, second_name), tuple(found))
+
+
+def _meet(matrix: Matrix, one: Delta, other: Delta) -> ModuleInterference:
+    if _shape(one) != _shape(other):
+        told = " and ".join("×".join(map(str, _shape(each))) for each in (one, other))
+        raise AdapterswapError(f"{matrix.name} is {told}", "Compare experts of one base")
+    product, squares, conflicts, elements = 0.0, [0.0, 0.0], 0, 0
+    for x, y in zip(blocks(one), blocks(other), strict=True):
+        both = x * y
+        product += float(both.sum(dtype=np.float64))
+        for side, block in enumerate((x, y)):
+            squares[side] += float(np.sum(np.square(block, dtype=np.float64)))
+        conflicts += int(np.count_nonzero(both < 0))
+        elements += int(np.count_nonzero(both))
+    (columns, rows), (other_columns, other_rows) = _bases(one), _bases(other)
+    rank = max(columns.shape[1], other_columns.shape[1])
+    out, width = _shape(one)
+    return ModuleInterference(
+        matrix=matrix,
+        product=product,
+        norms=(math.sqrt(squares[0]), math.sqrt(squares[1])),
+        written=_overlap(columns, other_columns),
+        read=_overlap(rows, other_rows),
+        by_chance=(min(1.0, rank / out), min(1.0, rank / width)),
+        conflicts=conflicts,
+        elements=elements,
+    )
+
+
+def _shape(delta: Delta) -> tuple[int, int]:
+    if isinstance(delta, Factors):
+        return delta.b.shape[0], delta.a.shape[1]
+    return delta.shape[0], delta.shape[1]
+
+
+def _bases(delta: Delta) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
+    """Orthonormal bases (as columns) of the space that ΔW writes into, and of the one that it reads from."""
+    if isinstance(delta, Factors):
+        return _orthonormal(delta.b), _orthonormal(delta.a.T)
+    from adapterswap.arithmetic.reduction import approximate
+
+    factors = approximate(np.ascontiguousarray(delta), rank=_DIRECTIONS, error=1e-3).factors
+    return _orthonormal(factors.b), _orthonormal(factors.a.T)
+
+
+def _orthonormal(matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    """A basis of the columns' space: directions that carry nothing are left out."""
+    u, sigma, _ = np.linalg.svd(matrix, full_matrices=False)
+    basis: npt.NDArray[np.floating] = u[:, sigma > sigma[0] * 1e-6] if sigma[0] else u[:, :0]
+    return basis
+
+
+def _overlap(one: npt.NDArray[np.floating], other: npt.NDArray[np.floating]) -> float:
+    smaller = min(one.shape[1], other.shape[1])
+    return float(np.sum(np.square(one.T @ other, dtype=np.float64)) / smaller) if smaller else 0.0
+
+
+def _cosine(product: float, norms: tuple[float, float]) -> float | None:
+    one, other = norms
+    return max(-1.0, min(1.0, product / (one * other))) if one and other else None
+
+
+def _together(modules: list[ModuleInterference]) -> dict[str, float | None]:
+    norms = [math.sqrt(math.fsum(module.norms[side] ** 2 for module in modules)) for side in (0, 1)]
+    elements = sum(module.elements for module in modules)
+    return {
+        "cosine": _cosine(math.fsum(module.product for module in modules), (norms[0], norms[1])),
+        "written": float(np.mean([module.written for module in modules])),
+        "read": float(np.mean([module.read for module in modules])),
+        "sign_conflicts": sum(module.conflicts for module in modules) / elements if elements else None,
+    }

@@ -1,0 +1,246 @@
+"""What analyze tells of experts, against dense matrices in numpy and scipy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.linalg import subspace_angles
+
+from adapterswap import AdapterswapError
+from adapterswap.analysis import Changes, choose_threshold, interfere, measure, read_fractions
+from adapterswap.analysis.changes import FractionTable, write_fractions
+from adapterswap.experts.adapters import open_adapter
+from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.experts.opening import open_expert
+from tests.conftest import load_base, merged_weights
+
+ARCHITECTURES = ["llama", "gpt2", "neox"]
+
+
+def deltas(base: Path, adapter: Path) -> dict[str, np.ndarray]:
+    """Dense ΔW by module name, out×in, from PEFT's own merge."""
+    own, merged = load_base(base).state_dict(), merged_weights(base, adapter)
+    turned = "gpt2" in str(base)
+    found = {}
+    for name, weight in merged.items():
+        delta = (weight.double() - own[name].double()).numpy()
+        if name.endswith(".weight") and delta.ndim == 2 and np.abs(delta).max() > 0:
+            found[name.removesuffix(".weight")] = delta.T if turned else delta
+    return found
+
+
+def full_expert(base: Path, adapter: Path, out: Path) -> Path:
+    from peft import PeftModel
+
+    PeftModel.from_pretrained(load_base(base), adapter).merge_and_unload().save_pretrained(out)
+    return out
+
+
+def by_name(changes: Changes) -> dict[str, Any]:
+    return {change.matrix.name: change for change in changes.modules}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_and_norms_are_those_of_the_dense_matrices(
+    architecture: str, base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, adapter = base(architecture), expert(architecture, seed=1)
+    own = open_checkpoint(folder)
+    low_rank = measure(open_adapter(adapter), name="low", base=own)
+    dense = measure(open_expert(full_expert(folder, adapter, tmp_path / "full")), name="full", base=own)
+    truth = deltas(folder, adapter)
+    assert by_name(low_rank).keys() == by_name(dense).keys() == truth.keys()
+    for changes in (low_rank, dense):
+        for name, change in by_name(changes).items():
+            np.testing.assert_allclose(change.rows, np.abs(truth[name]).mean(axis=1), rtol=1e-4, atol=1e-7)
+            assert change.norm == pytest.approx(np.linalg.norm(truth[name]), rel=1e-5)
+            stored = load_base(folder).state_dict()[f"{name}.weight"]
+            assert change.base_norm == pytest.approx(stored.double().norm().item(), rel=1e-6)
+
+
+def test_a_fraction_is_the_share_of_rows_above(math: Path) -> None:
+    changes = measure(open_adapter(math), name="math")
+    rows = np.concatenate([change.rows for change in changes.modules])
+    threshold = choose_threshold([changes])
+    assert np.mean(rows > threshold) == pytest.approx(0.5, abs=1 / len(rows))
+    table = changes.fractions(threshold)
+    assert set(table.layers) == set(range(6))
+    assert table.modules == [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+    one = by_name(changes)["model.layers.3.mlp.up_proj"]
+    assert table.cells[3, "mlp.up_proj"] == np.mean(one.rows > threshold)
+    assert set(changes.fractions(0).cells.values()) == {1.0}
+    assert set(changes.fractions(1e9).cells.values()) == {0.0}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_interference_is_that_of_the_dense_matrices(
+    architecture: str, base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = base(architecture)
+    first, second = expert(architecture, seed=1), expert(architecture, seed=2, r=4)
+    x, y = deltas(folder, first), deltas(folder, second)
+    full = open_expert(full_expert(folder, second, tmp_path / "full"))
+    pairs = [
+        interfere({"x": open_adapter(first), "y": open_adapter(second)}),
+        interfere({"x": open_adapter(first), "y": full}, open_checkpoint(folder)),
+    ]
+    for pair in pairs:
+        assert {module.matrix.name for module in pair.modules} == x.keys()
+        for module in pair.modules:
+            one, other = x[module.matrix.name], y[module.matrix.name]
+            cosine = np.sum(one * other) / np.linalg.norm(one) / np.linalg.norm(other)
+            assert module.cosine == pytest.approx(cosine, abs=1e-4)
+            # The squared cosines of the angles between the subspaces, of which the smaller has 4 dimensions.
+            for found, left, right in ((module.written, one, other), (module.read, one.T, other.T)):
+                angles = subspace_angles(np.linalg.svd(left)[0][:, :8], np.linalg.svd(right)[0][:, :4])
+                assert found == pytest.approx(np.mean(np.cos(angles) ** 2), abs=2e-3)
+            signs = np.mean(np.sign(one) != np.sign(other))
+            assert module.conflicts / module.elements == pytest.approx(signs, abs=5e-3)
+
+
+def test_an_expert_agrees_with_itself_and_conflicts_with_its_opposite(
+    expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    one = open_adapter(expert(seed=1))
+    turned = tmp_path / "opposite"
+    turned.mkdir()
+    for file in one.source.folder.iterdir():
+        (turned / file.name).write_bytes(file.read_bytes())
+    weights = load_file(turned / "adapter_model.safetensors")
+    save_file({k: -v if "lora_B" in k else v for k, v in weights.items()}, turned / "adapter_model.safetensors")
+    same, opposite = (interfere({"a": one, "b": other}).by_layer() for other in (one, open_adapter(turned)))
+    for layer in range(6):
+        assert same[layer] == pytest.approx({"cosine": 1, "written": 1, "read": 1, "sign_conflicts": 0}, abs=1e-6)
+        assert opposite[layer] == pytest.approx({"cosine": -1, "written": 1, "read": 1, "sign_conflicts": 1}, abs=1e-6)
+
+
+cells = st.dictionaries(
+    st.tuples(st.integers(0, 40), st.sampled_from(["attention.wq", "mlp.up_proj", "a,b \"c'"])),
+    st.floats(0, 1),
+    min_size=1,
+)
+
+
+@given(tables=st.dictionaries(st.sampled_from(["math", "Kiswahili #1", "వ"]), cells, min_size=1))
+def test_a_table_survives_its_csv(tables: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("csv") / "changes.csv"
+    written = [FractionTable(name, None, found) for name, found in tables.items()]
+    write_fractions(written, path)
+    assert read_fractions(path) == written
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "layer,module\n1,a\n",
+        "expert,layer,module,fraction_of_rows_above_threshold\n",
+        "expert,layer,module,fraction_of_rows_above_threshold\nmath,-1,q,0.5\n",
+        "expert,layer,module,fraction_of_rows_above_threshold\nmath,1,q,1.5\n",
+        "expert,layer,module,fraction_of_rows_above_threshold\nmath,one,q,0.5\n",
+        "expert,layer,module,fraction_of_rows_above_threshold\nmath,1\n",
+    ],
+)
+def test_a_csv_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(AdapterswapError, match="Write the columns expert, layer"):
+        read_fractions(path)
+
+
+def test_the_command_writes_tables_and_pictures(
+    run: Callable[..., Result], base: Callable[[str], Path], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    from PIL import Image
+
+    out = tmp_path / "out"
+    names = [f"math={math}", f"swahili={swahili}"]
+    result = run("analyze", *names, "--base-model", base("llama"), "-o", out, "--threshold", "0.01", "--json")
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert json.loads((out / "analysis.json").read_text()) == told
+    assert told["experts"]["math"]["threshold"] == 0.01
+    truth = deltas(base("llama"), math)["model.layers.2.self_attn.v_proj"]
+    (cell,) = [
+        cell
+        for cell in told["experts"]["math"]["fractions_of_rows"]
+        if (cell["layer"], cell["module"]) == (2, "self_attn.v_proj")
+    ]
+    assert cell["fraction"] == np.mean(np.abs(truth).mean(axis=1) > 0.01)
+    assert [table.expert for table in read_fractions(out / "changes.csv")] == ["math", "swahili"]
+    assert told["pairs"][0]["experts"] == ["math", "swahili"]
+    pictures = {path.name: np.asarray(Image.open(path)) for path in out.glob("*.png")}
+    assert pictures.keys() == {"changes.png", "norms.png", "math-swahili.png"}
+    assert all(len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 20 for picture in pictures.values())
+    again = tmp_path / "again"
+    assert run("analyze", *names, "--base-model", base("llama"), "-o", again, "--threshold", "0.01").exit_code == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in again.iterdir()
+    }
+
+
+def test_the_command_draws_a_csv(run: Callable[..., Result], tmp_path: Path) -> None:
+    source = tmp_path / "table.csv"
+    write_fractions([FractionTable("math", None, {(0, "wq"): 0.25, (1, "wq"): 1.0})], source)
+    result = run("analyze", "--from-csv", source, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert "0.250" in result.stdout
+    assert (tmp_path / "out" / "changes.csv").read_bytes() == source.read_bytes()
+
+
+def test_mistakes_are_told(run: Callable[..., Result], base: Callable[[str], Path], math: Path, tmp_path: Path) -> None:
+    full = full_expert(base("llama"), math, tmp_path / "full")
+    for arguments, code, told in (
+        ((), 2, "Name experts, or give --from-csv"),
+        ((math, "--from-csv", tmp_path), 2, "Name experts, or give --from-csv"),
+        ((math, "--threshold", "-1"), 2, "no size of a change"),
+        ((math, "--threshold", "nan"), 2, "no size of a change"),
+        ((full,), 1, "Give --base-model"),
+        ((full, "--base-model", base("gpt2")), 1, "the base lacks it"),
+        ((tmp_path / "absent",), 1, "does not exist"),
+        ((f"a={math}", f"a={math}"), 1, "two experts are called 'a'"),
+        (("--from-csv", tmp_path / "absent.csv"), 1, "is no table of changes"),
+    ):
+        result = run("analyze", *arguments)
+        assert result.exit_code == code, result.output
+        assert told in result.stderr
+    out = tmp_path / "out"
+    assert run("analyze", math, "--dry-run", "-o", out).exit_code == 0
+    assert not out.exists()
+
+
+def test_a_mixture_of_experts_is_counted_by_part(tmp_path: Path) -> None:
+    """Every expert's matrix of one part enters the same cell."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=3,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "expert")
+    own, changed = open_checkpoint(tmp_path / "base"), open_expert(tmp_path / "expert")
+    assert isinstance(changed, Checkpoint)
+    changes = measure(changed, name="moe", base=own)
+    table = changes.fractions(0.008)
+    expected = [
+        change.rows for change in changes.modules if "layers.0." in change.matrix.name and "w1" in change.matrix.name
+    ]
+    assert len(expected) == 3
+    assert table.cells[0, "block_sparse_moe.experts.w1"] == np.mean(np.concatenate(expected) > 0.008)
