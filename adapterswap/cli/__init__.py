@@ -25,6 +25,7 @@ COMMANDS = {
     "slice": "Cut an expert to some layers: a shell or a core.",
     "verify": "Recompute a composed adapter from its sources and compare.",
     "diff": "Compare two adapters: distance and cosine of their ΔW.",
+    "analyze": "Show where experts changed their base, layer by layer.",
     "train": "Train an expert from a recipe.",
     "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",
     "serve": "Serve compositions by name with vLLM.",
