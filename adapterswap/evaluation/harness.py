@@ -1,6 +1,6 @@
 """The parts that plug into lm-evaluation-harness: MGSM tasks with our filter, and a model that tells what it cut.
 
-This is the one module that imports the harness (and so torch) at its top, so it is imported where it is needed.
+Imports the harness (and so torch) at its top, so it is imported where it is needed.
 Knows nothing of adapters: a PeftModel is a model like any other.
 """
 

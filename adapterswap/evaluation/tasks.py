@@ -1,4 +1,5 @@
-"""Task names → lm-evaluation-harness tasks: MGSM from the data shipped here, all others from the harness itself.
+"""Task names → lm-evaluation-harness tasks: MGSM from the data shipped here, FLORES from files that the user has, all
+others from the harness itself.
 
 Our MGSM tasks bear the names of the harness's own, need no network, take their shots in a fixed order, and carry a
 third filter, `normalized`, beside its two. Knows nothing of models.
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.evaluation.flores import flores_folder, flores_task, is_flores
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
 from adapterswap.evaluation.settings import Settings
 
@@ -39,7 +41,8 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
 
     Args:
         names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such as
-            `mgsm_*_sw`; and whatever the harness knows: its tasks, groups and tags.
+            `mgsm_*_sw`; `flores_eng_Latn-swh_Latn` and other pairs, see `flores`; and whatever the harness knows: its
+            tasks, groups and tags.
         settings: of these `num_fewshot`, `gen_kwargs` and `include_path` matter to tasks.
 
     Raises:
@@ -51,7 +54,7 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
     num_fewshot, include_path = settings.num_fewshot, settings.include_path
     if not names:
         raise AdapterswapError("no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}")
-    ours, theirs = _resolve(names)
+    ours, flores, theirs = _resolve(names)
     problems = Problems()
     if num_fewshot is not None and num_fewshot < 0:
         problems.add(f"the number of shots is {num_fewshot}", "Give 0 or more")
@@ -60,19 +63,27 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
     if theirs:
         with problems.collect():
             _check_known(theirs, include_path)
+    folder = None
+    if flores:
+        with problems.collect():
+            for name in flores:
+                flores_task(name)
+            folder = flores_folder()
     problems.raise_if_any()
     generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
-    return _load(tuple(ours), tuple(theirs), num_fewshot, generation, str(include_path) if include_path else None)
+    include = str(include_path) if include_path else None
+    return _load(tuple(ours), tuple(flores), folder, tuple(theirs), num_fewshot, generation, include)
 
 
-def _resolve(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names split into our MGSM tasks, patterns and families written out, and what is left to the harness."""
+def _resolve(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Names split into our MGSM tasks, patterns and families written out; FLORES; and what is left to the harness."""
     ours: dict[str, None] = {}
+    flores: dict[str, None] = {}
     theirs: dict[str, None] = {}
     for name in names:
         found = _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name)
-        (ours if found else theirs).update(dict.fromkeys(found or [name]))
-    return list(ours), list(theirs)
+        (ours if found else flores if is_flores(name) else theirs).update(dict.fromkeys(found or [name]))
+    return list(ours), list(flores), list(theirs)
 
 
 @lru_cache(maxsize=2)
@@ -99,11 +110,20 @@ def _check_known(names: Sequence[str], include_path: str | Path | None) -> None:
 # The same composition loop asks for the same tasks again and again, and loading the harness's data takes seconds.
 @lru_cache(maxsize=4)
 def _load(
-    ours: tuple[str, ...], theirs: tuple[str, ...], num_fewshot: int | None, settings: str, include_path: str | None
+    ours: tuple[str, ...],
+    flores: tuple[str, ...],
+    folder: Path | None,
+    theirs: tuple[str, ...],
+    num_fewshot: int | None,
+    settings: str,
+    include_path: str | None,
 ) -> dict[str, Any]:
+    from adapterswap.evaluation.flores_tasks import build_flores_task
     from adapterswap.evaluation.harness import build_mgsm_task
 
     tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in ours}
+    if folder is not None:
+        tasks |= {name: build_flores_task(name, folder, num_fewshot or 0) for name in flores}
     groups: dict[str, Any] = {}
     if theirs:
         loaded = _load_theirs(theirs, include_path)

@@ -1,0 +1,159 @@
+"""FLORES: translation between two languages, from files that the user has, as sentences, prompts and scores.
+
+Reads FLORES-200 (NLLB Team 2022, arXiv 2207.04672) and FLORES+ folders: `dev/` and `devtest/`, a file for each
+language. Scores are sacrebleu's, over the whole corpus, with a tokenizer that suits the target's script. Ships no data
+but the languages' English names. Knows nothing of lm-evaluation-harness or of models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problems
+
+__all__ = ["FLORES_PATH", "FloresTask", "flores_folder", "flores_metrics", "flores_task", "is_flores", "read_sentences"]
+
+FLORES_PATH = "FLORES_PATH"
+"""The environment variable that names the folder with `dev/` and `devtest/`."""
+
+_NAME = re.compile(r"flores_(dev_)?([a-z]{3}_[A-Z][a-z]{3})-([a-z]{3}_[A-Z][a-z]{3})")
+# Scripts that put no spaces between words: to sacrebleu's default, 13a, a sentence of theirs is a single word.
+_TOKENIZERS = {"Hans": "zh", "Hant": "zh", **dict.fromkeys(("Jpan", "Thai", "Laoo", "Khmr", "Mymr", "Tibt"), "char")}
+
+
+@dataclass(frozen=True)
+class FloresTask:
+    """One direction of translation.
+
+    Attributes:
+        source, target: FLORES codes, such as eng_Latn.
+        split: devtest, or dev (for choosing checkpoints, so that devtest stays unseen).
+    """
+
+    source: str
+    target: str
+    split: str
+
+    @property
+    def name(self) -> str:
+        return f"flores_{'dev_' if self.split == 'dev' else ''}{self.source}-{self.target}"
+
+    def prompt(self, sentence: str) -> str:
+        """What the model goes on from; the wording of lm-evaluation-harness's FLORES tasks for Iberian languages."""
+        names = language_names()
+        return f"{names[self.source]} sentence: {sentence}\n{names[self.target]} sentence:"
+
+
+@lru_cache
+def language_names() -> dict[str, str]:
+    """Code → English name, for FLORES-200's 204 languages (and FLORES+'s codes for Mandarin)."""
+    text = (files("adapterswap.evaluation") / "data" / "flores" / "languages.tsv").read_text(encoding="utf-8")
+    return dict(line.split("\t") for line in text.splitlines())
+
+
+def is_flores(name: str) -> bool:
+    """Whether a task has this form of name: `flores_eng_Latn-swh_Latn`, `flores_dev_eng_Latn-swh_Latn`."""
+    return _NAME.fullmatch(name) is not None
+
+
+def flores_task(name: str) -> FloresTask:
+    """The task of that name, which `is_flores`.
+
+    Raises:
+        AdapterswapError: a language whose English name is not known, so that no prompt can be made.
+    """
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    problems = Problems()
+    for code in match.group(2, 3):
+        if code not in language_names():
+            problems.add(f"{name}: {code} is no language of FLORES-200", "Give its codes, such as swh_Latn")
+    problems.raise_if_any()
+    return FloresTask(match[2], match[3], "dev" if match[1] else "devtest")
+
+
+def flores_folder() -> Path:
+    """The folder that the environment names.
+
+    Raises:
+        AdapterswapError: it names none, or no folder.
+    """
+    folder = os.environ.get(FLORES_PATH)
+    if folder is None or not Path(folder).is_dir():
+        raise AdapterswapError(
+            f"{FLORES_PATH} is {'not set' if folder is None else f'{folder}, which is no folder'}",
+            f"FLORES is not shipped: set {FLORES_PATH} to the folder that holds its dev/ and devtest/",
+        )
+    return Path(folder)
+
+
+def read_sentences(folder: Path, split: str, code: str) -> list[str]:
+    """The sentences of one language, in order: n of them in every language's file.
+
+    Looked for are `devtest/swh_Latn.devtest` (FLORES-200: one to a line), then `devtest/swh_Latn.parquet` and
+    `devtest/swh_Latn.jsonl` (FLORES+: the column `text`, in the order of `id`).
+
+    Raises:
+        AdapterswapError: there is no such file, or it cannot be read.
+    """
+    stem = folder / split / code
+    candidates = [stem.with_name(f"{code}.{ending}") for ending in (split, "parquet", "jsonl")]
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        raise AdapterswapError(
+            f"{folder / split} has no {code}.{split}, {code}.parquet or {code}.jsonl",
+            f"Let {FLORES_PATH} name a folder in the layout of FLORES-200 or FLORES+",
+        )
+    try:
+        return _read(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterswapError(f"{path} cannot be read: {error}", "Download it again") from None
+
+
+def _read(path: Path) -> list[str]:
+    if path.suffix == ".parquet":
+        from pyarrow import parquet  # type: ignore[import-untyped]
+
+        rows = parquet.read_table(path, columns=["id", "text"]).to_pylist()
+    elif path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    else:
+        return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    return [str(row["text"]) for row in sorted(rows, key=lambda row: int(row["id"]))]
+
+
+def flores_metrics(target: str) -> dict[str, Any]:
+    """The metrics of translations into `target`, by name: sacrebleu's chrF++ first, then its BLEU.
+
+    BLEU depends on how words are told apart, so its name says how: `bleu_13a`; `bleu_zh` for Chinese; `bleu_ja-mecab`
+    for Japanese where MeCab is installed; `bleu_char` for it elsewhere, and for Thai, Lao, Khmer, Burmese and Tibetan.
+    chrF++ (Popović 2017: character 6-grams and word bigrams) needs none of this. Both lie between 0 and 100.
+    """
+    from sacrebleu.metrics import BLEU, CHRF
+
+    tokenizer = _TOKENIZERS.get(target.partition("_")[2], "13a")
+    if target == "jpn_Jpan" and find_spec("MeCab") and find_spec("ipadic"):
+        tokenizer = "ja-mecab"
+    # `force`: references are taken as they are; without it sacrebleu warns of those that look tokenised.
+    return {"chrf++": CHRF(word_order=2), f"bleu_{tokenizer}": BLEU(tokenize=tokenizer, force=True)}
+
+
+def corpus_score(metric: Any, pairs: Sequence[tuple[str, str]]) -> float:
+    """A metric of (reference, translation) pairs, over all of them together."""
+    references, translations = zip(*pairs, strict=True)
+    return float(metric.corpus_score(list(translations), [list(references)]).score)
+
+
+def signature(metric: Any) -> str:
+    """sacrebleu's short account of how it scores, for whoever wants to compare."""
+    metric.corpus_score(["a"], [["a"]])  # it counts the references
+    return str(metric.get_signature())

@@ -1,0 +1,87 @@
+"""FLORES as tasks of lm-evaluation-harness: sentences from local files in, sacrebleu's corpus scores out.
+
+Imports the harness at its top, as `harness` does, so it is imported where it is needed. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.evaluation.flores import corpus_score, flores_metrics, flores_task, read_sentences, signature
+
+__all__ = ["build_flores_task"]
+
+
+class _OfflineFlores(ConfigurableTask):  # type: ignore[misc]
+    """A harness task over rows in memory."""
+
+    def __init__(self, rows: list[dict[str, str]], config: dict[str, Any]) -> None:
+        self._rows = rows
+        super().__init__(config=config)
+
+    def download(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is downloaded."""
+        self.dataset = {"test": Dataset.from_list(self._rows)}
+
+
+def build_flores_task(name: str, folder: Path, num_fewshot: int = 0) -> ConfigurableTask:
+    """The FLORES task of that name, over the files in `folder`; its version holds sacrebleu's signatures.
+
+    Args:
+        name: see `is_flores`.
+        folder: holds `dev/` and `devtest/`.
+        num_fewshot: how many of dev's first sentences the prompts may show; a task over dev itself shows none.
+
+    Raises:
+        AdapterswapError: an unknown language; files that are missing or do not fit together; more shots than sentences.
+    """
+    spec = flores_task(name)
+    rows = _rows(folder, spec.split, spec.source, spec.target)
+    shots: list[dict[str, str]] = []
+    if num_fewshot and spec.split != "dev":
+        shots = _rows(folder, "dev", spec.source, spec.target)[:num_fewshot]
+        if len(shots) < num_fewshot:
+            raise AdapterswapError(f"{num_fewshot} shots are asked for, and {folder}/dev has {len(shots)}", "Ask fewer")
+    metrics = flores_metrics(spec.target)
+
+    def score(doc: dict[str, str], results: list[str]) -> dict[str, tuple[str, str]]:
+        return dict.fromkeys(metrics, (doc["target"], results[0].strip()))
+
+    config = {
+        "task": name,
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": lambda doc: spec.prompt(doc["source"]),
+        "doc_to_target": lambda doc: doc["target"],
+        "target_delimiter": " ",
+        "fewshot_config": {"sampler": "first_n", "samples": shots},
+        "num_fewshot": 0 if spec.split == "dev" else None,
+        "generation_kwargs": {"until": ["\n"], "do_sample": False},
+        "process_results": score,
+        "metric_list": [
+            {"metric": key, "aggregation": partial(corpus_score, metric), "higher_is_better": True}
+            for key, metric in metrics.items()
+        ],
+        "metadata": {"version": " ".join(["1", *(f"{key}|{signature(metric)}" for key, metric in metrics.items())])},
+    }
+    return _OfflineFlores(rows, config)
+
+
+def _rows(folder: Path, split: str, source: str, target: str) -> list[dict[str, str]]:
+    """Parallel sentences."""
+    read = {code: read_sentences(folder, split, code) for code in (source, target)}
+    problems = Problems()
+    for code, sentences in read.items():
+        if empty := [number for number, sentence in enumerate(sentences, 1) if not sentence.strip()]:
+            problems.add(f"{folder / split}: sentence {empty[0]} of {code} is empty", "Download it again")
+    if len(read[source]) != len(read[target]):
+        counts = " and ".join(f"{len(sentences)} in {code}" for code, sentences in read.items())
+        problems.add(f"{folder / split} is not parallel: {counts} sentences", "Take both from one release of FLORES")
+    problems.raise_if_any()
+    return [{"source": a, "target": b} for a, b in zip(read[source], read[target], strict=True)]
