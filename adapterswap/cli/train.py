@@ -39,8 +39,8 @@ def command(
 ) -> None:
     """Train an expert from a recipe.
 
-    RECIPE is a YAML file, or the name of a shipped recipe such as train/math-llama-3.1-8b. It names the base, the
-    datasets and the training options; the expert is a PEFT LoRA folder with training.json beside the weights.
+    RECIPE is a YAML file, or the name of a shipped recipe such as train/llama-3.1-8b-instruct/math. It names the base,
+    the datasets and the training options; the expert is a PEFT LoRA folder with training.json beside the weights.
     """
     from adapterswap.shipped import find_recipe
     from adapterswap.training import estimate, read_train_recipe, train

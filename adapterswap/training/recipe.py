@@ -144,6 +144,7 @@ class TrainRecipe(StrictModel):
         default=False,
         description="Render prompt and completion as a user's and an assistant's turn, by the tokenizer's template.",
     )
+    separator: str = Field(default="", description="Between prompt and completion, where no chat template parts them.")
     validation: Validation | None = Field(default=None, description="Rows held out, to measure the loss on.")
     simultaneous: Simultaneous | None = Field(
         default=None, description="Train two partitions in turns, each on its side's datasets."

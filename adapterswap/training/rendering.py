@@ -38,12 +38,15 @@ Renderer = Callable[[Mapping[str, Any]], Example | None]
 """Makes a row an Example; None for a row with nothing to train on."""
 
 
-def choose_renderer(source: DatasetSource, chat: ChatTemplate | None, *, chat_prompts: bool) -> Renderer:
+def choose_renderer(
+    source: DatasetSource, chat: ChatTemplate | None, *, chat_prompts: bool, separator: str = ""
+) -> Renderer:
     """How rows of `source` are rendered.
 
     Args:
         chat: the tokenizer's `apply_chat_template`, where it has a template.
         chat_prompts: render prompts and completions as chat turns.
+        separator: stands between prompt and completion where they are no chat turns.
 
     Raises:
         AdapterswapError: a chat template is needed, and there is none. The renderer itself raises it for a value that
@@ -56,7 +59,7 @@ def choose_renderer(source: DatasetSource, chat: ChatTemplate | None, *, chat_pr
                 "Use the instruct model's tokenizer, or prompt and completion with chat_template: false",
             )
         return _chat(_messages(source.messages) if source.messages is not None else _turns(source), chat)
-    return _plain(source) if source.text is None else _text(Template(source.text))
+    return _plain(source, separator) if source.text is None else _text(Template(source.text))
 
 
 def _text(template: Template) -> Renderer:
@@ -80,12 +83,14 @@ def _pairs(source: DatasetSource) -> Callable[[Mapping[str, Any]], tuple[str, st
     return pair
 
 
-def _plain(source: DatasetSource) -> Renderer:
+def _plain(source: DatasetSource, separator: str) -> Renderer:
     pair = _pairs(source)
 
     def render(row: Mapping[str, Any]) -> Example | None:
-        found = pair(row)
-        return Example(found[0] + found[1], ((found[0], None),)) if found else None
+        if (found := pair(row)) is None:
+            return None
+        prompt, completion = found[0] + separator, found[1]
+        return Example(prompt + completion, ((prompt, None),))
 
     return render
 
@@ -109,14 +114,21 @@ def _messages(column: str) -> Conversation:
         found = row[column]
         if found is None:
             return None
+        if isinstance(found, list) and all(_is_pair(item) for item in found):
+            roles = ("user", "assistant")
+            found = [{"role": role, "content": text} for pair in found for role, text in zip(roles, pair, strict=True)]
         if not isinstance(found, list) or not all(_is_message(message) for message in found):
             raise AdapterswapError(
                 f"the column {column!r} does not hold chat messages",
-                "A conversation is a list of {role: system, user or assistant, content: text}",
+                "A conversation is a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
             )
         return found
 
     return conversation
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def _is_message(value: Any) -> bool:

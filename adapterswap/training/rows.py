@@ -17,7 +17,13 @@ _BATCH = 1000  # rows held as Python objects at once
 
 
 def load_rows(
-    sources: Sequence[DatasetSource], folder: Path, *, seed: int, chat: ChatTemplate | None, chat_prompts: bool
+    sources: Sequence[DatasetSource],
+    folder: Path,
+    *,
+    seed: int,
+    chat: ChatTemplate | None,
+    chat_prompts: bool,
+    separator: str = "",
 ) -> Iterator[tuple[SourceCounts, Iterator[Example]]]:
     """The rows of every source; the counts are complete when a source's rows are used up.
 
@@ -27,12 +33,13 @@ def load_rows(
         seed: of `samples`.
         chat: the tokenizer's `apply_chat_template`, where it has a template.
         chat_prompts: render prompts and completions as chat turns.
+        separator: stands between prompt and completion where they are no chat turns.
 
     Raises:
         AdapterswapError: as `load_table` and `choose_renderer`, and for a row that cannot be rendered, with its number.
     """
     for source in sources:
-        render = choose_renderer(source, chat, chat_prompts=chat_prompts)
+        render = choose_renderer(source, chat, chat_prompts=chat_prompts, separator=separator)
         table, counts = load_table(source, folder, seed=seed)
         yield counts, _examples(table, render, counts)
 

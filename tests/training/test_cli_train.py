@@ -89,9 +89,9 @@ def test_errors_are_one_line_with_a_mend(run: Run, recipe: Path, setting: str, t
 
 
 def test_an_unknown_recipe_names_those_there_are(run: Run) -> None:
-    result = run("train", "train/none")
+    result = run("train", "train/llama-3.1-8b/maths")
     assert result.exit_code == 1
-    assert "train/math-llama-3.1-8b" in result.stderr
+    assert "train/llama-3.1-8b/math" in result.stderr
 
 
 def test_help_is_light() -> None:

