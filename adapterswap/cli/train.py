@@ -1,12 +1,17 @@
-"""`adapterswap train`: a recipe → rows and a base → an expert's folder."""
+"""`adapterswap train`: a recipe → rows and a base → an expert's folder.
+
+Started by torchrun or `accelerate launch`, each process runs this; one of them prints.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import click
 
 from adapterswap.cli.printing import human_bytes, note, print_json
+from adapterswap.errors import AdapterswapError
 
 if TYPE_CHECKING:
     from adapterswap.training import TrainEstimate, TrainRecipe, TrainReport
@@ -40,28 +45,65 @@ def command(
     """Train an expert from a recipe.
 
     RECIPE is a YAML file, or the name of a shipped recipe such as train/llama-3.1-8b-instruct/math. It names the base,
-    the datasets and the training options; the expert is a PEFT LoRA folder with training.json beside the weights.
+    the datasets and the training options; the expert is a PEFT LoRA folder (or, with adapter: none, a whole model) with
+    training.json beside the weights. On several devices: accelerate launch -m adapterswap train RECIPE.
     """
-    from adapterswap.shipped import find_recipe
-    from adapterswap.training import estimate, read_train_recipe, train
+    from adapterswap.training.processes import first_to_tell
 
     short = {"base_model": base_model, "training.device": device, "training.dtype": dtype}
     short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    chosen = read_train_recipe(find_recipe(recipe, "train"), settings)
-    if dry_run:
-        _check_output(chosen, out_path, overwrite=overwrite, resume=resume)
-        expected = estimate(chosen)
-        if as_json:
-            print_json({"dry_run": True, **expected.to_json()})
+    try:
+        if dry_run:
+            _estimate(recipe, settings, out_path, resume=resume, overwrite=overwrite, as_json=as_json)
         else:
-            _print_estimate(expected)
+            _train(recipe, settings, out_path, resume=resume, overwrite=overwrite, as_json=as_json)
+    except AdapterswapError:
+        if not first_to_tell():
+            raise click.exceptions.Exit(1) from None
+        raise
+
+
+def _read(recipe: str, settings: list[str]) -> TrainRecipe:
+    from adapterswap.shipped import find_recipe
+    from adapterswap.training import read_train_recipe
+
+    return read_train_recipe(find_recipe(recipe, "train"), settings)
+
+
+def _estimate(
+    recipe: str, settings: list[str], out_path: str | None, *, resume: bool, overwrite: bool, as_json: bool
+) -> None:
+    from adapterswap.training import estimate
+
+    chosen = _read(recipe, settings)
+    _check_output(chosen, out_path, overwrite=overwrite, resume=resume)
+    expected = estimate(chosen)
+    if not _tells():
         return
-    report = train(chosen, out_path=out_path, overwrite=overwrite, resume=resume)
+    if as_json:
+        print_json({"dry_run": True, **expected.to_json()})
+    else:
+        _print_estimate(expected)
+
+
+def _train(
+    recipe: str, settings: list[str], out_path: str | None, *, resume: bool, overwrite: bool, as_json: bool
+) -> None:
+    from adapterswap.training import train
+
+    report = train(_read(recipe, settings), out_path=out_path, overwrite=overwrite, resume=resume)
+    if not _tells():
+        return
     if as_json:
         print_json({"dry_run": False, **report.to_json()})
     else:
         _print_report(report)
+
+
+def _tells() -> bool:
+    """Whether this is the one process of the run that prints results."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool, resume: bool) -> None:
@@ -81,14 +123,14 @@ def _print_estimate(expected: TrainEstimate) -> None:
     share = expected.trainable_parameters / expected.base_parameters
     _tell("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
     _tell("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
-    _tell("modules", f"{expected.adapted_modules}: {', '.join(expected.target_modules)}")
+    _tell("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
     for source in rows.sources:
         _tell("source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} kept")
     _tell("rows", f"{rows.train:,} to train on, {rows.validation:,} held out, {rows.dropped:,} dropped")
     _tell("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
-    parts = ", ".join(f"{part} {memory[part]}" for part in ("base", "adapter", "activations"))
+    parts = ", ".join(f"{part} {size}" for part, size in memory.items() if part != "total")
     _tell("memory", f"about {memory['total']}: {parts}")
-    _tell("device", f"{expected.device}, {expected.dtype}")
+    _tell("device", f"{expected.device}, {expected.dtype}" + _on(expected.processes))
     for line in rows.notes():
         note(line)
     note("nothing trained (--dry-run)")
@@ -99,7 +141,7 @@ def _print_report(report: TrainReport) -> None:
     resumed = "" if report.resumed_from is None else f", resumed from {report.resumed_from:,}"
     # The clock ran in this process only, so a resumed run has no rate.
     rate = "" if report.resumed_from is not None else f", {report.tokens / report.seconds:,.0f} per second"
-    _tell("steps", f"{report.steps:,}{resumed}")
+    _tell("steps", f"{report.steps:,}{resumed}{_on(report.processes)}")
     _tell("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
     _tell("tokens", f"{report.tokens:,}{rate}")
     _tell("loss", f"{report.train_losses[0][1]:.4f} at first, {report.train_losses[-1][1]:.4f} at last")
@@ -108,6 +150,10 @@ def _print_report(report: TrainReport) -> None:
     for line in rows.notes():
         note(line)
     note(f"written to {report.path}")
+
+
+def _on(processes: int) -> str:
+    return f", {processes} processes" if processes > 1 else ""
 
 
 def _tell(label: str, text: str) -> None:

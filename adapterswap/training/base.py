@@ -1,39 +1,18 @@
-"""The base model for training: its tokenizer made ready, and which of its modules get an adapter.
+"""The base model for training: its tokenizer made ready, its modules without weights, and the device it trains on.
 
-Knows nothing of rows.
+Knows nothing of rows, nor of what is trained in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.bases import Base, open_base, reason_of
-from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.experts.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
-from adapterswap.training.recipe import AdapterOptions, TrainingOptions
+from adapterswap.bases import Base, load_weights, open_base, reason_of
+from adapterswap.errors import AdapterswapError
+from adapterswap.training.processes import count_processes
+from adapterswap.training.recipe import Quantization, TrainingOptions, TrainRecipe
 
-__all__ = ["Targets", "choose_device", "empty_model", "find_targets", "open_trainable"]
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What gets an adapter.
-
-    Attributes:
-        names: ends of module names, as PEFT's target_modules takes them, sorted.
-        count: how many modules they name, in these layers.
-        parameters: what is trained: r·(in + out) for each of them, and the modules saved in full.
-        layers: layers that are adapted; None for all.
-        conv1d: the modules store their weights transposed (GPT-2).
-    """
-
-    names: list[str]
-    count: int
-    parameters: int
-    layers: list[int] | None
-    conv1d: bool
+__all__ = ["choose_device", "empty_model", "load_trainable", "open_trainable"]
 
 
 def open_trainable(reference: str) -> Base:
@@ -72,101 +51,54 @@ def empty_model(base: Base) -> Any:
         ) from None
 
 
-def find_targets(model: Any, options: AdapterOptions, config: Any) -> Targets:
-    """Resolve `target_modules`, `layers` and `modules_to_save` on the modules that `model` has.
+def load_trainable(base: Base, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:
+    """The model with its weights, in the dtype and with the attention and quantization that the recipe asks for.
+
+    An adapter's base has the dtype that is computed in; weights that are themselves trained have training.weight_dtype,
+    and are rounded on the fly.
 
     Raises:
-        AdapterswapError: a name that no module has, a layer out of range, the output head, tied embeddings, or a model
-            whose projections are not recognised.
+        AdapterswapError: see `load_weights`.
     """
-    import torch
-    from transformers.pytorch_utils import Conv1D
+    options, choices = recipe.training, {}
+    if attention := _attention(options, device, dtype):
+        choices["attn_implementation"] = attention
+    if recipe.adapter.method == "none":
+        return load_weights(base, dtype=options.weight_dtype, **choices)
+    if recipe.quantization is None:
+        return load_weights(base, dtype=dtype, **choices)
+    from accelerate import PartialState
+    from peft import prepare_model_for_kbit_training
 
-    adaptable = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D | torch.nn.Embedding)
-    }
-    matrices = [name for name, module in adaptable.items() if not isinstance(module, torch.nn.Embedding)]
-    container = layer_container(matrices)
-    if options.target_modules is None:
-        wanted = {n for n in matrices if layer_of(n, container) is not None and kind_of(n) in ("attention", "mlp")}
-        if not wanted:
-            raise AdapterswapError(
-                f"no attention or MLP projections were recognised in {type(model).__name__}",
-                f"Name them in adapter.target_modules; its modules end in {_ends(matrices)}",
-            )
-        names = sorted({_shortest_end(name, wanted, adaptable, container) for name in wanted})
-    else:
-        names = sorted(set(options.target_modules))
-    layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
-    _check_targets(names, layers, model, adaptable, options, config, container)
-    chosen = {name: module for name, module in adaptable.items() if _named(name, names)}
-    if layers is not None:
-        chosen = {name: module for name, module in chosen.items() if layer_of(name, container) in layers}
-    saved = [module for name, module in model.named_modules() if _named(name, options.modules_to_save)]
-    return Targets(
-        names=names,
-        count=len(chosen),
-        parameters=sum(options.r * sum(module.weight.shape) for module in chosen.values())
-        + sum(parameter.numel() for module in saved for parameter in module.parameters()),
-        layers=layers,
-        conv1d=all(isinstance(module, Conv1D) for module in chosen.values()),
+    model = load_weights(
+        base, dtype=dtype, quantization_config=_bits(recipe.quantization, dtype),
+        device_map={"": PartialState().device}, **choices,
+    )  # fmt: skip
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=options.gradient_checkpointing)
+
+
+def _attention(options: TrainingOptions, device: str, dtype: str) -> str | None:
+    """What to ask transformers for; None leaves it the choice."""
+    from importlib.util import find_spec
+
+    if options.attn_implementation != "auto":
+        return options.attn_implementation
+    flash = device == "cuda" and dtype == "bfloat16" and find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else None
+
+
+def _bits(options: Quantization, dtype: str) -> Any:
+    """Its config in transformers; four bits are computed with in `dtype`."""
+    from transformers import BitsAndBytesConfig
+
+    if options.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=options.quant_type,
+        bnb_4bit_use_double_quant=options.double_quant,
+        bnb_4bit_compute_dtype=dtype,
     )
-
-
-def _check_targets(
-    names: Sequence[str], layers: Sequence[int] | None, model: Any, adaptable: dict[str, Any],
-    options: AdapterOptions, config: Any, container: str | None,
-) -> None:  # fmt: skip
-    problems = Problems()
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and bool(config.get_text_config().tie_word_embeddings)
-    for name in names:
-        found = {full: module for full, module in adaptable.items() if _named(full, [name])}
-        where = f"adapter.target_modules: {name!r}"
-        if not found:
-            problems.add(f"{where} is the name of no module", f"Names there are: {_ends(adaptable)}")
-        elif any(module is head for module in found.values()):
-            problems.add(
-                f"{where} is the output head, which TRL does not train as LoRA",
-                "Remove it, or put it into adapter.modules_to_save",
-            )
-        elif tied and any(module is embeddings for module in found.values()):
-            problems.add(f"{where} is tied to the output head, which would not change with it", "Remove it")
-        elif layers is not None and any(layer_of(full, container) is None for full in found):
-            problems.add(f"{where} lies in no layer, and adapter.layers chooses layers", "Remove one of the two")
-    everything = dict(model.named_modules())
-    for name in options.modules_to_save:
-        saved = [module for full, module in everything.items() if _named(full, [name])]
-        where = f"adapter.modules_to_save: {name!r}"
-        if not saved:
-            problems.add(f"{where} is the name of no module", f"Names there are: {_ends(adaptable)}")
-        elif tied and any(module is embeddings or module is head for module in saved):
-            problems.add(f"{where} is one weight for input and output here, which would come apart", "Remove it")
-    depth = num_layers_in_config(config.to_dict())
-    if layers and depth is not None and layers[-1] >= depth:
-        problems.add(
-            f"adapter.layers: {options.layers} reaches beyond layer {depth - 1}", f"Layers are 0 to {depth - 1}"
-        )
-    problems.raise_if_any()
-
-
-def _named(name: str, ends: Sequence[str]) -> bool:
-    """PEFT's rule for target_modules: the whole name, or its end after a dot."""
-    return any(name == end or name.endswith(f".{end}") for end in ends)
-
-
-def _shortest_end(name: str, wanted: set[str], adaptable: dict[str, Any], container: str | None) -> str:
-    """`q_proj` for `model.layers.0.self_attn.q_proj`; `self_attn.q_proj` if something unwanted ends in q_proj too."""
-    last = name.rpartition(".")[2]
-    if all(other in wanted for other in adaptable if _named(other, [last])):
-        return last
-    return name[len(container or "") + 1 :].partition(".")[2]
-
-
-def _ends(names: Any) -> str:
-    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def choose_device(options: TrainingOptions) -> tuple[str, str]:
@@ -183,10 +115,10 @@ def choose_device(options: TrainingOptions) -> tuple[str, str]:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise AdapterswapError("training.device is cuda, and torch sees no CUDA device", "Use device: auto or cpu")
-        if torch.cuda.device_count() > 1:
+        if torch.cuda.device_count() > 1 and count_processes() == 1:
             raise AdapterswapError(
-                f"torch sees {torch.cuda.device_count()} CUDA devices, and an expert is trained on one",
-                "Choose it with the environment variable CUDA_VISIBLE_DEVICES=0",
+                f"torch sees {torch.cuda.device_count()} CUDA devices, and one process trains on one",
+                "Start a process for each: accelerate launch -m adapterswap train …; or set CUDA_VISIBLE_DEVICES=0",
             )
     dtype = options.dtype
     if dtype == "auto":

@@ -18,6 +18,8 @@ from adapterswap.errors import AdapterswapError
 
 __all__ = ["Checkpoints"]
 
+_WITHOUT_EFFECT = ("keep_checkpoints", "report_to")  # options of training that do not change its result
+
 
 class Checkpoints:
     """The checkpoints that belong to the output `out_path`.
@@ -64,12 +66,16 @@ class Checkpoints:
         return max(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
     @contextmanager
-    def tidied(self) -> Iterator[None]:
-        """Leave no folder behind without a complete checkpoint in it, whatever happens inside the block."""
+    def tidied(self, *, keep: bool = False) -> Iterator[None]:
+        """Leave no folder behind without a complete checkpoint in it, whatever happens inside the block.
+
+        Args:
+            keep: leave that to another process.
+        """
         try:
             yield
         finally:
-            if not self._complete():
+            if not (keep or self._complete()):
                 self.remove()
 
     def _complete(self) -> list[Path]:
@@ -83,7 +89,7 @@ class Checkpoints:
 def _fingerprint(recipe: dict[str, Any], rows_sha256: str) -> dict[str, str]:
     """Per key of the recipe a short hash; what does not change the result is left out."""
     parts = {key: value for key, value in recipe.items() if key != "out_path"}
-    parts["training"] = {key: value for key, value in parts["training"].items() if key != "keep_checkpoints"}
+    parts["training"] = {key: value for key, value in parts["training"].items() if key not in _WITHOUT_EFFECT}
     parts["rows"] = rows_sha256
     return {
         key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16] for key, value in parts.items()

@@ -5,27 +5,37 @@ Joins the sources, shuffles by the data seed, splits off the validation rows. Kn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError
-from adapterswap.training.recipe import DatasetSource, TrainRecipe
+from adapterswap.planning.partitions import SIDES
+from adapterswap.training.recipe import DatasetSource, TrainingOptions, TrainRecipe
 from adapterswap.training.report import Rows
 from adapterswap.training.rows import load_rows
 from adapterswap.training.tokens import TokenCounts, Tokens, tokenize
 
-__all__ = ["Data", "load_data", "packed"]
+__all__ = ["Data", "load_data", "sequences"]
 
 
 @dataclass(frozen=True)
 class Data:
-    """Tokenised rows: to train on, held out (or None), and the account."""
+    """Tokenised rows: to train on, held out (or None), and the account.
+
+    Attributes:
+        train: rows to train on; with `simultaneous` first the task's, then the language's.
+        parts: how many rows of `train` each side has, in this order; without sides, all of them.
+    """
 
     train: Tokens
+    parts: tuple[int, ...]
     validation: Tokens | None
     rows: Rows
 
@@ -36,19 +46,27 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
     Raises:
         AdapterswapError: what `load_rows` raises; no rows are left; or validation takes all of them.
     """
-    joined, sources, counts = _tokens(recipe.datasets, recipe, base)
-    order = np.random.default_rng(recipe.training.data_seed).permutation(len(joined))
-    train, held_out = joined.take(order), None
-    validation = recipe.validation
+    joined, groups, sources, counts = _tokens(recipe.datasets, recipe, base)
+    chance = np.random.default_rng(recipe.training.data_seed)
+    groups = [chance.permutation(group) for group in groups]
+    validation, held_out = recipe.validation, None
     if validation and validation.datasets:
-        held_out, _, _ = _tokens(validation.datasets, recipe, base)
+        held_out, equal, _, _ = _tokens(validation.datasets, recipe, base)
+        if recipe.simultaneous:
+            share = min(map(len, equal))
+            held_out = held_out.take(np.concatenate([chance.permutation(group)[:share] for group in equal]))
     elif validation:
-        held = validation.rows or max(1, round((validation.fraction or 0) * len(joined)))
-        if held >= len(joined):
+        total = validation.rows or max(1, round((validation.fraction or 0) * len(joined)))
+        share = math.ceil(total / len(groups))  # of each side as many
+        if share >= min(map(len, groups)):
+            side = " of each side" if recipe.simultaneous else ""
             raise AdapterswapError(
-                f"validation takes {held} rows, and there are {len(joined)}", "Hold out fewer, or give more rows"
+                f"validation takes {share} rows{side}, and there are {min(map(len, groups))}",
+                "Hold out fewer, or give more rows",
             )
-        train, held_out = joined.take(order[held:]), joined.take(order[:held])
+        held_out = joined.take(np.concatenate([group[:share] for group in groups]))
+        groups = [group[share:] for group in groups]
+    train = joined.take(np.concatenate(groups))
     rows = Rows(
         sources=[asdict(source) for source in sources],
         train=len(train),
@@ -56,17 +74,20 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
         empty=sum(source.empty for source in sources),
         cut_off=counts.cut_off,
         truncated=counts.truncated,
+        split=counts.split,
         boundary_moved=counts.boundary_moved,
         longest=counts.longest,
         tokens=len(train.ids),
         trained_tokens=int(train.trained.sum()),
         sha256=train.sha256(),
     )
-    return Data(train, held_out, rows)
+    return Data(train, tuple(map(len, groups)), held_out, rows)
 
 
-def _tokens(wanted: Sequence[DatasetSource], recipe: TrainRecipe, base: Base) -> tuple[Tokens, list[Any], TokenCounts]:
-    """The rows of all sources; what became of each; and what tokenising did to them all."""
+def _tokens(
+    wanted: Sequence[DatasetSource], recipe: TrainRecipe, base: Base
+) -> tuple[Tokens, list[NDArray[np.int64]], list[Any], TokenCounts]:
+    """The rows of all sources; which of them are whose side's; what became of each source; and of their tokens."""
     options = recipe.training
     parts, sources, total = [], [], TokenCounts()
     loaded = load_rows(
@@ -75,9 +96,10 @@ def _tokens(wanted: Sequence[DatasetSource], recipe: TrainRecipe, base: Base) ->
         seed=options.data_seed,
         chat=base.tokenizer.apply_chat_template if base.tokenizer.chat_template else None,
         chat_prompts=recipe.chat_template,
+        separator=recipe.separator,
     )
     for source, examples in loaded:
-        part, counts = tokenize(examples, base.tokenizer, max_length=options.max_length)
+        part, counts = tokenize(examples, base.tokenizer, max_length=options.max_length, split_long=options.split_long)
         if not len(part):
             _nothing_left(source, counts, options.max_length)
         parts.append(part)
@@ -90,7 +112,9 @@ def _tokens(wanted: Sequence[DatasetSource], recipe: TrainRecipe, base: Base) ->
             f"the tokenizer of {base.reference} gives the token {joined.ids.max()}, and the model knows {vocabulary}",
             "Tokenizer and model do not belong together: give the folder of a matching pair",
         )
-    return joined, sources, total
+    sides = np.repeat([source.side or "" for source in wanted], [len(part) for part in parts])
+    groups = [np.flatnonzero(sides == side) for side in (SIDES if recipe.simultaneous else ("",))]
+    return joined, groups, sources, total
 
 
 def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
@@ -104,8 +128,19 @@ def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
     )
 
 
-def packed(tokens: Tokens, max_length: int) -> Any:
-    """A dataset of sequences of up to `max_length` tokens, each of several whole rows (best-fit decreasing)."""
+def sequences(data: Data, options: TrainingOptions) -> tuple[Any, tuple[int, ...]]:
+    """The dataset to train on, its rows packed if the options say so, and how many sequences each side has.
+
+    A packed sequence has up to max_length tokens, of several whole rows (best-fit decreasing) of one side.
+    """
+    if not options.packing:
+        return data.train.dataset(), data.parts
+    import datasets
     from trl import pack_dataset
 
-    return pack_dataset(tokens.dataset(), max_length, "bfd")
+    starts = np.cumsum([0, *data.parts])
+    parts = [
+        pack_dataset(data.train.take(np.arange(begin, end)).dataset(), options.max_length, "bfd")
+        for begin, end in pairwise(starts)
+    ]
+    return datasets.concatenate_datasets(parts), tuple(map(len, parts))

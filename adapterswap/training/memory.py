@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adapterswap.training.recipe import TrainingOptions
+from adapterswap.training.recipe import TrainRecipe
 
 __all__ = ["memory"]
 
@@ -17,15 +17,16 @@ _TILE = 4096, 32768  # tokens and entries of the vocabulary whose logits TRL com
 
 
 def memory(
-    config: Any, options: TrainingOptions, trainable: int, base_parameters: int, *, dtype: str, longest: int
+    config: Any, recipe: TrainRecipe, trainable: int, base_parameters: int, *, dtype: str, longest: int
 ) -> dict[str, int]:
-    """Bytes by part, and their `total`.
+    """Bytes by part, and their `total`: of one process that holds everything, as without FSDP.
 
     Args:
         config: the base's text config.
         trainable, base_parameters: numbers of parameters.
         longest: tokens of the longest row as trained on; with packing, sequences are max_length long.
     """
+    options = recipe.training
     size = _BYTES[dtype]
     hidden = int(config.hidden_size)
     intermediate = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
@@ -35,8 +36,17 @@ def memory(
     # With checkpointing each layer keeps its input only, and one at a time is recomputed.
     kept = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
     parts = {
-        "base": base_parameters * size,
-        "adapter": trainable * 4 * 4,  # float32: weights, gradients, and AdamW's two moments
+        **_weights(recipe, trainable, base_parameters, size),
         "activations": kept + size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1]),
     }
     return {**parts, "total": sum(parts.values())}
+
+
+def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: int) -> dict[str, int]:
+    """The base's weights, of `size` bytes unless something else is asked for, and what training adds to them."""
+    moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; else those of what is trained
+    if recipe.adapter.method == "none":
+        own = _BYTES[recipe.training.weight_dtype]
+        return {"base": base_parameters * own, "training": trainable * (own + 2 * (moment or own))}
+    base = base_parameters * recipe.quantization.bits // 8 if recipe.quantization else base_parameters * size
+    return {"base": base, "training": trainable * (4 + 4 + 2 * (moment or 4))}  # an adapter is trained in float32

@@ -75,7 +75,7 @@ class AdapterOptions(FiniteModel):
             raise ValueError("`partition` and `side` go together: say which side's modules are trained")
         if self.partition and self.layers is not None:
             raise ValueError("`partition` chooses the layers, so `layers` cannot be given beside it")
-        extra = [key for key in LORA_KEYS if key in self.model_fields_set]
+        extra = [key for key in LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
         if self.method == "none" and extra:
             raise ValueError(f"{', '.join(extra)} belong to an adapter, and `method` is none")
         return self

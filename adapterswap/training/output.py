@@ -1,7 +1,7 @@
-"""The expert's folder: PEFT's two files, `training.json`, and a short model card.
+"""The expert's folder: PEFT's two files, or a whole model's; `training.json`, and a short model card.
 
 What is written follows from the inputs alone: no clock, no path of this machine, keys and lists in order. Knows nothing
-of how the adapter came about beyond what it is told.
+of how the weights came about beyond what it is told.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.bases import Base
-from adapterswap.training.base import Targets
+from adapterswap.bases import Base, open_base
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
+from adapterswap.training.targets import Targets
 
 __all__ = ["describe", "write_expert"]
 
@@ -24,20 +24,47 @@ _LIBRARIES = ("datasets", "peft", "torch", "transformers", "trl")
 
 
 def write_expert(
-    folder: Path, model: Any, recipe: TrainRecipe, base: Base, targets: Targets, report: TrainReport
+    folder: Path,
+    model: Any,
+    recipe: TrainRecipe,
+    base: Base,
+    targets: Targets,
+    report: TrainReport,
+    *,
+    weights: dict[str, Any] | None = None,
 ) -> None:
-    """Write the adapter of `model`, a trained PeftModel, into the empty `folder`."""
-    import torch
+    """Write what was trained into the empty `folder`.
 
-    if recipe.adapter.save_dtype == "bfloat16":
-        model.to(torch.bfloat16)
-    # Embeddings that were adapted are saved by the adapter itself; PEFT's own guess at more would ask the network.
-    model.save_pretrained(folder, save_embedding_layers=False)
-    _tidy_config(folder / "adapter_config.json", base)
-    config_mode = (folder / "adapter_config.json").stat().st_mode
-    (folder / "adapter_model.safetensors").chmod(config_mode)  # safetensors gives it to its owner alone
+    Args:
+        model: a PeftModel, whose adapter is written; or the base's own model, written whole with its tokenizer.
+        weights: the model's state dict, where its own parameters do not hold all of it.
+    """
+    adapted = recipe.adapter.method == "lora"
+    dtype = recipe.adapter.save_dtype or (None if adapted else base.config.dtype)
+    if dtype is not None:
+        _round(model, weights, dtype)
+    if adapted:
+        # Embeddings that were adapted are saved by the adapter itself; PEFT's own guess at more would ask the network.
+        model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
+        _tidy_config(folder / "adapter_config.json", base, targets)
+    else:
+        model.save_pretrained(folder, state_dict=weights)
+        open_base(base.reference).tokenizer.save_pretrained(folder)  # as it was, before it was made ready to train
+    mode = next(folder.glob("*.json")).stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)  # safetensors gives them to their owner alone
     _write_json(folder / "training.json", describe(recipe, base, targets, report))
     (folder / "README.md").write_text(_card(recipe, base, report), encoding="utf-8")
+
+
+def _round(model: Any, weights: dict[str, Any] | None, dtype: Any) -> None:
+    """Round the model, or its weights apart from it, to a dtype once."""
+    import torch
+
+    chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    model.to(chosen)
+    for name, tensor in (weights or {}).items():
+        weights[name] = tensor.to(chosen)  # type: ignore[index]
 
 
 def describe(recipe: TrainRecipe, base: Base, targets: Targets, report: TrainReport) -> dict[str, Any]:
@@ -54,11 +81,12 @@ def describe(recipe: TrainRecipe, base: Base, targets: Targets, report: TrainRep
         "format": "adapterswap-training/1",
         "recipe": resolved,
         "base": {"name": base.source.name, "revision": base.source.revision},
-        "target_modules": targets.names,
+        "target_modules": targets.ends,
         "layers": targets.layers,
         "trainable_parameters": report.trainable_parameters,
         "rows": rows,
         "steps": report.steps,
+        "processes": report.processes,
         "tokens": report.tokens,
         "losses": {"train": report.train_losses, "eval": report.eval_losses},
         "versions": {"adapterswap": __version__, **{name: version(name) for name in _LIBRARIES}},
@@ -70,9 +98,13 @@ def _public(path: str) -> str:
     return Path(path).name if Path(path).expanduser().is_absolute() else path
 
 
-def _tidy_config(path: Path, base: Base) -> None:
-    """PEFT writes sets as lists, in an order that changes from run to run, and the base's path on this machine."""
+def _tidy_config(path: Path, base: Base, targets: Targets) -> None:
+    """PEFT writes sets as lists, in an order that changes from run to run, and the base's path on this machine.
+
+    It also shortens whole names to ends that mean the same in this model; what was asked for is clearer.
+    """
     config = json.loads(path.read_text(encoding="utf-8"))
+    config["target_modules"] = targets.names
     config["base_model_name_or_path"] = base.source.name
     config["revision"] = base.source.revision
     config["inference_mode"] = True
@@ -87,19 +119,19 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
-    adapter, rows = recipe.adapter, report.rows
-    kind = "rsLoRA" if adapter.rslora else "LoRA"
+    rows = report.rows
+    adapted = recipe.adapter.method == "lora"
     hub = base.source.revision is not None
     lines = [
         "---",
-        "library_name: peft",
+        f"library_name: {'peft' if adapted else 'transformers'}",
         *([f"base_model: {base.source.name}"] if hub else []),
-        "tags: [lora, adapterswap]",
+        f"tags: [{'lora, ' * adapted}adapterswap]",
         "---",
         "",
-        f"# {kind} expert for {base.source.name}",
+        f"# {_kind(recipe)} expert for {base.source.name}",
         "",
-        f"Trained by adapterswap {__version__} on {base.source}: rank {adapter.r}, alpha {adapter.alpha:g}, "
+        f"Trained by adapterswap {__version__} on {base.source}: {_what(recipe)}"
         f"{report.trainable_parameters:,} parameters, {report.steps:,} steps, {report.tokens:,} tokens.",
         "",
         "| source | rows read | rows kept |",
@@ -116,3 +148,24 @@ def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
         lines.append(f"Validation loss: {report.eval_losses[-1][1]:.3f}.")
     lines += ["", "`training.json` holds the whole recipe, the rows used and dropped, the losses and the versions.", ""]
     return "\n".join(lines)
+
+
+def _kind(recipe: TrainRecipe) -> str:
+    if recipe.adapter.method == "none":
+        return "Full-parameter"
+    return "rsLoRA" if recipe.adapter.rslora else "LoRA"
+
+
+def _what(recipe: TrainRecipe) -> str:
+    """The adapter, and which part of the model was trained, where it was not all of it."""
+    adapter = recipe.adapter
+    parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if adapter.method == "lora" else []
+    if adapter.partition:
+        parts.append(f"the {adapter.side} side of partition {adapter.partition}")
+    if adapter.layers:
+        parts.append(f"layers {adapter.layers}")
+    if recipe.simultaneous:
+        parts.append(f"both sides of partition {recipe.simultaneous.partition} in turns")
+    if recipe.quantization:
+        parts.append(f"a base in {recipe.quantization.bits} bits")
+    return "".join(f"{part}, " for part in parts)

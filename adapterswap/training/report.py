@@ -19,6 +19,7 @@ class Rows:
         empty: rows dropped, because a value was missing or there was no completion.
         cut_off: rows dropped, because nothing to train on was left within max_length.
         truncated: rows used that were cut to max_length.
+        split: long texts that became several rows of max_length.
         boundary_moved: rows used whose prompt ends in other tokens than when it stands alone.
         longest: tokens of the longest row.
         tokens, trained_tokens: in one pass over the training rows: all, and those that the loss is taken on.
@@ -31,6 +32,7 @@ class Rows:
     empty: int
     cut_off: int
     truncated: int
+    split: int
     boundary_moved: int
     longest: int
     tokens: int
@@ -50,6 +52,8 @@ class Rows:
             found.append(f"{self.cut_off} rows dropped: max_length leaves nothing of their completion")
         if self.truncated:
             found.append(f"{self.truncated} rows cut to max_length (the longest has {self.longest} tokens)")
+        if self.split:
+            found.append(f"{self.split} texts longer than max_length became several rows")
         if self.boundary_moved:
             found.append(
                 f"{self.boundary_moved} rows have a prompt whose last token merges with the completion: end prompts "
@@ -63,7 +67,7 @@ class TrainReport:
     """A finished run.
 
     Attributes:
-        path: the adapter's folder.
+        path: the expert's folder.
         steps: updates of the weights.
         resumed_from: the step that a checkpoint gave, or None.
         train_losses: [step, mean loss per trained token since the last entry].
@@ -71,7 +75,8 @@ class TrainReport:
         rows: what became of the rows.
         tokens: tokens read in training, padding not counted.
         seconds: wall time of the training steps of this process.
-        trainable_parameters: of the adapter.
+        trainable_parameters: of the adapter; without one, of the model.
+        processes: how many computed it together.
     """
 
     path: Path
@@ -83,6 +88,7 @@ class TrainReport:
     tokens: int
     seconds: float
     trainable_parameters: int
+    processes: int
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}
@@ -94,20 +100,21 @@ class TrainEstimate:
 
     Attributes:
         base_model: its name (and commit).
-        target_modules: the modules that get an adapter, by the end of their name.
-        adapted_modules: how many there are.
+        target_modules: the modules that get an adapter, or are themselves trained, by the end of their name.
+        trained_modules: how many there are.
         trainable_parameters, base_parameters: numbers of parameters.
         steps: updates of the weights.
         tokens: tokens read in training, about: rows are drawn whole, so a part of an epoch is only near its share.
         rows: what becomes of the rows.
-        memory: bytes by part: base, adapter (weights, gradients, AdamW's two moments), activations, and their total; a
-            rough guide.
+        memory: bytes by part: base, training (the adapter's weights, gradients, AdamW's two moments), activations, and
+            their total; on each process, and a rough guide.
         device, dtype: as the recipe's `auto` was resolved here.
+        processes: how many there are.
     """
 
     base_model: str
     target_modules: list[str]
-    adapted_modules: int
+    trained_modules: int
     trainable_parameters: int
     base_parameters: int
     steps: int
@@ -116,6 +123,7 @@ class TrainEstimate:
     memory: dict[str, int]
     device: str
     dtype: str
+    processes: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

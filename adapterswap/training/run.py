@@ -1,16 +1,20 @@
-"""Train an expert from a recipe, or estimate what that would take."""
+"""Train an expert from a recipe, on one process or on several, or estimate what that would take.
+
+Under torchrun or `accelerate launch` every process runs `train`: all read the same rows, one writes.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.training.libraries import check_libraries
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainEstimate, TrainReport
 
@@ -25,7 +29,7 @@ def train(
     resume: bool = False,
     progress: bool = True,
 ) -> TrainReport:
-    """Train the expert that `recipe` describes, and write it as a PEFT adapter folder.
+    """Train the expert that `recipe` describes, and write it: a PEFT adapter's folder, or a whole model's.
 
     The folder appears when it is complete. On the same machine and with the same versions, the same recipe gives the
     same bytes on CPU, also when the run was interrupted and resumed.
@@ -40,50 +44,69 @@ def train(
     Raises:
         AdapterswapError: the output exists; the base, its tokenizer or a dataset cannot be had or does not fit the
             recipe (unknown columns, modules or layers; no rows left); a resumed run is another one; the loss is no
-            number; the `train` extra is not installed.
+            number; memory or disk run out; the run was sent SIGTERM, or lost another of its processes; the `train`
+            extra, or another library that the recipe asks for, is not installed.
     """
     target = _target(recipe, out_path)
-    _require_libraries()
-    from adapterswap.bases import load_weights
-    from adapterswap.training.base import choose_device, empty_model, find_targets, open_trainable
+    check_libraries(recipe)
+    from adapterswap.training.base import choose_device, empty_model, load_trainable, open_trainable
     from adapterswap.training.checkpoints import Checkpoints
-    from adapterswap.training.data import load_data, packed
+    from adapterswap.training.data import load_data, sequences
+    from adapterswap.training.failures import told
     from adapterswap.training.isolation import isolated
     from adapterswap.training.output import write_expert
+    from adapterswap.training.processes import joined
     from adapterswap.training.progress import Bar
-    from adapterswap.training.schedule import choose_schedule, total_steps
+    from adapterswap.training.targets import find_targets
 
-    checkpoints = Checkpoints(target)
+    checkpoints, options = Checkpoints(target), recipe.training
+    device, dtype = choose_device(options)
     scratch_folder = tempfile.TemporaryDirectory(prefix="adapterswap-")
-    with isolated(), Bar(shown=progress) as bar, scratch_folder as scratch, checkpoints.tidied():
+    with (
+        isolated(),
+        joined(device) as processes,
+        Bar(shown=progress and processes.main) as bar,
+        scratch_folder as scratch,
+        checkpoints.tidied(keep=not processes.main),
+    ):
+        from adapterswap.training.stopping import Stopping
         from adapterswap.training.trainer import build_trainer
 
-        options = recipe.training
         bar.phase("opening the base")
         base = open_trainable(recipe.base_model)
         check_target(target, overwrite=overwrite, inputs=[base.source.folder])
         checkpoints.check(resume=resume, overwrite=overwrite)
-        device, dtype = choose_device(options)
         # On modules without weights, so that a wrong name is told before rows and weights are read.
-        targets = find_targets(empty_model(base), recipe.adapter, base.config)
+        targets = find_targets(empty_model(base), recipe, base.config)
         bar.phase("reading rows")
         data = load_data(recipe, base)
-        rows = packed(data.train, options.max_length) if options.packing else data.train.dataset()
-        steps = total_steps(len(rows), options)
-        choose_schedule(options, steps)
+        rows, parts = sequences(data, options)
+        steps = _steps(recipe, parts, processes.count)
         bar.phase("loading the base")
+        stopping = Stopping(processes)
         trainer = build_trainer(
-            recipe, base, load_weights(base, dtype=dtype), targets, rows,
+            recipe, base, load_trainable(base, recipe, device=device, dtype=dtype), targets, rows, parts,
             data.validation.dataset() if data.validation else None,
-            steps=steps, device=device, dtype=dtype, bar=bar,
+            steps=steps, device=device, dtype=dtype, processes=processes, bar=bar,
             checkpoints=checkpoints.folder if options.save_every_samples else Path(scratch),
         )  # fmt: skip
-        start = None
+        start: Path | None = None
+        listening: AbstractContextManager[None] = nullcontext()
         if options.save_every_samples:
-            start = checkpoints.prepare(recipe.resolved(), data.rows.sha256, resume=resume)
+            processes.wait()  # all have looked at what is there before one changes it
+            if processes.main:
+                start = checkpoints.prepare(recipe.resolved(), data.rows.sha256, resume=resume)
+            start = processes.from_main(start)
+            trainer.add_callback(stopping)
+            listening = stopping.listening()
         began = time.monotonic()
-        with _told(checkpoints.folder):
+        with told(checkpoints.folder), listening:
             trainer.train(resume_from_checkpoint=str(start) if start else None)
+        if stopping.stopped is not None:
+            raise AdapterswapError(
+                f"training was told to end (SIGTERM), and did after step {stopping.stopped} of {steps}",
+                "Go on with --resume",
+            )
         seconds = time.monotonic() - began
         if data.validation:
             bar.phase("measuring the validation loss")
@@ -98,32 +121,35 @@ def train(
             tokens=int(trainer.state.num_input_tokens_seen),
             seconds=seconds,
             trainable_parameters=targets.parameters,
+            processes=processes.count,
         )
         bar.phase("writing")
-        with atomic_folder(target, overwrite=overwrite, inputs=[base.source.folder]) as folder:
-            write_expert(folder, trainer.model, recipe, base, targets, report)
-        if not options.keep_checkpoints:
-            checkpoints.remove()
+        # With FSDP the weights are spread over the processes, and all have to bring theirs.
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+        if processes.main:
+            with atomic_folder(target, overwrite=overwrite, inputs=[base.source.folder]) as folder:
+                write_expert(folder, trainer.model, recipe, base, targets, report, weights=weights)
+            if not options.keep_checkpoints:
+                checkpoints.remove()
+        processes.wait()
     return report
 
 
-@contextmanager
-def _told(checkpoints: Path) -> Iterator[None]:
-    """What machines run out of, as our errors."""
-    import torch
+def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:
+    """The run's steps, in which its schedule has to fit.
 
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise AdapterswapError(
-            f"the device ran out of memory: {str(error).partition('.')[0]}",
-            "Lower training.batch_size and raise gradient_accumulation, or set gradient_checkpointing: true",
-        ) from None
-    except OSError as error:
-        raise AdapterswapError(
-            f"a checkpoint cannot be written to {checkpoints}: {error.strerror or error}",
-            "Free some space, or choose another --out-path; earlier checkpoints are kept for --resume",
-        ) from None
+    Args:
+        parts: sequences of each side, or of all.
+    """
+    from adapterswap.training.schedule import choose_schedule, simultaneous_steps, total_steps
+
+    if recipe.simultaneous:
+        switch = recipe.simultaneous.steps_per_switch
+        steps = simultaneous_steps(parts, recipe.training, steps_per_switch=switch, processes=processes)
+    else:
+        steps = total_steps(sum(parts), recipe.training, processes=processes)
+    choose_schedule(recipe.training, steps)
+    return steps
 
 
 def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -138,55 +164,48 @@ def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
     return Path(chosen)
 
 
-def _require_libraries() -> None:
-    from importlib.util import find_spec
-
-    if missing := [name for name in ("datasets", "trl") if find_spec(name) is None]:
-        raise AdapterswapError(
-            f"training needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[train]'"
-        )
-
-
 def estimate(recipe: TrainRecipe) -> TrainEstimate:
     """What `train` would do: parameters, steps, tokens, rows kept and dropped, memory. Reads the rows, but no weights.
 
     Raises:
         AdapterswapError: as `train`, as far as it can be known without training.
     """
-    _require_libraries()
-    from adapterswap.training.base import choose_device, empty_model, find_targets, open_trainable
-    from adapterswap.training.data import load_data, packed
+    check_libraries(recipe)
+    from adapterswap.training.base import choose_device, empty_model, open_trainable
+    from adapterswap.training.data import load_data, sequences
     from adapterswap.training.isolation import isolated
     from adapterswap.training.memory import memory
-    from adapterswap.training.schedule import choose_schedule, total_steps
+    from adapterswap.training.processes import count_processes
+    from adapterswap.training.schedule import rows_a_step
+    from adapterswap.training.targets import find_targets
 
     with isolated():
-        options = recipe.training
+        options, processes = recipe.training, count_processes()
         base = open_trainable(recipe.base_model)
         device, dtype = choose_device(options)
         model = empty_model(base)
-        targets = find_targets(model, recipe.adapter, base.config)
+        targets = find_targets(model, recipe, base.config)
         data = load_data(recipe, base)
-        sequences = len(packed(data.train, options.max_length)) if options.packing else len(data.train)
-        steps = total_steps(sequences, options)
-        choose_schedule(options, steps)
-        epochs = options.epochs
-        if options.max_steps is not None:
-            epochs = steps * options.batch_size * options.gradient_accumulation / sequences
+        _, parts = sequences(data, options)
+        steps = _steps(recipe, parts, processes)
+        passes = options.epochs
+        if options.max_steps is not None or recipe.simultaneous:
+            passes = steps * rows_a_step(options, processes) / sum(parts)
         base_parameters = sum(parameter.numel() for parameter in model.parameters())
         return TrainEstimate(
             base_model=str(base.source),
-            target_modules=targets.names,
-            adapted_modules=targets.count,
+            target_modules=targets.ends,
+            trained_modules=len(targets.modules),
             trainable_parameters=targets.parameters,
             base_parameters=base_parameters,
             steps=steps,
-            tokens=round(epochs * data.rows.tokens),
+            tokens=round(passes * data.rows.tokens),
             rows=data.rows,
             memory=memory(
-                base.config.get_text_config(), options, targets.parameters, base_parameters, dtype=dtype,
+                base.config.get_text_config(), recipe, targets.parameters, base_parameters, dtype=dtype,
                 longest=min(data.rows.longest, options.max_length),
             ),
             device=device,
             dtype=dtype,
+            processes=processes,
         )  # fmt: skip

@@ -1,24 +1,46 @@
-"""How many steps a run has, and what the learning rate does in them. Pure arithmetic."""
+"""How many steps a run has, on how many processes, and what the learning rate does in them. Pure arithmetic."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.training.recipe import TrainingOptions
 
-__all__ = ["Schedule", "choose_schedule", "total_steps"]
+__all__ = ["Schedule", "choose_schedule", "rows_a_step", "simultaneous_steps", "total_steps"]
 
 Schedule = tuple[str, int, dict[str, Any]]
 
 
-def total_steps(rows: int, options: TrainingOptions) -> int:
+def rows_a_step(options: TrainingOptions, processes: int = 1) -> int:
+    """Rows (or packed sequences) that one update of the weights is computed on: the effective batch size."""
+    return options.batch_size * options.gradient_accumulation * processes
+
+
+def total_steps(rows: int, options: TrainingOptions, *, processes: int = 1) -> int:
     """Steps for `rows` rows (or packed sequences), as the transformers Trainer counts them."""
     if options.max_steps is not None:
         return options.max_steps
-    batches = math.ceil(rows / options.batch_size)
+    batches = math.ceil(math.ceil(rows / options.batch_size) / processes)  # to each process
     return math.ceil(options.epochs * math.ceil(batches / options.gradient_accumulation))
+
+
+def simultaneous_steps(
+    parts: Sequence[int], options: TrainingOptions, *, steps_per_switch: int, processes: int = 1
+) -> int:
+    """Steps of a run that takes turns: an epoch is over when the side with more rows has been seen once.
+
+    The other side starts over meanwhile. Both have the same number of steps, unless max_steps says otherwise.
+
+    Args:
+        parts: rows of either side.
+    """
+    if options.max_steps is not None:
+        return options.max_steps
+    of_a_side = math.ceil(options.epochs * math.ceil(max(parts) / rows_a_step(options, processes)))
+    return 2 * steps_per_switch * math.ceil(of_a_side / steps_per_switch)
 
 
 def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:

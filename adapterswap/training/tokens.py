@@ -21,6 +21,7 @@ from adapterswap.training.rendering import Example
 __all__ = ["TokenCounts", "Tokens", "tokenize"]
 
 _BATCH = 1000
+_ALL = (("", None),)  # the whole text is trained on
 
 
 @dataclass
@@ -30,6 +31,7 @@ class TokenCounts:
     Attributes:
         truncated: rows cut to max_length that still have a token to train on.
         cut_off: rows dropped, because nothing to train on was left within max_length.
+        split: rows longer than max_length that became several.
         boundary_moved: rows whose prompt alone ends in other tokens than it has before its completion, so that the
             model trains on a context that it does not see when it answers the prompt.
         longest: tokens of the longest row, before cutting.
@@ -37,6 +39,7 @@ class TokenCounts:
 
     truncated: int = 0
     cut_off: int = 0
+    split: int = 0
     boundary_moved: int = 0
     longest: int = 0
 
@@ -44,6 +47,7 @@ class TokenCounts:
         return TokenCounts(
             self.truncated + other.truncated,
             self.cut_off + other.cut_off,
+            self.split + other.split,
             self.boundary_moved + other.boundary_moved,
             max(self.longest, other.longest),
         )
@@ -111,11 +115,14 @@ class Tokens:
         )
 
 
-def tokenize(examples: Iterable[Example], tokenizer: Any, *, max_length: int) -> tuple[Tokens, TokenCounts]:
+def tokenize(
+    examples: Iterable[Example], tokenizer: Any, *, max_length: int, split_long: bool = False
+) -> tuple[Tokens, TokenCounts]:
     """Tokenise rows, take out their masks, and cut them to `max_length`.
 
     A row that no chat template ended gets the end-of-sequence token. Rows with nothing left to train on are dropped and
-    counted; the first token of a row is never trained on, since nothing predicts it.
+    counted; the first token of a row is never trained on, since nothing predicts it. With `split_long`, a plain text
+    that is too long becomes several rows; each begins with the last token of the one before, so no token is left out.
     """
     counts = TokenCounts()
     ids: list[NDArray[np.int32]] = []
@@ -126,6 +133,12 @@ def tokenize(examples: Iterable[Example], tokenizer: Any, *, max_length: int) ->
         for example in batch:
             row, mask = _row(example, encode, tokenizer.eos_token_id, counts)
             counts.longest = max(counts.longest, len(row))
+            if split_long and len(row) > max_length and example.trained == _ALL:
+                counts.split += 1
+                begins = range(0, len(row) - 1, max_length - 1)
+                ids.extend(row[begin : begin + max_length] for begin in begins)
+                masks.extend(mask[begin : begin + max_length] for begin in begins)
+                continue
             if not mask[1:max_length].any():
                 counts.cut_off += 1
                 continue

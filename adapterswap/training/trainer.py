@@ -1,11 +1,13 @@
 """TRL's SFTTrainer, set up from a recipe: everything that matters is set, nothing is left to a default that may change.
 
 Rows come in tokenised and masked, so the trainer's own preparation is skipped. Adds to it: a stop at the first loss
-that is no number, a progress bar, and a checkpoint every N samples. Importing this module imports torch and trl.
+that is no number, a progress bar, a checkpoint every N samples, and two sides in turns. Importing this module imports
+torch and trl.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,27 @@ from trl import SFTConfig, SFTTrainer
 
 from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError
-from adapterswap.training.base import Targets
+from adapterswap.training.processes import Processes
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
-from adapterswap.training.schedule import choose_schedule
+from adapterswap.training.schedule import choose_schedule, rows_a_step
+from adapterswap.training.targets import Targets
+from adapterswap.training.turns import RowsInTurns, Turns
 
 __all__ = ["ExpertTrainer", "build_trainer", "lora_config"]
 
 
 class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
-    """An SFTTrainer that stops when the loss is not finite, and reports to nobody."""
+    """An SFTTrainer that stops when the loss is not finite, and tells its makers nothing.
+
+    Attributes:
+        rows_in_turns: the order of the rows, where it is not a shuffle.
+    """
+
+    rows_in_turns: RowsInTurns | None = None
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return self.rows_in_turns or super()._get_train_sampler(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
@@ -78,21 +91,62 @@ def lora_config(options: AdapterOptions, targets: Targets) -> LoraConfig:
 
 
 def build_trainer(
-    recipe: TrainRecipe, base: Base, model: Any, targets: Targets, train: Any, validation: Any,
-    *, steps: int, device: str, dtype: str, checkpoints: Path, bar: Bar,
+    recipe: TrainRecipe, base: Base, model: Any, targets: Targets, train: Any, parts: Sequence[int], validation: Any,
+    *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: Bar,
 ) -> ExpertTrainer:  # fmt: skip
     """A trainer ready to train.
 
     Args:
         train, validation: datasets with input_ids and labels (and seq_lengths if packed); validation may be None.
+        parts: how many of `train` each side has.
         steps: how many there will be; a schedule that decays at the end needs to know.
         checkpoints: where they go.
     """
+    adapted = recipe.adapter.method == "lora"
+    if not adapted:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(targets.trains(name))
+    trainer = ExpertTrainer(
+        model=model,
+        args=_arguments(recipe, steps, device, dtype, checkpoints, processes),
+        train_dataset=train,
+        eval_dataset=validation,
+        processing_class=base.tokenizer,
+        peft_config=lora_config(recipe.adapter, targets) if adapted else None,
+        callbacks=[_Progress(bar)],
+    )
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
+    if recipe.quantization:
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:  # TRL rounds the adapters on a quantized base to bfloat16
+                parameter.data = parameter.data.float()
+    if turns := recipe.simultaneous:
+        if trainer.is_fsdp_enabled:
+            raise AdapterswapError(
+                "FSDP joins parameters that `simultaneous` freezes apart",
+                "Start it without FSDP, or train the sides in separate runs and compose them",
+            )
+        trainer.rows_in_turns = RowsInTurns(
+            parts,
+            steps=steps,
+            rows_a_step=rows_a_step(recipe.training, processes.count),
+            steps_per_switch=turns.steps_per_switch,
+            seed=recipe.training.data_seed,
+        )
+        trainer.add_callback(Turns(trainer.model, targets, turns.steps_per_switch))
+    return trainer
+
+
+def _arguments(
+    recipe: TrainRecipe, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes
+) -> SFTConfig:
     options = recipe.training
-    samples_a_step = options.batch_size * options.gradient_accumulation
+    samples_a_step = rows_a_step(options, processes.count)
     name, warmup, schedule_options = choose_schedule(options, steps)
     evaluate_every = recipe.validation.every_samples if recipe.validation else None
-    arguments = SFTConfig(
+    return SFTConfig(
         output_dir=str(checkpoints),
         # what is computed
         max_steps=steps,
@@ -103,6 +157,7 @@ def build_trainer(
         lr_scheduler_type=name,
         lr_scheduler_kwargs=schedule_options,
         warmup_steps=warmup,
+        optim=options.optimizer,
         weight_decay=options.weight_decay,
         adam_beta1=options.adam_beta1,
         adam_beta2=options.adam_beta2,
@@ -113,9 +168,12 @@ def build_trainer(
         packing=options.packing,
         eval_packing=False,
         activation_checkpointing=options.gradient_checkpointing,
+        torch_compile=options.torch_compile,
         use_cpu=device == "cpu",
         bf16=dtype == "bfloat16",
         dataset_kwargs={"skip_prepare_dataset": True},
+        # In turns, each step leaves the other side's parameters unused, and its gradients must stay absent.
+        ddp_find_unused_parameters=recipe.simultaneous is not None,
         # when something is saved or told
         save_strategy="steps" if options.save_every_samples else "no",
         save_steps=max(1, (options.save_every_samples or 0) // samples_a_step),
@@ -125,23 +183,10 @@ def build_trainer(
         logging_steps=options.logging_steps,
         logging_nan_inf_filter=False,
         include_num_input_tokens_seen="all" if options.packing else "non_padding",
-        report_to="none",
+        report_to=options.report_to or "none",
         disable_tqdm=True,
         log_level="error",
         # the process
         dataloader_num_workers=0,
         dataloader_pin_memory=device == "cuda",
     )
-    trainer = ExpertTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=validation,
-        processing_class=base.tokenizer,
-        peft_config=lora_config(recipe.adapter, targets),
-        callbacks=[_Progress(bar)],
-    )
-    from transformers.trainer_callback import PrinterCallback
-
-    trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
-    return trainer

@@ -260,7 +260,7 @@ def test_projections_are_found_in_other_architectures(
     assert expected.target_modules == names
     report = train(recipe, out_path=tmp_path / "expert")
     adapter = open_adapter(report.path)
-    assert len(adapter.modules) == expected.adapted_modules
+    assert len(adapter.modules) == expected.trained_modules
     assert adapter.config.fan_in_fan_out == (architecture == "gpt2")
     assert {module.layer for module in adapter.modules.values()} == set(range(6))
     saved = load_file(report.path / "adapter_model.safetensors")
@@ -279,14 +279,13 @@ def test_the_estimate_agrees_with_the_run(tmp_path: Path, make_recipe: MakeRecip
     assert expected.base_parameters == sum(p.numel() for p in model.parameters())
     memory = expected.memory
     assert memory["base"] == 4 * expected.base_parameters
-    assert memory["adapter"] == 16 * expected.trainable_parameters
-    assert memory["total"] == memory["base"] + memory["adapter"] + memory["activations"]
+    assert memory["training"] == 16 * expected.trainable_parameters
+    assert memory["total"] == memory["base"] + memory["training"] + memory["activations"]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_estimate_of_activations_is_near_what_autograd_keeps(checkpointing: bool) -> None:
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(make_recipe: MakeRecipe, checkpointing: bool) -> None:
     from adapterswap.training.memory import memory
-    from adapterswap.training.recipe import TrainingOptions
 
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4
@@ -307,8 +306,8 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(checkpointing: 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.base_model.model.model(input_ids=torch.zeros(4, 64, dtype=torch.long), use_cache=False)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    options = TrainingOptions(batch_size=4, gradient_checkpointing=checkpointing)
-    told = memory(config, options, 0, 0, dtype="float32", longest=64)["activations"]
+    recipe = make_recipe(training={"batch_size": 4, "gradient_checkpointing": checkpointing})
+    told = memory(config, recipe, 0, 0, dtype="float32", longest=64)["activations"]
     # With checkpointing the estimate holds one layer recomputed in the backward pass, which the hook does not see.
     layer = 4 * 64 * 4 * (8 * 256 + 4 * 688) if checkpointing else 0
     assert told == pytest.approx(measured + layer, rel=0.15)

@@ -1,0 +1,40 @@
+"""The optional libraries that a recipe needs, looked for before any work is done. Imports none of them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.training.recipe import TrainRecipe
+
+__all__ = ["check_libraries"]
+
+
+def check_libraries(recipe: TrainRecipe) -> None:
+    """Tell of every library that the recipe needs and that is not installed.
+
+    Raises:
+        AdapterswapError: with what to install.
+    """
+    if missing := [name for name in ("datasets", "trl") if find_spec(name) is None]:
+        raise AdapterswapError(
+            f"training needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[train]'"
+        )
+    problems, options = Problems(), recipe.training
+    if find_spec("bitsandbytes") is None:
+        if recipe.quantization:
+            problems.add("`quantization` needs bitsandbytes, which is not installed", "pip install bitsandbytes")
+        if "8bit" in options.optimizer or "paged" in options.optimizer:
+            problems.add(
+                f"training.optimizer {options.optimizer} needs bitsandbytes, which is not installed",
+                "pip install bitsandbytes, or choose adamw_torch_fused",
+            )
+    if options.report_to:
+        from transformers.integrations import get_available_reporting_integrations
+
+        for name in sorted(set(options.report_to) - set(get_available_reporting_integrations())):
+            problems.add(
+                f"training.report_to: {name!r} is no tracker that transformers knows and finds installed",
+                f"pip install {name}, or correct the name",
+            )
+    problems.raise_if_any()

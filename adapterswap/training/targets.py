@@ -1,0 +1,231 @@
+"""What is trained in a model: the modules that get an adapter, or the parameters of the model itself.
+
+Looks at names, shapes and the config, on a model without weights. Knows nothing of rows and of how training runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
+from adapterswap.planning.compositions import Partition
+from adapterswap.planning.partitions import SIDES, Side, partition_sides
+from adapterswap.training.recipe import TrainRecipe
+
+__all__ = ["Targets", "find_targets"]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What is trained.
+
+    Attributes:
+        names: with an adapter, what PEFT's target_modules takes, sorted: ends of module names; where the modules differ
+            from layer to layer, whole names. Empty without an adapter.
+        ends: the last parts of the modules' names, sorted, to be told.
+        modules: the modules' whole names: those adapted, or those whose own weights are trained.
+        parameters: how many numbers are trained: r·(in + out) for each module, and the modules saved in full; without
+            an adapter, the modules' own.
+        layers: PEFT's layers_to_transform; None for all, and where names are whole.
+        conv1d: the modules store their weights transposed (GPT-2).
+        sides: with `simultaneous`, the side of each module; else empty.
+    """
+
+    names: list[str]
+    ends: list[str]
+    modules: frozenset[str]
+    parameters: int
+    layers: list[int] | None
+    conv1d: bool
+    sides: Mapping[str, Side]
+
+    def side_of(self, parameter: str) -> Side | None:
+        """The side that a parameter belongs to, of the model itself or of its adapter; None where it is frozen."""
+        name = parameter.removeprefix("base_model.model.")
+        while name and name not in self.sides:
+            name = name.rpartition(".")[0]
+        return self.sides.get(name)
+
+    def trains(self, parameter: str) -> bool:
+        """Whether a parameter of the model itself is trained, where there is no adapter."""
+        return parameter.rpartition(".")[0] in self.modules
+
+
+def find_targets(model: Any, recipe: TrainRecipe, config: Any) -> Targets:
+    """Resolve what the recipe trains on the modules that `model` has.
+
+    Raises:
+        AdapterswapError: a name that no module has, a layer out of range, the output head, tied embeddings, a model
+            whose projections are not recognised, or a side of a partition without a module.
+    """
+    choice = _Choice(model, recipe, config)
+    return choice.weights() if recipe.adapter.method == "none" else choice.adapters()
+
+
+class _Choice:
+    """The modules of one model, among which one recipe chooses."""
+
+    def __init__(self, model: Any, recipe: TrainRecipe, config: Any) -> None:
+        import torch
+        from transformers.pytorch_utils import Conv1D
+
+        self.model, self.config, self.options = model, config, recipe.adapter
+        self.conv1d = Conv1D
+        self.adaptable = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear | Conv1D | torch.nn.Embedding)
+        }
+        self.matrices = [n for n, module in self.adaptable.items() if not isinstance(module, torch.nn.Embedding)]
+        self.container = layer_container(self.matrices)
+        self.simultaneous = recipe.simultaneous
+
+    def adapters(self) -> Targets:
+        options = self.options
+        ends = sorted(set(options.target_modules)) if options.target_modules else self._projections()
+        layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
+        self._check(ends, layers)
+        named = {name: module for name, module in self.adaptable.items() if _named(name, ends)}
+        chosen, sides = self._owned({name: module for name, module in named.items() if self._in(layers, name)})
+        ends = [end for end in ends if any(_named(name, [end]) for name in chosen)]
+        names, layers = self._told_to_peft(chosen, ends)
+        saved = [module for name, module in self.model.named_modules() if _named(name, options.modules_to_save)]
+        return Targets(
+            names=names,
+            ends=ends,
+            modules=frozenset(chosen),
+            parameters=sum(options.r * sum(module.weight.shape) for module in chosen.values())
+            + sum(parameter.numel() for module in saved for parameter in module.parameters()),
+            layers=layers,
+            conv1d=all(isinstance(module, self.conv1d) for module in chosen.values()),
+            sides=sides,
+        )
+
+    def weights(self) -> Targets:
+        options = self.options
+        layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
+        self._check([], layers)
+        holders = {
+            name: module for name, module in self.model.named_modules() if list(module.parameters(recurse=False))
+        }
+        chosen, sides = self._owned({name: module for name, module in holders.items() if self._in(layers, name)})
+        numbers = {id(p): p.numel() for module in chosen.values() for p in module.parameters(recurse=False)}
+        return Targets(
+            names=[],
+            ends=sorted({name.rpartition(".")[2] for name in chosen}),
+            modules=frozenset(chosen),
+            parameters=sum(numbers.values()),  # a weight that two modules share counts once
+            layers=layers,
+            conv1d=False,
+            sides=sides,
+        )
+
+    def _told_to_peft(self, chosen: Iterable[str], ends: list[str]) -> tuple[list[str], list[int] | None]:
+        """target_modules and layers_to_transform: ends of names and layers where these say it all, else whole names.
+
+        PEFT ignores layers_to_transform where target_modules holds whole names.
+        """
+        named = {name: layer_of(name, self.container) for name in self.adaptable if _named(name, ends)}
+        layers = {named[name] for name in chosen}
+        if named.keys() == set(chosen):
+            return ends, None
+        if None not in layers and {name for name, layer in named.items() if layer in layers} == set(chosen):
+            return ends, sorted(layer for layer in layers if layer is not None)
+        return sorted(chosen), None
+
+    def _in(self, layers: Sequence[int] | None, name: str) -> bool:
+        return layers is None or layer_of(name, self.container) in layers
+
+    def _owned(self, modules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Side]]:
+        """Of these modules those that the partition gives to the recipe's side, or to either side; and their sides."""
+        partition = self.simultaneous.partition if self.simultaneous else self.options.partition
+        if partition is None:
+            return modules, {}
+        side_of = self._sides(partition)
+        sides = {name: side for name in modules if (side := side_of(name)) is not None}
+        wanted = SIDES if self.simultaneous else [self.options.side]
+        for side in wanted:
+            if side not in sides.values():
+                raise AdapterswapError(
+                    f"partition {partition} leaves the {side} side no module to train in {type(self.model).__name__}",
+                    "Choose another partition, or name more modules in adapter.target_modules",
+                )
+        owned = {name: module for name, module in modules.items() if sides.get(name) in wanted}
+        return owned, sides if self.simultaneous else {}
+
+    def _sides(self, partition: Partition) -> Callable[[str], Side | None]:
+        depth = num_layers_in_config(self.config.to_dict())
+        if depth is None:
+            raise AdapterswapError(
+                f"the config of {type(self.model).__name__} does not say how many layers it has",
+                "Choose them in adapter.layers, instead of by a partition",
+            )
+        side = partition_sides(partition, depth)
+        return lambda name: side(name, layer_of(name, self.container), kind_of(name))
+
+    def _projections(self) -> list[str]:
+        """The ends of the names of all attention and MLP projections."""
+        wanted = {
+            name
+            for name in self.matrices
+            if layer_of(name, self.container) is not None and kind_of(name) in ("attention", "mlp")
+        }
+        if not wanted:
+            raise AdapterswapError(
+                f"no attention or MLP projections were recognised in {type(self.model).__name__}",
+                f"Name them in adapter.target_modules; its modules end in {_ends(self.matrices)}",
+            )
+        return sorted({_shortest_end(name, wanted, self.adaptable, self.container) for name in wanted})
+
+    def _check(self, names: Sequence[str], layers: Sequence[int] | None) -> None:
+        problems, options = Problems(), self.options
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        tied = head is not None and bool(self.config.get_text_config().tie_word_embeddings)
+        for name in names:
+            found = {full: module for full, module in self.adaptable.items() if _named(full, [name])}
+            where = f"adapter.target_modules: {name!r}"
+            if not found:
+                problems.add(f"{where} is the name of no module", f"Names there are: {_ends(self.adaptable)}")
+            elif any(module is head for module in found.values()):
+                problems.add(
+                    f"{where} is the output head, which TRL does not train as LoRA",
+                    "Remove it, or put it into adapter.modules_to_save",
+                )
+            elif tied and any(module is embeddings for module in found.values()):
+                problems.add(f"{where} is tied to the output head, which would not change with it", "Remove it")
+            elif layers is not None and any(layer_of(full, self.container) is None for full in found):
+                problems.add(f"{where} lies in no layer, and adapter.layers chooses layers", "Remove one of the two")
+        everything = dict(self.model.named_modules())
+        for name in options.modules_to_save:
+            saved = [module for full, module in everything.items() if _named(full, [name])]
+            where = f"adapter.modules_to_save: {name!r}"
+            if not saved:
+                problems.add(f"{where} is the name of no module", f"Names there are: {_ends(self.adaptable)}")
+            elif tied and any(module is embeddings or module is head for module in saved):
+                problems.add(f"{where} is one weight for input and output here, which would come apart", "Remove it")
+        depth = num_layers_in_config(self.config.to_dict())
+        if layers and depth is not None and layers[-1] >= depth:
+            problems.add(
+                f"adapter.layers: {options.layers} reaches beyond layer {depth - 1}", f"Layers are 0 to {depth - 1}"
+            )
+        problems.raise_if_any()
+
+
+def _named(name: str, ends: Sequence[str]) -> bool:
+    """PEFT's rule for target_modules: the whole name, or its end after a dot."""
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _shortest_end(name: str, wanted: set[str], adaptable: dict[str, Any], container: str | None) -> str:
+    """`q_proj` for `model.layers.0.self_attn.q_proj`; `self_attn.q_proj` if something unwanted ends in q_proj too."""
+    last = name.rpartition(".")[2]
+    if all(other in wanted for other in adaptable if _named(other, [last])):
+        return last
+    return name[len(container or "") + 1 :].partition(".")[2]
+
+
+def _ends(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
