@@ -23,19 +23,25 @@ from adapterswap.training.options import (
     Simultaneous,
     TrainingOptions,
 )
+from adapterswap.training.selection import SelectionOptions
 from adapterswap.training.templates import Template
 
 __all__ = [
+    "ROW_PATHS",
     "AdapterOptions",
     "DatasetSource",
     "Hygiene",
     "Quantization",
+    "SelectionOptions",
     "Simultaneous",
     "TrainRecipe",
     "TrainingOptions",
     "Validation",
     "read_train_recipe",
 ]
+
+ROW_PATHS = ("datasets.*.path", "validation.datasets.*.path", "hygiene.overlap.*", "selection.include_path")
+"""Keys that may be local paths, relative to the file that says them."""
 
 Scalar = str | int | float | bool
 
@@ -151,6 +157,9 @@ class TrainRecipe(StrictModel):
     )
     quantization: Quantization | None = Field(default=None, description="Hold the base in few bits (QLoRA).")
     training: TrainingOptions = Field(default=TrainingOptions(), description="How it is trained.")
+    selection: SelectionOptions | None = Field(
+        default=None, description="Evaluate checkpoints, and write the best one instead of the last."
+    )
 
     _folder: Path = PrivateAttr(default=Path())
 
@@ -177,10 +186,12 @@ class TrainRecipe(StrictModel):
             raise ValueError("adapter.modules_to_save lie outside the layers, and belong to no side of `simultaneous`")
         if self.quantization and adapter.method == "none":
             raise ValueError("`quantization` freezes the base, and adapter: none trains it")
-        if "weight_dtype" in options.model_fields_set and adapter.method != "none":
+        if options.weight_dtype != "float32" and adapter.method != "none":
             raise ValueError("training.weight_dtype belongs to adapter: none; an adapter is trained in float32")
         if options.split_long and not any(source.text is not None for source in self.datasets):
             raise ValueError("training.split_long is for `text`, and no dataset has it")
+        if self.selection and options.save_every_samples is None:
+            raise ValueError("`selection` evaluates checkpoints, and training.save_every_samples is null")
         return self
 
     @property
@@ -199,16 +210,12 @@ class TrainRecipe(StrictModel):
         return content
 
 
-# What may be a local path, and is relative to the file that says it.
-_PATHS = ("datasets.*.path", "validation.datasets.*.path", "hygiene.overlap.*")
-
-
 def read_train_recipe(path: str | Path, overrides: Iterable[str] = ()) -> TrainRecipe:
     """Read a recipe (YAML) and apply `key=value` overrides.
 
     Raises:
         AdapterswapError: with every mistake in it.
     """
-    recipe = read_recipe(path, TrainRecipe, overrides, paths=_PATHS)
+    recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS)
     recipe._folder = Path(path).parent
     return recipe

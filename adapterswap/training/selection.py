@@ -1,0 +1,182 @@
+"""Which checkpoint becomes the expert: what a recipe asks for, the table of scores, and the choice. Pure data, no torch.
+
+The second paper (section 5) finds a language expert judged best by language understanding, Belebele and Global-MMLU,
+and a maths expert by MGSM in English: both better than by maths in the target language, the very thing that the
+composition is for. Knows nothing of how a score is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from adapterswap.evaluation.settings import SEED, Settings
+from adapterswap.training.options import FiniteModel
+
+__all__ = ["Judged", "Selection", "SelectionOptions", "best_first", "is_judged", "judged_steps", "worn_out"]
+
+
+class SelectionOptions(FiniteModel):
+    """Evaluate checkpoints on tasks while training, and write the best one. Needs the `eval` extra.
+
+    The settings bear the names, and the meaning, that they have in `adapterswap evaluate`.
+    """
+
+    tasks: list[str] = Field(
+        min_length=1,
+        description="For a language expert such as [belebele_swh_Latn, global_mmlu_full_sw]; for a maths expert "
+        "[mgsm_native_cot_en].",
+    )
+    metric: str | dict[str, str] | None = Field(
+        default=None,
+        description="A metric (acc_norm), or a metric and a filter (exact_match,flexible-extract), for all tasks or by "
+        "task. Default: MGSM normalized, FLORES chrf++, else the task's first.",
+    )
+    keep_best: int = Field(
+        default=1, ge=1, description="How many checkpoints are kept: the best one is the expert, others lie inside it."
+    )
+    early_stopping: int | None = Field(
+        default=None, ge=1, description="Stop after so many checkpoints in a row that are no better. Default: never."
+    )
+    every: int = Field(default=1, ge=1, description="Evaluate every so many checkpoints, and the last one.")
+    num_fewshot: int | None = Field(
+        default=None, ge=0, description="Shots. Default: each task's own, which is 8 in MGSM."
+    )
+    limit: float | None = Field(default=None, gt=0, description="Only the first documents of each task, or a fraction.")
+    batch_size: int = Field(default=8, ge=1, description="Sequences at once.")
+    max_gen_toks: int = Field(default=512, ge=1, description="Longest output, in tokens.")
+    apply_chat_template: bool = Field(default=False, description="Prompt as a chat, each shot a turn.")
+    system_instruction: str | None = Field(default=None, description="A text before everything else.")
+    truncate: bool = Field(default=False, description="Let prompts that do not fit lose their beginning.")
+    include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
+
+    def settings(self, folder: Path) -> Settings:
+        """As settings of an evaluation; `include_path` is relative to `folder`."""
+        return Settings(
+            num_fewshot=self.num_fewshot,
+            limit=self.limit,
+            batch_size=self.batch_size,
+            max_gen_toks=self.max_gen_toks,
+            apply_chat_template=self.apply_chat_template,
+            system_instruction=self.system_instruction,
+            truncate=self.truncate,
+            include_path=folder / self.include_path if self.include_path else None,
+            seed=SEED,
+        )
+
+    def notes(self) -> list[str]:
+        """What a user should know of this choice of tasks, in words."""
+        maths = [name for name in self.tasks if name.startswith("mgsm_") and not name.endswith("_en")]
+        if not maths:
+            return []
+        return [
+            f"selection by {', '.join(maths)}: the second paper found maths in the target language a weaker sign of a "
+            "good expert than Belebele and Global-MMLU (language experts) and MGSM in English (maths experts)"
+        ]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One checkpoint's row of the table.
+
+    Attributes:
+        step: after how many steps it was saved.
+        score: the mean over tasks, each from 0 to 1, more being better: bleu, chrf and ter divided by 100; a metric
+            of which less is better enters with a minus.
+        stderr: of the score, √Σσ²/n over n tasks with standard errors σ; None where one is not known.
+        tasks: each task's own number.
+        eval_loss: the loss on the validation rows at this step, if there are any.
+    """
+
+    step: int
+    score: float
+    stderr: float | None
+    tasks: dict[str, float]
+    eval_loss: float | None
+
+    @classmethod
+    def of(
+        cls, step: int, scores: Mapping[str, tuple[str, float, float | None, bool]], eval_loss: float | None
+    ) -> Judged:
+        """The row of these scores: by task its metric's name, value, standard error, and whether more is better."""
+        units = {task: 100 if name.startswith(("bleu", "chrf", "ter")) else 1 for task, (name, *_) in scores.items()}
+        values = [value / units[task] * (1 if better else -1) for task, (_, value, _, better) in scores.items()]
+        errors = [None if error is None else error / units[task] for task, (_, _, error, _) in scores.items()]
+        known = [error for error in errors if error is not None]
+        stderr = math.hypot(*known) / len(scores) if len(known) == len(scores) else None
+        tasks = {task: value for task, (_, value, _, _) in scores.items()}
+        return cls(step, math.fsum(values) / len(scores), stderr, tasks, eval_loss)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was found, and chosen.
+
+    Attributes:
+        metrics: by task, the metric and filter that count.
+        table: a row for each judged checkpoint, in the order of steps.
+        kept: steps of the best ones, best first: the first is the expert.
+        stopped_early: whether early stopping ended the run.
+    """
+
+    metrics: dict[str, str]
+    table: tuple[Judged, ...]
+    kept: tuple[int, ...]
+    stopped_early: bool
+
+    @property
+    def chosen(self) -> Judged:
+        return next(row for row in self.table if row.step == self.kept[0])
+
+    def markdown(self) -> list[str]:
+        """The table as lines of Markdown, with the chosen row in bold."""
+        losses = any(row.eval_loss is not None for row in self.table)
+        columns = ["step", "score", *self.metrics, *(["validation loss"] if losses else [])]
+        lines = ["| " + " | ".join(columns) + " |", "|" + "---:|" * len(columns)]
+        for row in self.table:
+            cells = [f"{row.step:,}", _with_error(row), *(f"{row.tasks[name]:.3f}" for name in self.metrics)]
+            cells += [f"{row.eval_loss:.3f}" if row.eval_loss is not None else ""] if losses else []
+            bold = row.step == self.kept[0]
+            lines.append("| " + " | ".join(f"**{cell}**" if bold and cell else cell for cell in cells) + " |")
+        return lines
+
+    def notes(self) -> list[str]:
+        """What a user should know of the result, in words."""
+        others = [row for row in self.table if row.step != self.chosen.step]
+        found = []
+        error = self.chosen.stderr
+        if others and error is not None and self.chosen.score - max(row.score for row in others) < error:
+            found.append("the best checkpoint is ahead of another by less than one standard error")
+        if self.stopped_early:
+            found.append(f"stopped early after step {self.table[-1].step:,}")
+        return found
+
+
+def _with_error(row: Judged) -> str:
+    return f"{row.score:.4f}" + (f" ± {row.stderr:.4f}" if row.stderr is not None else "")
+
+
+def judged_steps(steps: int, save_steps: int, every: int) -> int:
+    """How many checkpoints of a run of `steps` are judged: every so many, and the last."""
+    return math.ceil(steps / (save_steps * every))
+
+
+def is_judged(step: int, steps: int, save_steps: int, every: int) -> bool:
+    """Whether the checkpoint of this step is; one that was saved because the run was told to end is not."""
+    return step == steps or step % (save_steps * every) == 0
+
+
+def best_first(table: Sequence[Judged]) -> list[Judged]:
+    """By score; of equal ones the earlier first."""
+    return sorted(table, key=lambda row: (-row.score, row.step))
+
+
+def worn_out(table: Sequence[Judged], patience: int | None) -> bool:
+    """Whether the last `patience` rows are all no better than the best one before them."""
+    if patience is None or not table:
+        return False
+    return len([row for row in table if row.step > best_first(table)[0].step]) >= patience
