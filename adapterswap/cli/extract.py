@@ -1,0 +1,134 @@
+"""`adapterswap extract`: an adapter cut out of a full fine-tune."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterswap.cli.printing import note, print_json
+from adapterswap.experts.layers import format_layers
+
+if TYPE_CHECKING:
+    from adapterswap.extracting import Extraction
+
+_TELLING_ERROR = 0.1  # an adapter that misses more of ΔW than this is told of
+
+
+@click.command("extract")
+@click.argument("full")
+@click.option("--base-model", required=True, metavar="PATH|ID", help="The base that FULL was fine-tuned from.")
+@click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
+@click.option("--rank", type=click.IntRange(1, 65536), metavar="R", help="Rank; with --max-error, the highest.")
+@click.option("--max-error", type=float, metavar="E", help="The smallest rank with this relative error, per module.")
+@click.option("--layers", metavar="LAYERS", help="Only these layers, such as 0-4,30-31.")
+@click.option("--modules", multiple=True, metavar="NAME", help="Only attention, mlp, or parts of names; repeatable.")
+@click.option("--embeddings", is_flag=True, help="Embeddings and head too.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the factors.  [default: FULL's]"
+)
+@click.option("--device", default="cpu", show_default=True, metavar="NAME", help="auto, cpu, cuda, cuda:N, mps.")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--dry-run", is_flag=True, help="Compute and report, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
+def command(
+    full: str,
+    base_model: str,
+    out_path: str,
+    rank: int | None,
+    max_error: float | None,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Cut an adapter out of a full fine-tune.
+
+    FULL is a checkpoint (a folder or Hub id) that was fine-tuned from --base-model. The difference of each linear
+    weight in the layers is truncated to a rank and written as an rsLoRA adapter, which composes like any other. Norms,
+    biases and what else an adapter cannot hold are told of.
+    """
+    from adapterswap.extracting import extract
+
+    if rank is None and max_error is None:
+        raise click.UsageError("Give --rank, --max-error, or both.")
+    with _bar() as advance:
+        found = extract(
+            full, base_model, out_path, rank=rank, max_error=max_error, dry_run=dry_run, progress=advance, **options
+        )
+    if as_json:
+        print_json(_as_json(found, out_path, dry_run))
+    else:
+        _print(found, max_error, out_path, dry_run)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, where that is a terminal; its length is known once the checkpoints are open."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = progress.add_task("extracting", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _as_json(found: Extraction, out_path: str, dry_run: bool) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "out_path": out_path,
+        "written": not dry_run,
+        "relative_error": found.error,
+        "lost_share": found.lost_share,
+        "modules": [asdict(module) for module in found.modules],
+        "unchanged": list(found.unchanged),
+        "lost": [asdict(each) for each in found.lost],
+    }
+
+
+def _print(found: Extraction, max_error: float | None, out_path: str, dry_run: bool) -> None:
+    from sys import stdout
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("module", "layers", "rank", box=None, header_style="bold")
+    for name in ("‖ΔW‖", "error", "largest"):
+        table.add_column(name, justify="right")
+    for cells in _rows(found):
+        table.add_row(*cells)
+    Console(width=None if stdout.isatty() else 120).print(table)
+    note(f"{len(found.modules)} modules: relative error of ΔW {found.error:.4f} over all of them together")
+    if found.unchanged:
+        note(f"{len(found.unchanged)} modules are those of the base and left out")
+    for reason, (count, share) in found.lost_by_reason.items():
+        note(f"not in the adapter: {count} {reason}, {share:.2%} of the whole change")
+    worst = max(found.modules, key=lambda module: module.error)
+    if max_error is None and worst.error > _TELLING_ERROR:
+        note(f"Warning: {worst.name} misses {worst.error:.0%} of its ΔW. Raise --rank, or give --max-error.")
+    if max_error is not None and worst.error > max_error:
+        note(
+            f"Warning: {worst.name} misses {worst.error:.2%} of its ΔW, for the --rank that is allowed "
+            "or the rounding of its factors. Raise --rank, or give --dtype float32."
+        )
+    note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+
+
+def _rows(found: Extraction) -> list[tuple[str, ...]]:
+    """Modules that differ only by their layer share a row."""
+    from adapterswap.extracting import Extraction
+
+    groups: dict[str, list[Any]] = {}
+    for module in found.modules:
+        within = module.name if module.layer is None else module.name.partition(f".{module.layer}.")[2]
+        groups.setdefault(within, []).append(module)
+    rows: list[tuple[str, ...]] = []
+    for name, modules in groups.items():
+        group = Extraction(tuple(modules), (), ())
+        layers = format_layers(module.layer for module in modules if module.layer is not None)
+        largest = max(module.error for module in modules)
+        rows.append((name, layers, group.ranks, f"{group.norm:.4g}", f"{group.error:.4f}", f"{largest:.4f}"))
+    return rows

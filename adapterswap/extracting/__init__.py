@@ -1,0 +1,132 @@
+"""Cut an adapter out of a full fine-tune: ΔW = W_full - W_base, truncated weight by weight, written as an rsLoRA.
+
+What an adapter cannot hold is measured and told. The folder appears whole or not at all, and memory stays that of a few
+copies of the largest weight. Knows checkpoints and adapter folders; knows nothing of compositions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from adapterswap.arithmetic.tensors import open_files
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.extracting.cutting import DTYPES, CutForm, cut, norm_of_change
+from adapterswap.extracting.output import Spool, write_folder
+from adapterswap.extracting.pairing import Pair, Selection, pair
+from adapterswap.extracting.result import Extracted, Extraction, Lost
+from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.writing.copying import sha256_of
+
+__all__ = ["Extracted", "Extraction", "Lost", "extract"]
+
+
+def extract(
+    full: str | Path,
+    base_model: str | Path,
+    out_path: str | Path,
+    *,
+    rank: int | None = None,
+    max_error: float | None = None,
+    layers: str | None = None,
+    modules: Sequence[str] = (),
+    embeddings: bool = False,
+    dtype: str | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Extraction:
+    """Write the rsLoRA adapter in `out_path` that turns the base into the full fine-tune as nearly as its rank allows.
+
+    Every linear weight in the layers is cut: ΔW ≈ B·A by truncated SVD, A = √Σ·Vᵀ (rank×in) and B = U·√Σ (out×rank),
+    the best of its rank in the Frobenius norm (Eckart & Young 1936). lora_alpha is √rank, so that rsLoRA's scale α/√r
+    is 1. Norms, biases and what else an adapter cannot hold are left out and told of.
+
+    Args:
+        full: the fine-tune, a full checkpoint: a folder or Hub id.
+        base_model: the base that it was fine-tuned from, likewise.
+        out_path: the folder to write; it appears whole or not at all.
+        rank: the rank of every module; with `max_error`, the highest allowed.
+        max_error: each module gets the smallest rank with at most this relative error of ΔW, before its factors are
+            rounded to `dtype`.
+        layers: layers such as `0-4,30-31`; all by default.
+        modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
+        embeddings: cut embeddings and heads too.
+        dtype: float32, bfloat16 or float16; by default each factor has the dtype of the fine-tune's weight.
+        device: where torch computes: auto, cpu, cuda, cuda:N or mps.
+        overwrite: replace the folder if it exists.
+        dry_run: compute and report everything, and write nothing.
+        progress: called after each parameter with how many are done, and how many there are.
+
+    Returns:
+        What was cut out, with each module's rank and error, and what was left out.
+
+    Raises:
+        AdapterswapError: neither rank nor error; a folder that exists (without `overwrite`) or cannot be written; a
+            checkpoint that cannot be opened; two that are no fine-tune and base: of different architectures or shapes,
+            quantised; layers or modules that they do not have; NaN or infinity; no difference to extract.
+    """
+    from adapterswap.evaluation.subjects import choose_device
+
+    if dtype is not None and dtype not in DTYPES:
+        raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(DTYPES)}")
+    form = CutForm(rank, max_error, DTYPES[dtype] if dtype else None, choose_device(device))
+    check_target(Path(out_path), overwrite=overwrite)
+    opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
+    inputs = [checkpoint.source.folder for checkpoint in opened]
+    check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
+    selection = Selection(layers, tuple(modules), embeddings)
+    matched = pair(*opened, selection)
+    if dry_run:
+        return _carry_out(matched, form, None, progress)
+    with (
+        atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder,
+        _hashed(opened) as hashes,
+        Spool(folder) as spool,
+    ):
+        found = _carry_out(matched, form, spool, progress)
+        write_folder(folder, matched, form, selection, found, spool, hashes(), str(base_model))
+    return found
+
+
+def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Callable[[int, int], None]) -> Extraction:
+    names = (matched.full.name, matched.base.name)
+    total = len(matched.matrices) + len(matched.left_out)
+    extracted, unchanged, lost = [], [], []
+    with open_files([*matched.full.shards, *matched.base.shards]) as files:
+        for done, matrix in enumerate(matched.matrices, start=1):
+            found = cut(matrix, form, files, names)
+            if found is None:
+                unchanged.append(matrix.slot.name)
+            else:
+                extracted.append(Extracted.of(found))
+                if spool is not None:
+                    spool.add(found)
+            progress(done, total)
+        for done, left_out in enumerate(matched.left_out, start=len(matched.matrices) + 1):
+            norm = norm_of_change(left_out, files, names)
+            if norm:
+                lost.append(Lost(left_out.name, left_out.reason, norm))
+            progress(done, total)
+    if not extracted:
+        rest = f"; what differs is in {', '.join(sorted({each.reason for each in lost}))}" if lost else ""
+        raise AdapterswapError(
+            f"{names[0]} has the same selected weights as {names[1]}, so there is nothing to extract{rest}",
+            "Give a full fine-tune of this base, or select what it changed",
+        )
+    return Extraction(tuple(extracted), tuple(unchanged), tuple(lost))
+
+
+@contextmanager
+def _hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
+    """Hash the shards beside the work; what is yielded waits for each checkpoint's SHA-256 by file."""
+    with ThreadPoolExecutor(1) as worker:
+        waiting = [{shard.path.name: worker.submit(sha256_of, shard.path) for shard in c.shards} for c in checkpoints]
+        try:
+            yield lambda: [{name: future.result() for name, future in files.items()} for files in waiting]
+        finally:
+            worker.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,134 @@
+"""What a model consists of, as transformers builds it: which weights LoRA can change, and under which names PEFT knows
+them.
+
+A checkpoint's keys are not the model's names everywhere (GPT-2's lack `transformer.`, NeoX calls its head `embed_out`),
+Conv1D stores its weights transposed, and a mixture's experts are one parameter in memory and many in the file. So
+transformers is asked: for the model, built without memory for its weights, and for its rules of renaming. Knows configs
+and names; reads no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.bases import Base, reason_of
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
+
+__all__ = ["Anatomy", "Slot", "read_anatomy"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A weight that LoRA can change.
+
+    Attributes:
+        name: its module's full name in the model.
+        layer: the index of its transformer layer, or None.
+        kind: attention, mlp or other, by its name.
+        transposed: it is stored in×out (Conv1D), or as one row per token (an embedding).
+        embedding: it is an embedding.
+        heads: the modules that share the weight: the head that is tied to an embedding.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    transposed: bool
+    embedding: bool
+    heads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model's parameters.
+
+    Attributes:
+        slots: the weights that LoRA can change, by parameter name, such as `model.layers.0.self_attn.q_proj.weight`.
+        parameters: every parameter's name; a tied one has several, which lead to the first.
+        rename: a checkpoint's key → the name that transformers gives it when it loads the model; None where it makes
+            one parameter of several keys.
+    """
+
+    slots: Mapping[str, Slot]
+    parameters: Mapping[str, str]
+    rename: Callable[[str], str | None]
+
+    @property
+    def tied(self) -> bool:
+        """Whether a head is an embedding."""
+        return any(slot.heads for slot in self.slots.values())
+
+    def name_of(self, key: str) -> str | None:
+        """The parameter that a checkpoint's key is loaded into alone; None if there is no such."""
+        return self.parameters.get(self.rename(key) or "")
+
+
+def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
+    """The anatomy of a checkpoint's model, from its config.
+
+    Raises:
+        AdapterswapError: transformers has no causal language model for it, or cannot build one without remote code.
+    """
+    import torch
+    from transformers import AutoConfig
+    from transformers.pytorch_utils import Conv1D
+
+    from adapterswap.training.base import empty_model
+
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.source.folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise AdapterswapError(
+            f"the config of {checkpoint.name} cannot be read: {reason_of(error)}",
+            "Give a causal language model that transformers knows without remote code",
+        ) from None
+    model = empty_model(Base(checkpoint.name, checkpoint.source, config, tokenizer=None))
+    first: dict[int, str] = {}
+    parameters = {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D | torch.nn.Embedding)
+    }
+    container = layer_container(modules)
+    sharing: dict[str, list[str]] = {}
+    for name in modules:
+        sharing.setdefault(parameters[f"{name}.weight"], []).append(name)
+    slots = {
+        f"{name}.weight": Slot(
+            name,
+            layer_of(name, container),
+            kind_of(name),
+            transposed=not isinstance(module, torch.nn.Linear),
+            embedding=isinstance(module, torch.nn.Embedding),
+            heads=tuple(
+                other for other in modules if other != name and parameters[f"{other}.weight"] == f"{name}.weight"
+            ),
+        )
+        for name, module in modules.items()
+        if f"{name}.weight" in sharing
+    }
+    return Anatomy(slots, parameters, _renaming(model))
+
+
+def _renaming(model: Any) -> Callable[[str], str | None]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    known = model.state_dict()
+
+    def rename(key: str) -> str | None:
+        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        return name if converter is None else None
+
+    return rename

@@ -1,0 +1,178 @@
+"""ΔW = W_full - W_base of one weight, and the low-rank factors cut out of it.
+
+A weight at a time: memory is that of a few copies of the largest one. Knows two stored tensors and a form; knows
+nothing of models and folders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.arithmetic.approximation import approximate
+from adapterswap.arithmetic.lowrank import Factors
+from adapterswap.arithmetic.tensors import decode, finite_bytes, read_numbers
+from adapterswap.errors import Problems
+from adapterswap.experts.checkpoints import Parameter
+from adapterswap.extracting.pairing import LeftOut, Matrix
+from adapterswap.files.tensorfile import DTYPE_BYTES
+
+__all__ = ["DTYPES", "Cut", "CutForm", "cut", "norm_of_change"]
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as users name them, as files do
+
+_PREFIX = "base_model.model."
+_BLOCK = 2**22  # elements of a weight that is left out, read at a time
+_MAX_RANK = 2**16  # what `open_adapter` reads
+
+
+@dataclass(frozen=True)
+class CutForm:
+    """How the factors are cut.
+
+    Attributes:
+        rank: the rank of every module; with `max_error`, the highest allowed.
+        max_error: the smallest rank with at most this relative error of ΔW.
+        dtype: of the factors, by its name in files; None for that of the fine-tune's own weight.
+        device: the torch device that computes.
+    """
+
+    rank: int | None = None
+    max_error: float | None = None
+    dtype: str | None = None
+    device: Any = "cpu"
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        if self.rank is None and self.max_error is None:
+            problems.add("neither a rank nor an error is given", "Give --rank or --max-error")
+        if self.rank is not None and not 1 <= self.rank <= _MAX_RANK:
+            problems.add(f"rank is {self.rank}, and must lie between 1 and {_MAX_RANK}", "Give for instance 64")
+        if self.max_error is not None and not 0 < self.max_error < 1:
+            problems.add(f"max_error is {self.max_error}, and must lie between 0 and 1", "Give for instance 0.1")
+        problems.raise_if_any()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The factors of one weight's ΔW ≈ B·A, as they are written.
+
+    Attributes:
+        matrix: the weight.
+        rank: of the factors.
+        norm: ‖ΔW‖, the Frobenius norm.
+        error: ‖ΔW - B·A‖ / ‖ΔW‖ with the factors as they are written, rounding included.
+        dtype: of both factors, by its name in files.
+        factors: A (rank×in) and B (out×rank), with numbers that `dtype` holds.
+    """
+
+    matrix: Matrix
+    rank: int
+    norm: float
+    error: float
+    dtype: str
+    factors: Factors
+
+    def tensors(self) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
+        """The tensors as PEFT names them; a tied head has the embedding's, transposed."""
+        a, b = self.factors
+        name = f"{_PREFIX}{self.matrix.slot.name}"
+        if self.matrix.slot.embedding:
+            yield f"{name}.lora_embedding_A", a
+            yield f"{name}.lora_embedding_B", b
+        else:
+            yield f"{name}.lora_A.weight", a
+            yield f"{name}.lora_B.weight", b
+        for head in self.matrix.slot.heads:
+            yield f"{_PREFIX}{head}.lora_A.weight", b.T
+            yield f"{_PREFIX}{head}.lora_B.weight", a.T
+
+
+def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[str, str]) -> Cut | None:
+    """Cut a weight's ΔW; None if the fine-tune did not change it.
+
+    Args:
+        matrix: the weight.
+        form: how.
+        files: the open shards.
+        names: what to call the fine-tune and the base in messages.
+
+    Raises:
+        AdapterswapError: a weight holds NaN or infinity, or a factor overflows its dtype.
+    """
+    delta = _difference(matrix.full, matrix.base, files, names)
+    if matrix.slot.transposed:
+        delta = np.ascontiguousarray(delta.T)
+    norm = math.sqrt(_sum_of_squares(delta))
+    if norm == 0:
+        return None
+    result = approximate(delta, rank=form.rank, error=form.max_error, device=form.device)
+    dtype = form.dtype or matrix.full.tensor.dtype
+    a, b = (finite_bytes(values, dtype, matrix.slot.name) for values in (result.factors.a, result.factors.b))
+    written = Factors(decode(a, dtype, result.factors.a.shape), decode(b, dtype, result.factors.b.shape))
+    error = _distance(delta, written, form.device) / norm
+    return Cut(matrix, len(result.singular_values), norm, error, dtype, written)
+
+
+def norm_of_change(left_out: LeftOut, files: Mapping[Path, int], names: tuple[str, str]) -> float:
+    """‖W_full - W_base‖ of a parameter that is left out; rows that only one of them has count whole.
+
+    Raises:
+        AdapterswapError: it holds NaN or infinity.
+    """
+    sizes = [math.prod(parameter.tensor.shape) for parameter in (left_out.full, left_out.base)]
+    total = 0.0
+    for start in range(0, max(sizes), _BLOCK):
+        blocks = [
+            read_numbers(name, files[part.path], part.tensor)
+            for name, parameter, size in zip(names, (left_out.full, left_out.base), sizes, strict=True)
+            if (part := _part(parameter, start, min(start + _BLOCK, size))) is not None
+        ]
+        total += sum(_sum_of_squares(rest) for rest in _subtract(blocks))
+    return math.sqrt(total)
+
+
+def _part(parameter: Parameter, start: int, stop: int) -> Parameter | None:
+    """The elements from `start` to `stop` of a parameter; None if there are none."""
+    if start >= stop:
+        return None
+    tensor, width = parameter.tensor, DTYPE_BYTES[parameter.tensor.dtype]
+    begin = tensor.start + start * width
+    part = replace(tensor, shape=(stop - start,), start=begin, stop=begin + (stop - start) * width)
+    return replace(parameter, tensor=part)
+
+
+def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.float32]]:
+    """The difference of one or two vectors: of what both have, and what is left of the longer one."""
+    if len(blocks) == 1:
+        return blocks
+    common = min(len(block) for block in blocks)
+    longer = max(blocks, key=len)
+    return [blocks[0][:common] - blocks[1][:common], longer[common:]]
+
+
+def _difference(
+    full: Parameter, base: Parameter, files: Mapping[Path, int], names: tuple[str, str]
+) -> npt.NDArray[np.float32]:
+    delta = read_numbers(names[0], files[full.path], full.tensor)
+    delta -= read_numbers(names[1], files[base.path], base.tensor)
+    return delta
+
+
+def _sum_of_squares(values: npt.NDArray[np.float32]) -> float:
+    flat = values.reshape(-1)
+    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))  # cast in small blocks, without a copy
+
+
+def _distance(delta: npt.NDArray[np.float32], factors: Factors, device: Any) -> float:
+    """‖ΔW - B·A‖."""
+    import torch
+
+    matrix, a, b = (torch.from_numpy(values).to(device) for values in (delta, *factors))
+    return float(torch.linalg.vector_norm(torch.addmm(matrix, b, a, alpha=-1), dtype=torch.float64))

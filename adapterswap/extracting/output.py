@@ -1,0 +1,178 @@
+"""Write extracted factors as an adapter folder: weights, PEFT's config, the record, a model card.
+
+Ranks are known only when the last weight has been cut, and factors need not fit into memory, so they wait in a file
+beside the folder's own until the safetensors header can be written. Knows adapter folders; computes no factor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import yaml
+
+from adapterswap import __version__
+from adapterswap.arithmetic.layout import Shape, adapter_config, most_common, written_scale
+from adapterswap.arithmetic.tensors import encode
+from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.sources import public_name
+from adapterswap.extracting.cutting import Cut, CutForm
+from adapterswap.extracting.pairing import Pair, Selection
+from adapterswap.extracting.result import Extracted, Extraction
+from adapterswap.files.tensorfile import header_bytes
+from adapterswap.writing.copying import write_at
+from adapterswap.writing.provenance import FORMAT
+
+__all__ = ["Spool", "write_folder"]
+
+_BUFFER = 4 * 2**20  # bytes copied at a time
+
+
+class Spool:
+    """Factors on the disk, one after the other, until their places in the safetensors file are known."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "factors"
+        self._file = self._path.open("xb+", buffering=0)
+        self._size = 0
+        self._parts: dict[str, tuple[str, tuple[int, int], int]] = {}  # key → dtype, shape, offset
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._path.unlink()
+
+    def add(self, cut: Cut) -> None:
+        for key, values in cut.tensors():
+            raw = encode(np.asarray(values, np.float32), cut.dtype)
+            write_at(self._file.fileno(), raw, self._size)
+            self._parts[key] = cut.dtype, (values.shape[0], values.shape[1]), self._size
+            self._size += raw.size
+
+    def write(self, path: Path) -> None:
+        """Write all factors to a safetensors file."""
+        header, places = header_bytes((key, dtype, shape) for key, (dtype, shape, _) in self._parts.items())
+        with path.open("xb", buffering=0) as output:
+            output.write(header)
+            for key, place in places.items():
+                start = self._parts[key][2]
+                for done in range(0, place.nbytes, _BUFFER):
+                    raw = os.pread(self._file.fileno(), min(_BUFFER, place.nbytes - done), start + done)
+                    write_at(output.fileno(), np.frombuffer(raw, np.uint8), place.start + done)
+
+
+def write_folder(
+    folder: Path, pair: Pair, form: CutForm, selection: Selection, found: Extraction, spool: Spool,
+    hashes: list[dict[str, str]], base_model: str,
+) -> None:  # fmt: skip
+    """Fill the empty `folder`.
+
+    Args:
+        pair, form, selection: what was asked for.
+        found: what came of it.
+        spool: the factors.
+        hashes: the SHA-256 of the fine-tune's and of the base's shards.
+        base_model: the base, as the user named it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    spool.write(folder / WEIGHTS)
+    base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "adapterswap_version": __version__,
+        "base_model": base,
+        "num_layers": pair.num_layers,
+        "extraction": {
+            "full": _source(pair.full, hashes[0]),
+            "base": _source(pair.base, hashes[1]),
+            "rank": form.rank,
+            "max_error": form.max_error,
+            **asdict(selection),
+        },
+        "extracted": {m.name: {"rank": m.rank, "relative_error": m.error, "norm": m.norm} for m in found.modules},
+        "unchanged": list(found.unchanged),
+        "left_out": {each.name: {"reason": each.reason, "norm": each.norm} for each in found.lost},
+        **({"slice": {"layers": selection.layers}} if selection.layers is not None else {}),
+    }
+    for name, content in ((CONFIG, _config(pair, found, base_model)), (PROVENANCE, record)):
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        (folder / name).write_text(f"{text}\n", encoding="utf-8")
+    (folder / "README.md").write_text(_card(pair, found, base), encoding="utf-8")
+
+
+def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:
+    """PEFT's config: α = √r gives rsLoRA's scale α/√r = 1 for every module, exactly, so that B·A is ΔW itself."""
+    ranks = {m.name: m.rank for m in found.modules}
+    slots = [matrix.slot for matrix in pair.matrices if matrix.slot.name in ranks]
+    ranks |= {head: ranks[slot.name] for slot in slots for head in slot.heads}
+    shapes = {name: Shape(rank, *written_scale(rank, True, 1.0)) for name, rank in ranks.items()}
+    rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
+    base = pair.base.source
+    return adapter_config(
+        shapes,
+        rank,
+        alpha,
+        rslora=True,
+        base_model=base.name if base.revision else base_model,
+        revision=base.revision,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=any(slot.transposed and not slot.embedding for slot in slots),
+        tied=any(slot.heads for slot in slots),
+    )
+
+
+def _source(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> dict[str, Any]:
+    return {"source": checkpoint.source.name, "revision": checkpoint.source.revision, "sha256": hashes}
+
+
+def _card(pair: Pair, found: Extraction, base: str | None) -> str:
+    """The model card: what it was cut out of, how near it comes, what is missing."""
+    front = {
+        "library_name": "peft",
+        "tags": ["adapterswap", "lora"],
+        **({"base_model": base} if base and "/" in base else {}),
+    }
+    rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", found.modules, layer)
+                     for layer in dict.fromkeys(m.layer for m in found.modules))  # fmt: skip
+    lost = "".join(
+        f"- {count} {reason}: {share:.2%} of the whole change\n"
+        for reason, (count, share) in found.lost_by_reason.items()
+    )
+    return f"""---
+{yaml.safe_dump(front, sort_keys=True).strip()}
+---
+
+# {pair.full.source.name} as an adapter
+
+An rsLoRA adapter for {base}, cut out of the full fine-tune {pair.full.name} with adapterswap {__version__}.
+Its relative error is {found.error:.4f}: what it lacks of the fine-tune's change of these weights (Frobenius norm).
+
+| | modules | rank | relative error |
+|---|---|---|---|
+{rows}
+{f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{lost}" if lost else ""}
+Load it with PEFT:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
+```
+
+`adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
+"""
+
+
+def _row(name: str, modules: tuple[Extracted, ...], layer: int | None) -> str:
+    group = Extraction(tuple(m for m in modules if m.layer == layer), (), ())
+    return f"| {name} | {len(group.modules)} | {group.ranks} | {group.error:.4f} |"

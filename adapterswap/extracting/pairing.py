@@ -1,0 +1,236 @@
+"""A full fine-tune beside its base: which weights differ in a way that an adapter can hold, and which it cannot.
+
+From configs and headers alone; no tensor is read. Everything that makes two checkpoints no pair is told at once. Knows
+checkpoints and what LoRA can adapt; knows nothing of ranks and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.checkpoints import FLOATS, Checkpoint, Parameter
+from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
+from adapterswap.extracting.anatomy import Anatomy, Slot, read_anatomy
+from adapterswap.planning.allocation import selects
+
+__all__ = ["LeftOut", "Matrix", "Pair", "Reason", "Selection", "pair"]
+
+# Why an adapter does not hold a parameter, in the words that users read.
+Reason = Literal[
+    "norms", "biases", "embeddings and heads", "vocabulary", "experts and routers", "not selected", "other"
+]
+
+_FUSED = {"experts", "router", "gate"}  # parts of names in a mixture of experts whose weights are no Linear's
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which weights are wanted.
+
+    Attributes:
+        layers: layers such as `0-4,30-31`, or `none`; all by default.
+        modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
+        embeddings: embeddings and heads too.
+    """
+
+    layers: str | None = None
+    modules: tuple[str, ...] = ()
+    embeddings: bool = False
+
+    def wants(self, slot: Slot) -> bool:
+        if slot.layer is None:
+            return self.embeddings
+        if self.layers is not None and slot.layer not in parse_layers(self.layers):
+            return False
+        return not self.modules or any(selects(module, slot.name, slot.kind) for module in self.modules)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight whose ΔW the adapter is to hold, and where both versions of it lie."""
+
+    slot: Slot
+    full: Parameter
+    base: Parameter
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in), however it is stored."""
+        rows, columns = self.full.tensor.shape
+        return (columns, rows) if self.slot.transposed else (rows, columns)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A parameter that the adapter does not hold, though both models have it."""
+
+    name: str
+    reason: Reason
+    full: Parameter
+    base: Parameter
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A fine-tune and its base that belong together.
+
+    Attributes:
+        full, base: the checkpoints.
+        num_layers: the base's layers.
+        matrices: what the adapter is to hold; those without a layer first, then by layer and name.
+        left_out: everything else.
+    """
+
+    full: Checkpoint
+    base: Checkpoint
+    num_layers: int
+    matrices: tuple[Matrix, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
+    """Match the parameters of a fine-tune with its base's.
+
+    Raises:
+        AdapterswapError: they are of different architectures, shapes or depth, quantised, or in dtypes without
+            arithmetic; the selection names layers or modules that they do not have; no matrix is left.
+    """
+    anatomy = _common_anatomy(full, base)
+    num_layers = num_layers_in_config(base.config)
+    if num_layers is None:
+        raise AdapterswapError(f"the config of {base.name} does not say how many layers it has", "Give another base")
+    problems = Problems()
+    ours, theirs = (dict(_named(checkpoint, anatomy)) for checkpoint in (full, base))
+    _check_names(ours, theirs, full, base, anatomy, problems)
+    _check_selection(selection, anatomy, num_layers, problems)
+    problems.raise_if_any()
+    matrices, left_out = [], []
+    for name in sorted(ours.keys() & theirs.keys()):
+        one, other = ours[name], theirs[name]
+        slot = anatomy.slots.get(name)
+        if not _check_numbers(one, other, full, base, problems):
+            continue
+        if one.tensor.shape != other.tensor.shape:
+            if slot is None or slot.layer is not None or one.tensor.shape[1:] != other.tensor.shape[1:]:
+                shapes = f"{list(one.tensor.shape)} in {full.name} and {list(other.tensor.shape)} in {base.name}"
+                problems.add(f"{name} is {shapes}", "Give the base that it was fine-tuned from")
+            elif selection.embeddings:
+                rows = f"{one.tensor.shape[0]} rows in {full.name} and {other.tensor.shape[0]} in {base.name}"
+                problems.add(f"{name} has {rows}: the vocabulary changed", "Leave --embeddings out, or merge instead")
+            else:
+                left_out.append(LeftOut(name, "vocabulary", one, other))
+        elif slot is not None and selection.wants(slot):
+            matrices.append(Matrix(slot, one, other))
+        else:
+            left_out.append(LeftOut(name, _reason(name, slot, one), one, other))
+    problems.raise_if_any()
+    for matrix in matrices:
+        _check_tying(matrix.slot)
+    if not matrices:
+        raise AdapterswapError("no matrix is selected, so there is nothing to extract", "Select layers or --embeddings")
+    matrices.sort(key=lambda m: (-1 if m.slot.layer is None else m.slot.layer, m.slot.name))
+    return Pair(full, base, num_layers, tuple(matrices), tuple(left_out))
+
+
+def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
+    problems = Problems()
+    for checkpoint in (full, base):
+        if checkpoint.config.get("quantization_config"):
+            problems.add(f"{checkpoint.name} is quantised", "Give it in floating point numbers")
+    kinds = [checkpoint.config.get("model_type") for checkpoint in (full, base)]
+    if kinds[0] != kinds[1]:
+        problems.add(
+            f"{full.name} is a {kinds[0]} model, and the base {base.name} a {kinds[1]}",
+            "Give the base that it was fine-tuned from",
+        )
+    problems.raise_if_any()
+    anatomies = [read_anatomy(checkpoint) for checkpoint in (full, base)]
+    if anatomies[0].tied != anatomies[1].tied:
+        told = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
+        raise AdapterswapError(
+            f"{full.name} {told[0]} to the embedding, and the base {base.name} {told[1]}",
+            "An adapter cannot hold that: give the base that it was fine-tuned from",
+        )
+    return anatomies[1]
+
+
+def _named(checkpoint: Checkpoint, anatomy: Anatomy) -> Iterator[tuple[str, Parameter]]:
+    """The stored tensors under the model's names; under their own where the model knows none.
+
+    What is neither a parameter nor a floating point number is a buffer of an older version, such as a causal mask.
+    """
+    for key, parameter in checkpoint.parameters.items():
+        name = anatomy.name_of(key)
+        if name is not None or parameter.tensor.dtype in FLOATS:
+            yield name or key, parameter
+
+
+def _check_names(
+    ours: Mapping[str, Parameter], theirs: Mapping[str, Parameter], full: Checkpoint, base: Checkpoint,
+    anatomy: Anatomy, problems: Problems,
+) -> None:  # fmt: skip
+    mend = "Give the base that it was fine-tuned from"
+    known = set(anatomy.parameters.values())
+    for one, other, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
+        for name in sorted(one.keys() - other.keys()):
+            if name in known or len(one[name].tensor.shape) > 1:  # else a buffer that one version saved
+                problems.add(f"{has.name} holds {name}, and {lacks.name} does not", mend)
+    for name in sorted(anatomy.slots.keys() - ours.keys() - theirs.keys()):
+        problems.add(
+            f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
+            "Load both with transformers and save them again",
+        )
+
+
+def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, problems: Problems) -> None:
+    layers: frozenset[int] = frozenset()
+    if selection.layers is not None:
+        try:
+            layers = parse_layers(selection.layers)
+        except ValueError as error:
+            problems.add(f"--layers: {error}", "Write for instance --layers 0-4,30-31")
+    if layers and max(layers) >= num_layers:
+        told = format_layers(layer for layer in layers if layer >= num_layers)
+        problems.add(f"--layers: there is no layer {told}", f"Layers are 0 to {num_layers - 1}")
+    for module in selection.modules:
+        if selection.layers == NO_LAYER or not any(
+            slot.layer is not None and selects(module, slot.name, slot.kind) for slot in anatomy.slots.values()
+        ):
+            ends = sorted({slot.name.rpartition(".")[2] for slot in anatomy.slots.values() if slot.layer is not None})
+            problems.add(f"--modules {module!r} matches nothing", f"Name attention, mlp, or {', '.join(ends)}")
+
+
+def _check_tying(slot: Slot) -> None:
+    """PEFT 0.21 applies an embedding's LoRA to the head that is tied to it only where it knows the embedding's name."""
+    if slot.heads and slot.name.rpartition(".")[2] != "embed_tokens":
+        raise AdapterswapError(
+            f"{', '.join(slot.heads)} is tied to {slot.name}, and PEFT keeps them together only where the embedding is "
+            "called embed_tokens",
+            "Leave --embeddings out",
+        )
+
+
+def _check_numbers(one: Parameter, other: Parameter, full: Checkpoint, base: Checkpoint, problems: Problems) -> bool:
+    wrong = [
+        (parameter, checkpoint)
+        for parameter, checkpoint in ((one, full), (other, base))
+        if parameter.tensor.dtype not in FLOATS
+    ]
+    for parameter, checkpoint in wrong:
+        problems.add(
+            f"{parameter.name} is {parameter.tensor.dtype} in {checkpoint.name}", f"Save it as {', '.join(FLOATS)}"
+        )
+    return not wrong
+
+
+def _reason(name: str, slot: Slot | None, parameter: Parameter) -> Reason:
+    if slot is not None:
+        return "embeddings and heads" if slot.layer is None else "not selected"
+    if name.endswith("bias"):
+        return "biases"
+    if _FUSED & set(name.split(".")):
+        return "experts and routers"
+    return "norms" if len(parameter.tensor.shape) == 1 else "other"

@@ -1,0 +1,100 @@
+"""What an extraction found, as data: ranks, errors, and what was left out. Reads and prints nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from adapterswap.experts.layers import Kind
+from adapterswap.extracting.cutting import Cut
+from adapterswap.extracting.pairing import Reason
+
+__all__ = ["Extracted", "Extraction", "Lost"]
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """One module of the adapter.
+
+    Attributes:
+        name, layer, kind: the module.
+        out_features, in_features: the size of its ΔW.
+        rank: of its factors.
+        norm: ‖ΔW‖, the Frobenius norm.
+        error: ‖ΔW - B·A‖ / ‖ΔW‖, with the factors as they are written.
+        dtype: of its factors, by its name in files.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    out_features: int
+    in_features: int
+    rank: int
+    norm: float
+    error: float
+    dtype: str
+
+    @classmethod
+    def of(cls, cut: Cut) -> Extracted:
+        slot = cut.matrix.slot
+        return cls(slot.name, slot.layer, slot.kind, *cut.matrix.shape, cut.rank, cut.norm, cut.error, cut.dtype)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A parameter that the fine-tune changed and the adapter does not hold: why, and ‖W_full - W_base‖."""
+
+    name: str
+    reason: Reason
+    norm: float
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """What was cut out of a full fine-tune.
+
+    Attributes:
+        modules: the adapter's.
+        unchanged: modules that the fine-tune did not change; the adapter leaves them out.
+        lost: what else it changed.
+    """
+
+    modules: tuple[Extracted, ...]
+    unchanged: tuple[str, ...]
+    lost: tuple[Lost, ...]
+
+    @property
+    def norm(self) -> float:
+        """‖ΔW‖ over all of the adapter's modules together."""
+        return _norm(module.norm for module in self.modules)
+
+    @property
+    def ranks(self) -> str:
+        """The rank of the modules, or the lowest and the highest: `4–64`."""
+        ranks = sorted({module.rank for module in self.modules})
+        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+
+    @property
+    def error(self) -> float:
+        """‖ΔW - B·A‖ / ‖ΔW‖ over all of the adapter's modules together."""
+        return _norm(module.norm * module.error for module in self.modules) / self.norm
+
+    @property
+    def lost_share(self) -> float:
+        """The part of ‖W_full - W_base‖ over all parameters that lies outside the adapter's modules."""
+        lost = _norm(each.norm for each in self.lost)
+        return lost / math.hypot(lost, self.norm)
+
+    @property
+    def lost_by_reason(self) -> Mapping[Reason, tuple[int, float]]:
+        """For each reason the number of parameters, and their share as in `lost_share`."""
+        whole = math.hypot(_norm(each.norm for each in self.lost), self.norm)
+        reasons = sorted({each.reason for each in self.lost})
+        groups = {reason: [each.norm for each in self.lost if each.reason == reason] for reason in reasons}
+        return {reason: (len(norms), _norm(norms) / whole) for reason, norms in groups.items()}
+
+
+def _norm(values: Iterable[float]) -> float:
+    return math.sqrt(math.fsum(value**2 for value in values))
