@@ -17,7 +17,7 @@ from adapterswap.files.smallfiles import exists, shown
 from adapterswap.files.yamltext import load_yaml
 from adapterswap.shipped import near_names, shipped_recipes
 
-__all__ = ["Layer", "load_layers", "merge_layers", "writer"]
+__all__ = ["Layer", "find_fragment", "load_layers", "merge_layers", "take_names", "writer"]
 
 _MAX_DEPTH = 8  # fragments below fragments
 _MAX_FILES = 64  # in all; one may be named by several others
@@ -55,16 +55,22 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
         raise AdapterswapError(f"recipes extend each other more than {_MAX_DEPTH} deep: {told}", "Nest fewer of them")
     content = load_yaml(path)
     problems = Problems()
-    for name in _names(content.pop("extends", None), path):
+    for name in take_names(content, path):
         with problems.collect():
-            _collect(_find(name, path), (*chain, path), layers)
+            _collect(find_fragment(name, path), (*chain, path), layers)
     problems.raise_if_any()
     if len(layers) == _MAX_FILES:
         raise AdapterswapError(f"the recipe is made of more than {_MAX_FILES} files: {told}", "Extend fewer of them")
     layers.append(Layer(path, content))
 
 
-def _names(value: Any, path: Path) -> list[str]:
+def take_names(content: dict[str, Any], path: Path) -> list[str]:
+    """The fragments that the recipe at `path` extends; their key is taken out of its `content`.
+
+    Raises:
+        AdapterswapError: `extends` is no name or list of names.
+    """
+    value = content.pop("extends", None)
     names = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(name, str) and name for name in names):
         raise AdapterswapError(
@@ -74,7 +80,12 @@ def _names(value: Any, path: Path) -> list[str]:
     return names
 
 
-def _find(name: str, path: Path) -> Path:
+def find_fragment(name: str, path: Path) -> Path:
+    """The file that the recipe at `path` means by `name`.
+
+    Raises:
+        AdapterswapError: there is none.
+    """
     beside = path.parent / Path(name).expanduser()
     if exists(beside) and beside.is_file():
         return beside

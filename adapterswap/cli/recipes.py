@@ -1,0 +1,125 @@
+"""`adapterswap recipes`: the recipes that are shipped, and whether a recipe is right."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from adapterswap.cli.printing import note, print_json
+
+
+@click.group("recipes", context_settings={"max_content_width": 110})
+def command() -> None:
+    """List, show, copy and check recipes.
+
+    Recipes of train/ and compose/ are whole: give their name to `adapterswap train` or `adapterswap compose`. Those of
+    models/, data/ and regimes/ are fragments, for the `extends:` of recipes.
+    """
+
+
+@command.command("ls")
+@click.option("--kind", metavar="KIND", help="Only train, compose, models, data or regimes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ls(kind: str | None, as_json: bool) -> None:
+    """List the shipped recipes, each with what it is for."""
+    from dataclasses import asdict
+
+    from adapterswap.errors import AdapterswapError
+    from adapterswap.recipes import list_recipes
+
+    found = list_recipes()
+    kinds = list(dict.fromkeys(recipe.kind for recipe in found))
+    if kind is not None and kind not in kinds:
+        raise AdapterswapError(f"{kind!r} is no kind of recipe", f"Kinds are: {', '.join(kinds)}")
+    found = [recipe for recipe in found if kind in (None, recipe.kind)]
+    if as_json:
+        print_json([asdict(recipe) for recipe in found])
+        return
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        click.echo(f"{recipe.name:<{width}}  {recipe.about}")
+
+
+@command.command("cat")
+@click.argument("name")
+@click.option("--resolved", is_flag=True, help="With all that it extends, each line with the file that it is from.")
+@click.option("--json", "as_json", is_flag=True, help="Print what it says with all that it extends, as JSON.")
+def cat(name: str, resolved: bool, as_json: bool) -> None:
+    """Print a recipe.
+
+    NAME is a shipped recipe or a file. What --resolved prints is a recipe too, in one piece.
+    """
+    from adapterswap.recipes import resolve_recipe
+    from adapterswap.shipped import find_recipe
+
+    path = find_recipe(name)
+    if not resolved and not as_json:
+        click.echo(path.read_text(encoding="utf-8"), nl=False)
+        return
+    content, text = resolve_recipe(path)
+    if as_json:
+        print_json(content)
+    else:
+        click.echo(text, nl=False)
+
+
+@command.command("cp")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.argument("folder", metavar="DIR")
+@click.option("--overwrite", is_flag=True, help="Replace the folder if it exists.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+    """Copy shipped recipes into a new folder, to change them.
+
+    All that they extend is copied too, and named by relative paths, so the folder works standing alone.
+    """
+    from adapterswap.files.folders import atomic_folder, check_target
+    from adapterswap.recipes import standalone_copy
+
+    files = standalone_copy(names)
+    check_target(Path(folder), overwrite=overwrite)
+    if not dry_run:
+        with atomic_folder(folder, overwrite=overwrite) as place:
+            for name, text in files.items():
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
+                (place / name).write_text(text, encoding="utf-8")
+    if as_json:
+        print_json({"written": not dry_run, "out_path": folder, "recipes": [f"{name}.yaml" for name in names],
+                    "files": list(files)})  # fmt: skip
+        return
+    for name in files:
+        click.echo(f"{folder}/{name}")
+    note("nothing written (--dry-run)" if dry_run else f"written to {folder}")
+
+
+@command.command("validate")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def validate(files: tuple[str, ...], as_json: bool) -> None:
+    """Tell every mistake in recipes, without reading models or data.
+
+    FILE is a recipe or the name of a shipped one. Exits with 1 if there is a mistake.
+    """
+    from adapterswap.errors import AdapterswapError, Problems
+    from adapterswap.recipes import check_recipe
+    from adapterswap.shipped import find_recipe
+
+    problems = Problems()
+    told: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            told.append({"path": file, "kind": check_recipe(find_recipe(file)), "problems": []})
+        except AdapterswapError as error:
+            told.append({"path": file, "kind": None, "problems": [vars(problem) for problem in error.problems]})
+            with problems.collect():
+                raise
+    if as_json:
+        print_json(told)
+        sys.exit(1 if problems else 0)
+    for recipe in told:
+        click.echo(f"{recipe['path']}: {'right, for ' + recipe['kind'] if recipe['kind'] else 'wrong'}")
+    problems.raise_if_any()

@@ -1,0 +1,164 @@
+"""Recipes as files: what is shipped, whether one is right, what it says with all that it extends, a copy to change.
+
+Knows which kinds of recipes there are and which model checks which; what they mean is the models' business. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.files.extending import Layer, find_fragment, load_layers, take_names, writer
+from adapterswap.files.yamlfiles import read_content, validate
+from adapterswap.files.yamltext import load_yaml
+from adapterswap.planning.compositions import Composition
+from adapterswap.shipped import near_names, shipped_recipes
+from adapterswap.training.recipe import ROW_PATHS, TrainRecipe
+
+__all__ = ["Kind", "ShippedRecipe", "check_recipe", "list_recipes", "resolve_recipe", "standalone_copy"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of recipe.
+
+    Attributes:
+        model: what checks it.
+        mark: a key that every recipe of this kind has, and no other.
+        paths: its keys that may be local paths, as in `read_content`.
+    """
+
+    model: type[BaseModel]
+    mark: str
+    paths: tuple[str, ...]
+
+
+_KINDS = {
+    "train": Kind(TrainRecipe, "datasets", ROW_PATHS),
+    "compose": Kind(Composition, "experts", ("experts.*",)),
+}
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """A recipe that comes with adapterswap: `about` is the first line of its comment."""
+
+    name: str
+    kind: str
+    about: str
+
+
+def list_recipes() -> list[ShippedRecipe]:
+    """What is shipped: whole recipes, of kind train and compose; fragments, of kind models, data and regimes."""
+    return [
+        ShippedRecipe(name, name.partition("/")[0], path.read_text("utf-8").partition("\n")[0].removeprefix("# "))
+        for name, path in shipped_recipes().items()
+    ]
+
+
+def check_recipe(path: Path) -> str:
+    """The kind of the recipe at `path`.
+
+    Raises:
+        AdapterswapError: every mistake in it, and in what it extends; or it is of no kind, such as a fragment.
+    """
+    layers = load_layers(path)
+    said = {key for layer in layers for key in layer.content}
+    kinds = [name for name, kind in _KINDS.items() if kind.mark in said]
+    if len(kinds) != 1:
+        marks = " or ".join(f"`{kind.mark}` ({name})" for name, kind in _KINDS.items())
+        raise AdapterswapError(
+            f"{path} is no recipe of one kind: it has {'both' if kinds else 'none'} of {marks}",
+            "Give a whole recipe: a fragment is checked with the recipes that extend it",
+        )
+    kind = _KINDS[kinds[0]]
+    content, layers = read_content(path, paths=kind.paths)
+    validate(content, kind.model, where=str(path), layers=layers)
+    return kinds[0]
+
+
+def resolve_recipe(path: Path) -> tuple[dict[str, Any], str]:
+    """What the recipe at `path` says with all that it extends: as data, and as YAML that tells whose each line is.
+
+    Raises:
+        AdapterswapError: see `read_content`.
+    """
+    content, layers = read_content(path, paths=[pattern for kind in _KINDS.values() for pattern in kind.paths])
+    names: dict[Path | None, str] = {file: name for name, file in shipped_recipes().items()}
+    return content, "".join(_lines(content, (), layers, names))
+
+
+def _lines(
+    content: dict[str, Any], location: tuple[str, ...], layers: Sequence[Layer], names: dict[Path | None, str]
+) -> Iterator[str]:
+    for key, value in content.items():
+        here = (*location, key)
+        indent = "  " * len(location)
+        written = {writer(layers, place) for place in _leaves(value, here)}
+        if isinstance(value, dict) and len(written) > 1:
+            yield f"{indent}{_dump({key: None}).removesuffix(' null' + chr(10))}\n"
+            yield from _lines(value, here, layers, names)
+            continue
+        (source,) = written
+        first, *rest = _dump({key: value}).splitlines()
+        yield f"{indent}{first}  # {names.get(source, str(source))}\n"
+        yield from (f"{indent}{line}\n" for line in rest)
+
+
+def _leaves(value: Any, location: tuple[str, ...]) -> list[tuple[str, ...]]:
+    if isinstance(value, dict) and value:
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*location, key))]
+    return [location]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines in one, quoted: a comment may follow."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None),
+)
+
+
+def _dump(value: Any) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+
+
+def standalone_copy(names: Sequence[str]) -> dict[str, str]:
+    """Files that hold the shipped recipes `names` and all that they extend, as relative path → text.
+
+    They extend each other by relative paths, so they work wherever they lie, and nothing shipped is needed.
+
+    Raises:
+        AdapterswapError: a name is none that is shipped.
+    """
+    shipped = shipped_recipes()
+    problems = Problems()
+    for name in names:
+        if name not in shipped:
+            problems.add(f"no recipe of the name {name!r} is shipped", f"Give {near_names(name)}")
+    problems.raise_if_any()
+    places = {file: f"{name}.yaml" for name, file in shipped.items()}
+    files = {layer.path for name in names for layer in load_layers(shipped[name])}
+    return {places[file]: _with_relative_names(file, places) for file in sorted(files)}
+
+
+def _with_relative_names(file: Path, places: dict[Path, str]) -> str:
+    """The text of a shipped recipe, with what it extends named by relative paths; comments stay."""
+    text = file.read_text(encoding="utf-8")
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, value in root.value:
+        if key.value == "extends":
+            found = [places[find_fragment(name, file)] for name in take_names(load_yaml(file), file)]
+            named = [os.path.relpath(place, Path(places[file]).parent) for place in found]
+            text = text[: value.start_mark.index] + f"[{', '.join(named)}]" + text[value.end_mark.index :]
+    return text

@@ -1,0 +1,160 @@
+"""`adapterswap recipes`: what it lists is there, what it copies works alone, what it checks is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+
+from adapterswap.files.yamlfiles import read_content
+from adapterswap.recipes import check_recipe, list_recipes, resolve_recipe, standalone_copy
+from adapterswap.shipped import shipped_recipes
+
+Run = Callable[..., Result]
+WHOLE = [recipe.name for recipe in list_recipes() if recipe.kind in ("train", "compose")]
+
+
+def test_everything_shipped_is_listed_with_what_it_is_for(run: Run) -> None:
+    shown = run("recipes", "ls").stdout.splitlines()
+    assert [line.split()[0] for line in shown] == [*shipped_recipes()]
+    told = json.loads(run("recipes", "ls", "--json").stdout)
+    assert [recipe["name"] for recipe in told] == [*shipped_recipes()]
+    assert {recipe["kind"] for recipe in told} == {"train", "compose", "models", "data", "regimes"}
+    assert all(recipe["about"].endswith(".") and recipe["about"][0] != "#" for recipe in told)
+    assert len({recipe["about"] for recipe in told}) == len(told)
+    only = run("recipes", "ls", "--kind", "models").stdout.splitlines()
+    assert only
+    assert all(line.startswith("models/") for line in only)
+    wrong = run("recipes", "ls", "--kind", "model")
+    assert wrong.exit_code == 1
+    assert "Kinds are: compose, data, models, regimes, train" in wrong.stderr
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_shipped_recipe_is_right(name: str) -> None:
+    assert check_recipe(shipped_recipes()[name]) == name.split("/")[0]
+
+
+def test_an_entry_point_is_short_and_says_no_ids() -> None:
+    """Ids, columns and rates stand in the fragments: a change is made in one place."""
+    for name in WHOLE:
+        text = shipped_recipes()[name].read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 12, name
+        if name.startswith("train/"):
+            assert text.splitlines()[2] == f"out_path: experts/{name.removeprefix('train/')}"
+            assert "path:" not in text.replace("out_path:", ""), name
+    fragments = [path.read_text("utf-8") for name, path in shipped_recipes().items() if name.startswith("data/")]
+    ids = [line.split("#")[0].strip() for text in fragments for line in text.splitlines() if "path: " in line]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("name", ["train/llama-3.1-8b-instruct/simultaneous-swahili", "train/llama-3.1-8b/bengali"])
+def test_a_resolved_recipe_says_the_same_in_one_piece(name: str, run: Run, tmp_path: Path) -> None:
+    whole = read_content(shipped_recipes()[name])[0]
+    text = run("recipes", "cat", name, "--resolved").stdout
+    assert yaml.safe_load(text) == whole
+    assert "  # regimes/" in text
+    assert json.loads(run("recipes", "cat", name, "--json").stdout) == whole
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    assert check_recipe(tmp_path / "mine.yaml") == "train"
+    assert run("recipes", "cat", name).stdout == shipped_recipes()[name].read_text(encoding="utf-8")
+
+
+def test_each_line_of_a_resolved_recipe_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("a: {x: 1, y: 2}\nb: {l: [1, 2], m: 'p\n\n  q'}\nc: []\n", encoding="utf-8")
+    (tmp_path / "two.yaml").write_text("extends: one.yaml\na: {y: 3}\nd: {e: null}\n", encoding="utf-8")
+    content, text = resolve_recipe(tmp_path / "two.yaml")
+    assert (
+        yaml.safe_load(text)
+        == content
+        == {"a": {"x": 1, "y": 3}, "b": {"l": [1, 2], "m": "p\nq"}, "c": [], "d": {"e": None}}
+    )
+    assert text.replace(f"{tmp_path}/", "").splitlines() == [
+        "a:",
+        "  x: 1  # one.yaml",
+        "  y: 3  # two.yaml",
+        "b:  # one.yaml",
+        "  l:",
+        "  - 1",
+        "  - 2",
+        '  m: "p\\nq"',
+        "c: []  # one.yaml",
+        "d:  # two.yaml",
+        "  e: null",
+    ]  # fmt: skip
+
+
+def test_a_copy_stands_alone(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["train/qwen3-1.7b/swahili", "compose/llama-3.1-8b-instruct/partial-b-swahili"]
+    whole = [read_content(shipped_recipes()[name])[0] for name in names]
+    target = tmp_path / "mine"
+    dry = json.loads(run("recipes", "cp", *names, target, "--dry-run", "--json").stdout)
+    assert not target.exists()
+    told = json.loads(run("recipes", "cp", *names, target, "--json").stdout)
+    assert told == dry | {"written": True}
+    assert sorted(told["files"]) == sorted(str(path.relative_to(target)) for path in target.rglob("*.yaml"))
+    again = run("recipes", "cp", *names, target)
+    assert again.exit_code == 1
+    assert "--overwrite" in again.stderr
+    monkeypatch.setattr("adapterswap.shipped._folder", lambda: tmp_path / "nothing")
+    assert [read_content(target / name)[0] for name in told["recipes"]] == whole
+    assert "# unconfirmed" in (target / "data" / "swahili.yaml").read_text(encoding="utf-8")
+
+
+def test_only_what_is_shipped_can_be_copied(run: Run, tmp_path: Path) -> None:
+    result = run("recipes", "cp", "train/qwen3-1.7b/swahilli", "train/none", tmp_path / "mine")
+    assert result.exit_code == 1
+    assert [line.split("'")[1] for line in result.stderr.splitlines()] == ["train/qwen3-1.7b/swahilli", "train/none"]
+    assert "such as train/qwen3-1.7b/swahili" in result.stderr
+    assert not (tmp_path / "mine").exists()
+
+
+def test_every_whole_recipe_can_be_copied_at_once(tmp_path: Path) -> None:
+    for name, text in standalone_copy(WHOLE).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for name in WHOLE:
+        assert read_content(tmp_path / f"{name}.yaml")[0] == read_content(shipped_recipes()[name])[0]
+
+
+def test_validate_tells_every_mistake_in_every_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("extends: data/math\ntraining: {seed: -1, epoch: 2}\n")
+    (tmp_path / "both.yaml").write_text("datasets: []\nexperts: {}\n")
+    (tmp_path / "good.yaml").write_text("experts: {task: a, language: b}\n")
+    files = [
+        tmp_path / "bad.yaml",
+        tmp_path / "both.yaml",
+        tmp_path / "good.yaml",
+        "train/qwen3-1.7b/math",
+        "models/qwen3-1.7b",
+    ]
+    result = run("recipes", "validate", *files)
+    assert result.exit_code == 1
+    assert result.stdout.replace(f"{tmp_path}/", "").splitlines() == [
+        "bad.yaml: wrong",
+        "both.yaml: wrong",
+        "good.yaml: right, for compose",
+        "train/qwen3-1.7b/math: right, for train",
+        "models/qwen3-1.7b: wrong",
+    ]
+    errors = result.stderr.replace(f"{tmp_path}/", "").splitlines()
+    assert [error.removeprefix("Error: ").split(". ")[0] for error in errors[:4]] == [
+        "bad.yaml: base_model is missing",
+        "bad.yaml: training.seed is -1: input should be greater than or equal to 0",
+        "bad.yaml: training.epoch is not a known key",
+        "both.yaml is no recipe of one kind: it has both of `datasets` (train) or `experts` (compose)",
+    ]
+    assert "it has none of" in errors[4]
+    assert len(errors) == 5
+    as_json = run("recipes", "validate", *files, "--json")
+    assert as_json.exit_code == 1
+    told = json.loads(as_json.stdout)
+    assert [(recipe["kind"], len(recipe["problems"])) for recipe in told] == [
+        (None, 3), (None, 1), ("compose", 0), ("train", 0), (None, 1),
+    ]  # fmt: skip
+    right = run("recipes", "validate", tmp_path / "good.yaml", "--json")
+    assert right.exit_code == 0
