@@ -1,0 +1,1 @@
+"""Statistics over a sweep or a lab run, and the report that shows them."""

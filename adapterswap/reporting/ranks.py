@@ -1,0 +1,126 @@
+"""Ranks of methods over settings: the Friedman test, and what differs from what after it.
+
+The second paper's test (Bandarkar & Peng 2025, section 5): settings are blocks, methods are treatments. After it come
+Nemenyi's test, which compares mean ranks, and Wilcoxon's signed-rank test with Holm's correction, which also weighs how
+large the differences are (Demšar 2006, Journal of Machine Learning Research 7). Numbers in, numbers out, no NaN.
+Settings that share an expert or documents are not independent, which none of these tests knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Comparison", "Ranks", "holm", "rank"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two methods over all settings.
+
+    Attributes:
+        one, other: the methods.
+        difference: the mean score of `one` minus that of `other`.
+        nemenyi: p for their mean ranks; None for two methods only, which need no correction.
+        wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm over all comparisons.
+    """
+
+    one: str
+    other: str
+    difference: float
+    nemenyi: float | None
+    wilcoxon: float
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Methods ranked within each setting.
+
+    Attributes:
+        settings: how many.
+        mean_ranks: method → its mean rank; 1 is best, ties share the mean of their ranks.
+        statistic, p: Friedman's χ² and its p with k - 1 degrees of freedom; None for fewer than three methods.
+        critical_difference: mean ranks that are further apart differ at 0.05 by Nemenyi's test; None likewise.
+        comparisons: of every two methods.
+    """
+
+    settings: int
+    mean_ranks: dict[str, float]
+    statistic: float | None
+    p: float | None
+    critical_difference: float | None
+    comparisons: tuple[Comparison, ...]
+
+
+def rank(scores: ArrayLike, methods: Sequence[str]) -> Ranks | None:
+    """Rank methods over settings and compare them; None for fewer than two settings or two methods.
+
+    Args:
+        scores: (settings, methods), higher is better.
+        methods: their names.
+    """
+    from scipy import stats
+
+    # Equal scores may differ in their last bits, which would make ranks out of rounding.
+    table = np.round(np.asarray(scores, float).reshape(-1, len(methods)), 12)
+    settings, number = table.shape
+    if settings < 2 or number < 2:
+        return None
+    mean_ranks = stats.rankdata(-table, axis=1).mean(0)
+    statistic, p, step = None, None, None
+    if number > 2:
+        tied_throughout = bool((np.ptp(table, axis=1) == 0).all())  # scipy would divide 0 by 0
+        found = (0.0, 1.0) if tied_throughout else stats.friedmanchisquare(*table.T)
+        statistic, p = float(found[0]), float(found[1])
+        step = (number * (number + 1) / (6 * settings)) ** 0.5
+    pairs = list(combinations(range(number), 2))
+    wilcoxon = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in pairs])
+    comparisons = [
+        Comparison(
+            methods[i],
+            methods[j],
+            float((table[:, i] - table[:, j]).mean()),
+            None if step is None else _nemenyi(abs(mean_ranks[i] - mean_ranks[j]) / step, number),
+            corrected,
+        )
+        for (i, j), corrected in zip(pairs, wilcoxon, strict=True)
+    ]
+    return Ranks(
+        settings,
+        dict(zip(methods, map(float, mean_ranks), strict=True)),
+        statistic,
+        p,
+        None if step is None else float(stats.studentized_range.ppf(0.95, number, np.inf) / 2**0.5 * step),
+        tuple(comparisons),
+    )
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's correction: the smallest of m times m, the next times m - 1, and so on, never falling, at most 1."""
+    corrected = [0.0] * len(p_values)
+    highest = 0.0
+    for place, index in enumerate(np.argsort(p_values, kind="stable")):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = highest
+    return corrected
+
+
+def _nemenyi(distance: float, number: int) -> float:
+    """p of two mean ranks that are `distance` standard errors apart, by the studentized range of `number` means."""
+    from scipy import stats
+
+    return min(1.0, max(0.0, float(stats.studentized_range.sf(distance * 2**0.5, number, np.inf))))
+
+
+def _signed_rank(differences: NDArray[np.float64]) -> Any:
+    """Wilcoxon's p, exact where there are neither ties nor zeros; 1 where nothing differs."""
+    from scipy import stats
+
+    if not differences.any():
+        return 1.0
+    return float(stats.wilcoxon(np.round(differences, 12), zero_method="zsplit").pvalue)

@@ -1,0 +1,140 @@
+"""Standard errors, paired bootstrap intervals, and correlations.
+
+Numbers in, numbers out; what cannot be known from them (a spread of one value, a correlation with a constant) is None,
+never NaN. Ranks over settings are in `ranks`. Knows nothing of runs, cells and tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Correlation", "Interval", "bootstrap", "correlate", "standard_error"]
+
+_EXACT = 7  # up to so many points, Spearman's p is taken from all orders of them: 5,040 at most
+_CHUNK = 1000  # draws at once, which bounds the memory
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its bootstrap interval.
+
+    Attributes:
+        mean: of all values, as they are.
+        low, high: the percentiles of the resampled means.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """How two measures of the same things go together.
+
+    Attributes:
+        points: how many things were measured.
+        pearson, pearson_p: the linear correlation, and its two-sided p (exact for normal values).
+        spearman, spearman_p: the correlation of ranks, and its two-sided p: over all orders up to 7 points, by
+            Student's t beyond. All four are None below 3 points, or where one measure is the same everywhere.
+    """
+
+    points: int
+    pearson: float | None
+    pearson_p: float | None
+    spearman: float | None
+    spearman_p: float | None
+
+
+def standard_error(values: ArrayLike) -> float | None:
+    """Of a mean: sample standard deviation / √n; None for fewer than two values."""
+    array = np.asarray(values, float)
+    return float(array.std(ddof=1) / len(array) ** 0.5) if len(array) > 1 else None
+
+
+def bootstrap(
+    values: ArrayLike,
+    units: Sequence[tuple[str | None, ...]] = (),
+    *,
+    draws: int = 10_000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """The interval of a mean over units and documents, all of them resampled.
+
+    A unit is known by its factors: (task expert, language expert) in a sweep, (seed,) in the lab. The levels of each
+    factor are drawn with replacement, and so are the documents, each independently of the others; a value then counts
+    as often as its documents and all levels of its unit were drawn together. So experts that occur in several pairs,
+    and documents that all pairs are asked, count as what they are: one draw. This is the pigeonhole bootstrap (Owen
+    2007, Annals of Applied Statistics 1(2)), which errs on the wide side. A factor with one level is not resampled:
+    the interval then speaks of that level only. With few levels it is too narrow, by √((n−1)/n) of that factor's part.
+
+    For a paired interval, `values` are differences on the same documents.
+
+    Args:
+        values: (units, documents), or (documents,) for one unit.
+        units: the factors of each unit; by default each unit is a level of its own.
+        draws: how often to resample.
+        level: the share of resampled means inside the interval.
+        seed: of the generator: the same seed gives the same interval.
+    """
+    array = np.atleast_2d(np.asarray(values, float))
+    number, documents = array.shape
+    units = units or [(str(index),) for index in range(number)]
+    factors = [np.unique([str(unit[i]) for unit in units], return_inverse=True) for i in range(len(units[0]))]
+    generator = np.random.default_rng(seed)
+    means: list[NDArray[np.float64]] = []
+    for start in range(0, draws, _CHUNK):
+        size = min(_CHUNK, draws - start)
+        weights = np.ones((size, number))
+        for names, place in factors:
+            weights *= _counts(generator, len(names), size)[:, place]
+        per_unit = _counts(generator, documents, size) @ array.T / documents
+        total = weights.sum(1)
+        drawn = total > 0  # where the grid of units has holes, a draw may hit nothing but them
+        means.append((weights * per_unit).sum(1)[drawn] / total[drawn])
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(array.mean()), float(low), float(high))
+
+
+def _counts(generator: np.random.Generator, number: int, size: int) -> NDArray[np.float64]:
+    """How often each of `number` things is drawn when `number` are drawn with replacement (size, number)."""
+    return generator.multinomial(number, [1 / number] * number, size=size).astype(float)
+
+
+def correlate(one: ArrayLike, other: ArrayLike) -> Correlation:
+    """Pearson's and Spearman's correlation of two measures (points,)."""
+    from scipy import stats
+
+    # Equal scores may differ in their last bits, which would make an order out of rounding.
+    x, y = np.round(np.asarray(one, float), 12), np.round(np.asarray(other, float), 12)
+    points = len(x)
+    if points < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return Correlation(points, None, None, None, None)
+    pearson = stats.pearsonr(x, y)
+    ranks = stats.rankdata(x), stats.rankdata(y)
+    spearman = stats.pearsonr(*ranks)
+    spearman_p = _over_all_orders(*ranks) if points <= _EXACT else stats.spearmanr(x, y).pvalue
+    return Correlation(
+        points, float(pearson.statistic), float(pearson.pvalue), float(spearman.statistic), float(spearman_p)
+    )
+
+
+def _over_all_orders(x: NDArray[np.float64], y: NDArray[np.float64]) -> Any:
+    """The share of the orders of `x` whose correlation with `y` is as strong: two-sided, exact, for few points."""
+    from scipy import stats
+
+    centred = y - y.mean()  # the covariance orders as the correlation does, and is symmetric about 0
+
+    def strength(order: NDArray[np.float64], axis: int = -1) -> Any:
+        return np.abs(((order - x.mean()) * centred).sum(axis))
+
+    found = stats.permutation_test(
+        (x,), strength, permutation_type="pairings", n_resamples=np.inf, alternative="greater", vectorized=True
+    )
+    return found.pvalue

@@ -1,0 +1,124 @@
+"""Statistics against scipy and cases worked by hand, degenerate ones included."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from adapterswap.reporting.statistics import bootstrap, correlate, standard_error
+
+
+def test_standard_error_is_scipys() -> None:
+    values = [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert standard_error(values) == pytest.approx(stats.sem(values))
+    assert standard_error([1.0]) is None
+    assert standard_error([]) is None
+    assert standard_error([2.0, 2.0]) == 0
+
+
+def test_over_documents_alone_it_is_scipys_percentile_bootstrap() -> None:
+    values = np.random.default_rng(1).choice([-1.0, 0.0, 1.0], 250, p=[0.1, 0.7, 0.2])
+    ours = bootstrap(values, draws=20_000)
+    theirs = stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert ours.mean == values.mean()
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.004)
+    assert ours == bootstrap(values, draws=20_000)
+    assert ours != bootstrap(values, draws=20_000, seed=1)
+
+
+def test_pairs_and_documents_are_drawn_apart() -> None:
+    """Against a loop that draws experts and documents by hand, on a grid with a hole."""
+    generator = np.random.default_rng(3)
+    units = [("m1", "s1"), ("m1", "s2"), ("m2", "s1")]
+    values = generator.normal(size=(3, 40)) + np.array([[0.0], [1.0], [3.0]])
+    place = {unit: index for index, unit in enumerate(units)}
+    means = []
+    while len(means) < 8000:
+        tasks, languages = generator.choice(["m1", "m2"], 2), generator.choice(["s1", "s2"], 2)
+        documents = generator.integers(0, 40, 40)
+        drawn = [place[task, language] for task in tasks for language in languages if (task, language) in place]
+        if drawn:
+            means.append(np.mean([values[unit, documents].mean() for unit in drawn]))
+    found = bootstrap(values, units, draws=8000)
+    assert found.mean == pytest.approx(values.mean())
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.08)
+
+
+def test_experts_widen_the_interval() -> None:
+    values = np.repeat([[0.0], [1.0], [2.0]], 100, axis=1)  # documents do not differ, pairs do
+    units = [("m", f"s{index}") for index in range(3)]
+    apart = bootstrap(values, units)
+    assert (apart.low, apart.high) == (0, 2)
+    together = bootstrap(values, [("m", "s")] * 3)
+    assert (together.low, together.mean, together.high) == (1, 1, 1)
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    hits = 0
+    for seed in range(200):
+        values = np.random.default_rng(seed).normal(0.3, 1, 60)
+        found = bootstrap(values, draws=400, seed=seed)
+        hits += found.low <= 0.3 <= found.high
+    assert 180 <= hits <= 198
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_intervals_lie_within_the_values(values: list[list[float]]) -> None:
+    found = bootstrap(values, draws=50)
+    flat = np.array(values)
+    assert flat.min() - 1e-9 <= found.low <= found.high <= flat.max() + 1e-9
+
+
+def test_no_spread_no_width() -> None:
+    for values in ([[0.25]], [[0.25] * 7], [[0.25] * 7] * 3):
+        found = bootstrap(values)
+        assert (found.low, found.mean, found.high) == (0.25, 0.25, 0.25)
+
+
+def test_correlations_are_scipys() -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=12)
+    y = x + generator.normal(size=12)
+    y[3] = y[4]  # a tie
+    found = correlate(x, y)
+    assert (found.pearson, found.pearson_p) == pytest.approx(tuple(stats.pearsonr(x, y)))
+    assert (found.spearman, found.spearman_p) == pytest.approx(tuple(stats.spearmanr(x, y)))
+
+
+@pytest.mark.parametrize("y", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (1.0, 1.0, 2.0), (4.0, 1.0, 3.0, 2.0, 9.0)])
+def test_few_points_are_tested_over_all_their_orders(y: tuple[float, ...]) -> None:
+    x = tuple(range(len(y)))
+    found = correlate(x, y)
+    assert found.spearman == pytest.approx(stats.spearmanr(x, y).statistic)
+    ranks = stats.rankdata(y)
+    strengths = [abs(np.corrcoef(order, ranks)[0, 1]) for order in permutations(x)]
+    expected = np.mean([strength >= abs(found.spearman or 0) - 1e-9 for strength in strengths])
+    assert found.spearman_p == pytest.approx(expected)
+
+
+def test_three_points_in_order_prove_nothing() -> None:
+    found = correlate([1, 2, 3], [10, 20, 40])
+    assert (found.spearman, found.spearman_p) == pytest.approx((1, 1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("x", "y"), [([], []), ([1], [2]), ([1, 2], [2, 1]), ([1, 1, 1], [1, 2, 3]), ([0.1 + 0.2, 0.3, 0.3], [1, 2, 3])]
+)
+def test_correlations_that_cannot_be_known_are_none(x: list[float], y: list[float]) -> None:
+    found = correlate(x, y)
+    assert (found.points, found.pearson, found.pearson_p, found.spearman, found.spearman_p) == (len(x), *[None] * 4)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.1, 0.2, 0.30000000000000004, 0.3]), st.floats(0, 1)), max_size=10))
+def test_never_nan(points: list[tuple[float, float]]) -> None:
+    found = correlate([x for x, _ in points], [y for _, y in points])
+    for value in (found.pearson, found.pearson_p, found.spearman, found.spearman_p):
+        assert value is None or math.isfinite(value)
