@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "main"]
 # name -> one line of help, in the order of the story that they tell. tests/test_cli.py keeps the lines true.
 COMMANDS = {
     "compose": "Compose adapters by layer into a new adapter.",
+    "merge": "Merge an adapter or a composition into full weights.",
     "inspect": "Show what an adapter holds: ranks, scales, layers, owners.",
     "slice": "Cut an expert to some layers: a shell or a core.",
     "extract": "Cut an adapter out of a full fine-tune.",
