@@ -112,8 +112,10 @@ def _tokens(
             f"the tokenizer of {base.reference} gives the token {joined.ids.max()}, and the model knows {vocabulary}",
             "Tokenizer and model do not belong together: give the folder of a matching pair",
         )
-    sides = np.repeat([source.side or "" for source in wanted], [len(part) for part in parts])
-    groups = [np.flatnonzero(sides == side) for side in (SIDES if recipe.simultaneous else ("",))]
+    groups = [np.arange(len(joined))]
+    if recipe.simultaneous:
+        sides = np.repeat([source.side or "" for source in wanted], [len(part) for part in parts])
+        groups = [np.flatnonzero(sides == side) for side in SIDES]
     return joined, groups, sources, total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,24 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
+def two_sides(folder: Path) -> list[dict[str, Any]]:
+    """Datasets for two sides: 64 rows of the words w0 to w7 for the task, 32 of w8 to w15 for the language."""
+    task = echo_rows(64)
+    language = [
+        {key: re.sub(r"w(\d+)", lambda word: f"w{int(word[1]) + 8}", text) for key, text in row.items()}
+        for row in echo_rows(32, seed=1)
+    ]
+    return [
+        {
+            "path": str(write_jsonl(folder / f"{side}.jsonl", rows)),
+            "prompt": "{question}",
+            "completion": " {answer}",
+            "side": side,
+        }
+        for side, rows in (("task", task), ("language", language))
+    ]
+
+
 @pytest.fixture
 def make_recipe(pico: Callable[[str], Path], tmp_path: Path) -> Callable[..., TrainRecipe]:
     """`make_recipe(training={…}, adapter={…}, rows=[…], …)`: a small, quick recipe with these changes."""
@@ -81,7 +100,8 @@ def make_recipe(pico: Callable[[str], Path], tmp_path: Path) -> Callable[..., Tr
             },
         }
         for key, value in changes.items():
-            content[key] = {**content[key], **value} if isinstance(content.get(key), dict) else value
+            both = isinstance(content.get(key), dict) and isinstance(value, dict)
+            content[key] = {**content[key], **value} if both else value
         return TrainRecipe.model_validate(content)
 
     return make
