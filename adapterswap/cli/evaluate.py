@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Options that `evaluate` takes under the same names; what is left of **options says what to compose.
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs", "apply_chat_template",
-             "system_instruction", "truncate", "include_path")  # fmt: skip
+             "system_instruction", "truncate", "include_path", "confirm_run_unsafe_code")  # fmt: skip
 
 
 @click.command("evaluate")
@@ -44,6 +44,7 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
 @click.option("--system-instruction", metavar="TEXT", help="A text before everything else.")
 @click.option("--truncate", is_flag=True, help="Let prompts that do not fit lose their beginning.")
 @click.option("--include-path", metavar="DIR", help="A folder with lm-eval task files of your own.")
+@click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
 @click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda, cuda:N, mps.")
 @click.option(
     "--dtype",
@@ -83,7 +84,8 @@ def command(
 
     Give --adapter, or --task-expert and --language-expert with the options of compose, or neither for the base alone.
     MGSM (mgsm_direct_*, mgsm_native_cot_*, mgsm_en_cot_* in bn de en es fr ja ru sw te th zh) needs no network and is
-    scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers.
+    scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers. Reading
+    (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) need none either.
     """
     from pathlib import Path
 

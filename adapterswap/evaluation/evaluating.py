@@ -16,6 +16,7 @@ from adapterswap.evaluation.isolation import restored_modes, seeded, silenced
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
+from adapterswap.evaluation.unsafe_code import code_allowed
 
 if TYPE_CHECKING:
     from adapterswap.evaluation.harness import EvaluatedModel
@@ -70,6 +71,7 @@ def evaluate(
         stack.enter_context(restored_modes(model))
         stack.enter_context(silenced())
         stack.enter_context(seeded(settings.seed))
+        stack.enter_context(code_allowed(settings.confirm_run_unsafe_code))
         harness_model = EvaluatedModel(
             model,
             tokenizer if tokenizer.pad_token_id is not None else copy.deepcopy(tokenizer),  # the harness sets one
@@ -88,6 +90,7 @@ def evaluate(
                 apply_chat_template=settings.apply_chat_template,
                 fewshot_as_multiturn=settings.apply_chat_template,
                 system_instruction=settings.system_instruction,
+                confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
             )
         except torch.OutOfMemoryError:
             raise AdapterswapError(

@@ -32,6 +32,7 @@ class Settings:
         system_instruction: a text before everything else.
         truncate: let prompts that do not fit lose their beginning, and count them; without it they are refused.
         include_path: a folder with task files of the user's own.
+        confirm_run_unsafe_code: let tasks run the code that the model writes; without it they are refused.
         seed: for the harness's choice of shots (not MGSM's, which is fixed) and for sampling.
     """
 
@@ -44,6 +45,7 @@ class Settings:
     system_instruction: str | None = None
     truncate: bool = False
     include_path: str | Path | None = None
+    confirm_run_unsafe_code: bool = False
     seed: int = SEED
 
     def check(self, tokenizer: Any) -> None:

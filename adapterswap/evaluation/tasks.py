@@ -1,8 +1,8 @@
-"""Task names → lm-evaluation-harness tasks: MGSM from the data shipped here, FLORES from files that the user has, all
-others from the harness itself.
+"""Task names → lm-evaluation-harness tasks: MGSM, TyDi QA and XCOPA from the data shipped here, FLORES from files that
+the user has, all others from the harness itself.
 
-Our MGSM tasks bear the names of the harness's own, need no network, take their shots in a fixed order, and carry a
-third filter, `normalized`, beside its two. Knows nothing of models.
+Shipped tasks bear the names of the harness's own, need no network, take their shots in a fixed order, and carry one
+filter more, `normalized`, where answers are written. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.flores import flores_folder, flores_task, is_flores
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
 from adapterswap.evaluation.settings import Settings
+from adapterswap.evaluation.tydiqa import MAX_SHOTS as TYDIQA_SHOTS
+from adapterswap.evaluation.tydiqa import tydiqa_task_names
+from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
+from adapterswap.evaluation.xcopa import MAX_SHOTS as XCOPA_SHOTS
+from adapterswap.evaluation.xcopa import xcopa_task_names
 
 __all__ = ["MAX_SHOTS", "load_tasks", "require_lm_eval"]
 
 MAX_SHOTS = 8  # as many exemplars as MGSM has
+_SHIPPED = {**dict.fromkeys(tydiqa_task_names(), TYDIQA_SHOTS), **dict.fromkeys(xcopa_task_names(), XCOPA_SHOTS)}
 _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
 
 
@@ -41,49 +47,68 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
 
     Args:
         names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such as
-            `mgsm_*_sw`; `flores_eng_Latn-swh_Latn` and other pairs, see `flores`; and whatever the harness knows: its
-            tasks, groups and tags.
-        settings: of these `num_fewshot`, `gen_kwargs` and `include_path` matter to tasks.
+            `mgsm_*_sw`; those of `tydiqa` and `xcopa`, by their whole names; `flores_eng_Latn-swh_Latn` and other
+            pairs, see `flores`; and whatever the harness knows: its tasks, groups and tags.
+        settings: of these `num_fewshot`, `gen_kwargs`, `include_path` and `confirm_run_unsafe_code` matter to tasks.
 
     Raises:
         AdapterswapError: lm-evaluation-harness is not installed; an unknown name (the nearest known ones are told); too
-            many shots; a task's data that cannot be loaded; a task that needs images or runs code.
+            many shots; a task's data that cannot be loaded; a task that needs images, or runs code unconfirmed.
     """
     require_lm_eval()
     settings = settings or Settings()
     num_fewshot, include_path = settings.num_fewshot, settings.include_path
     if not names:
         raise AdapterswapError("no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}")
-    ours, flores, theirs = _resolve(names)
+    asked = _resolve(names)
     problems = Problems()
-    if num_fewshot is not None and num_fewshot < 0:
-        problems.add(f"the number of shots is {num_fewshot}", "Give 0 or more")
-    elif ours and num_fewshot is not None and num_fewshot > MAX_SHOTS:
-        problems.add(f"{num_fewshot} shots are asked for, and MGSM has {MAX_SHOTS} exemplars", f"Give 0 to {MAX_SHOTS}")
-    if theirs:
+    if num_fewshot is not None:
+        _check_shots(asked, num_fewshot, problems)
+    if asked.theirs:
         with problems.collect():
-            _check_known(theirs, include_path)
+            _check_known(asked.theirs, include_path)
     folder = None
-    if flores:
+    if asked.flores:
         with problems.collect():
-            for name in flores:
+            for name in asked.flores:
                 flores_task(name)
             folder = flores_folder()
     problems.raise_if_any()
     generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
     include = str(include_path) if include_path else None
-    return _load(tuple(ours), tuple(flores), folder, tuple(theirs), num_fewshot, generation, include)
+    return _load(asked, folder, num_fewshot, generation, include, settings.confirm_run_unsafe_code)
 
 
-def _resolve(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Names split into our MGSM tasks, patterns and families written out; FLORES; and what is left to the harness."""
-    ours: dict[str, None] = {}
-    flores: dict[str, None] = {}
-    theirs: dict[str, None] = {}
+class _Asked(NamedTuple):
+    """Names by where their tasks come from, patterns and families of MGSM's written out."""
+
+    mgsm: tuple[str, ...]
+    shipped: tuple[str, ...]
+    flores: tuple[str, ...]
+    theirs: tuple[str, ...]
+
+
+def _resolve(names: Sequence[str]) -> _Asked:
+    sorted_out: tuple[dict[str, None], ...] = ({}, {}, {}, {})
+    mgsm, shipped, flores, theirs = sorted_out
     for name in names:
-        found = _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name)
-        (ours if found else flores if is_flores(name) else theirs).update(dict.fromkeys(found or [name]))
-    return list(ours), list(flores), list(theirs)
+        if found := _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name):
+            mgsm.update(dict.fromkeys(found))
+        elif name in _SHIPPED:
+            shipped[name] = None
+        else:
+            (flores if is_flores(name) else theirs)[name] = None
+    return _Asked(*map(tuple, sorted_out))
+
+
+def _check_shots(asked: _Asked, num_fewshot: int, problems: Problems) -> None:
+    if num_fewshot < 0:
+        problems.add(f"the number of shots is {num_fewshot}", "Give 0 or more")
+    elif asked.mgsm and num_fewshot > MAX_SHOTS:
+        problems.add(f"{num_fewshot} shots are asked for, and MGSM has {MAX_SHOTS} exemplars", f"Give 0 to {MAX_SHOTS}")
+    for name in asked.shipped:
+        if num_fewshot > (most := _SHIPPED[name]):
+            problems.add(f"{num_fewshot} shots are asked for, and {name} has {most}", f"Give 0 to {most}")
 
 
 @lru_cache(maxsize=2)
@@ -98,7 +123,7 @@ def _check_known(names: Sequence[str], include_path: str | Path | None) -> None:
     if include_path is not None and not Path(include_path).is_dir():
         raise AdapterswapError(f"{include_path} is not a folder", "Give the folder that holds your task files (YAML)")
     manager = _manager(str(include_path) if include_path else None)
-    known = sorted({*mgsm_task_names(), *_FAMILIES, *manager.all_tasks})
+    known = sorted({*mgsm_task_names(), *_FAMILIES, *_SHIPPED, *manager.all_tasks})
     for name in names:
         if not manager.match_tasks([name]):
             near = difflib.get_close_matches(name, known)
@@ -110,23 +135,24 @@ def _check_known(names: Sequence[str], include_path: str | Path | None) -> None:
 # The same composition loop asks for the same tasks again and again, and loading the harness's data takes seconds.
 @lru_cache(maxsize=4)
 def _load(
-    ours: tuple[str, ...],
-    flores: tuple[str, ...],
+    asked: _Asked,
     folder: Path | None,
-    theirs: tuple[str, ...],
     num_fewshot: int | None,
     settings: str,
     include_path: str | None,
+    unsafe_code: bool,
 ) -> dict[str, Any]:
     from adapterswap.evaluation.flores_tasks import build_flores_task
     from adapterswap.evaluation.harness import build_mgsm_task
+    from adapterswap.evaluation.shipped_tasks import build_shipped_task
 
-    tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in ours}
+    tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in asked.mgsm}
+    tasks |= {name: build_shipped_task(name) for name in asked.shipped}
     if folder is not None:
-        tasks |= {name: build_flores_task(name, folder, num_fewshot or 0) for name in flores}
+        tasks |= {name: build_flores_task(name, folder, num_fewshot or 0) for name in asked.flores}
     groups: dict[str, Any] = {}
-    if theirs:
-        loaded = _load_theirs(theirs, include_path)
+    if asked.theirs:
+        loaded = _load_theirs(asked.theirs, include_path, unsafe_code)
         clash = tasks.keys() & loaded["tasks"].keys()
         if clash:
             raise AdapterswapError(
@@ -140,10 +166,14 @@ def _load(
     return {"tasks": tasks, "groups": groups}
 
 
-def _load_theirs(names: Sequence[str], include_path: str | None) -> Any:
+def _load_theirs(names: Sequence[str], include_path: str | None, unsafe_code: bool) -> Any:
     manager = _manager(include_path)
+    matched = manager.match_tasks(list(names))
+    if not unsafe_code:
+        _refuse_code(unsafe_tasks(matched, manager.task_index))
     try:
-        loaded = manager.load(manager.match_tasks(list(names)))
+        with code_allowed(unsafe_code):
+            loaded = manager.load(matched)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:  # whatever a task's data loader raises
         reason = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")[:200]
         raise AdapterswapError(
@@ -151,10 +181,19 @@ def _load_theirs(names: Sequence[str], include_path: str | None) -> Any:
             "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed",
         ) from None
     for name, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            what = "runs code that the model writes" if getattr(task, "UNSAFE_CODE", False) else "needs images or sound"
-            raise AdapterswapError(f"the task {name} {what}", "Run it with lm_eval itself")
+        if getattr(task, "MULTIMODAL", False):
+            raise AdapterswapError(f"the task {name} needs images or sound", "Run it with lm_eval itself")
+    if not unsafe_code:  # tasks written in Python say so only when they are loaded
+        _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
     return loaded
+
+
+def _refuse_code(names: Sequence[str]) -> None:
+    if names:
+        raise AdapterswapError(
+            f"{', '.join(names)}: code that the model writes would be run on this machine, as this user",
+            "If that is meant, and the machine is one for it (a container), give --confirm-run-unsafe-code",
+        )
 
 
 def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,103 @@
+"""TyDi QA's gold passages: a passage, a question, and the words of the passage that answer it, as they are published.
+
+Reads the development questions shipped in `data/tydiqa/` (Clark et al. 2020, arXiv 2003.05002; Apache 2.0, see the
+LICENSE beside them), in the languages that this package is used for most; says how a question becomes a prompt, and
+how near an answer comes. Task names, prompts and the stock score are those of lm-evaluation-harness's `tydiqa_goldp_*`
+tasks. Knows nothing of the harness's code or of models.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from adapterswap.evaluation.numbers import normalize_text
+
+__all__ = ["MAX_SHOTS", "LooseAnswer", "read_tydiqa", "score_answer", "tydiqa_prompt", "tydiqa_task_names"]
+
+MAX_SHOTS = 8
+"""As many as MGSM has; they are questions about other passages of the same file."""
+
+_PREFIX = "tydiqa_goldp_"
+# What stands before the passage, the question and the answer.
+_WORDS = {
+    "bn": ("প্রসঙ্গ:", "প্রশ্ন:", "উত্তর:"),
+    "en": ("Context:", "Question:", "Answer:"),
+    "sw": ("Muktadha:", "Swali:", "Jibu:"),
+    "te": ("సందర్భం:", "ప్రశ్న:", "సమాధానం:"),
+}
+_ENGLISH_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_ASCII_SYMBOLS = frozenset("$+<=>^`|~")  # SQuAD strips all ASCII marks, of which Unicode calls these symbols
+
+
+class LooseAnswer(str):
+    """An answer that is to be compared loosely: see `score_answer`."""
+
+
+def tydiqa_task_names() -> list[str]:
+    """Every task of this module: `tydiqa_goldp_bn` … `tydiqa_goldp_te`."""
+    return [_PREFIX + code for code in _WORDS]
+
+
+@lru_cache
+def read_tydiqa(name: str) -> list[dict[str, Any]]:
+    """The questions of the task of that name, in their published order.
+
+    Returns:
+        Rows with `id`, `title`, `context`, `question` and `answers`: one or two texts, each of them right.
+    """
+    path = files("adapterswap.evaluation") / "data" / "tydiqa" / f"{name.removeprefix(_PREFIX)}.json.gz"
+    return [
+        {
+            "id": asked["id"],
+            "title": article["title"],
+            "context": paragraph["context"],
+            "question": asked["question"],
+            "answers": [answer["text"] for answer in asked["answers"]],
+        }
+        for article in json.loads(gzip.decompress(path.read_bytes()))["data"]
+        for paragraph in article["paragraphs"]
+        for asked in paragraph["qas"]
+    ]
+
+
+def tydiqa_prompt(name: str, row: dict[str, Any]) -> str:
+    """The passage and the question as the model meets them, up to the word after which it answers."""
+    passage, question, answer = _WORDS[name.removeprefix(_PREFIX)]
+    return f"{passage} {row['context']}\n\n{question} {row['question']}\n\n{answer}"
+
+
+def score_answer(name: str, answer: str, golds: Sequence[str]) -> dict[str, float]:
+    """Exact match and F1 of an answer, each the best over the right ones, from 0 to 1.
+
+    As SQuAD scores (Rajpurkar et al. 2016, arXiv 1606.05250): texts are compared in lower case, without punctuation (of
+    every script) and, in English, without articles; F1 is the harmonic mean of precision and recall over the bag of
+    words, 2·shared / (words of the answer + words of the gold).
+
+    A `LooseAnswer` is compared in NFKC besides, with ASCII digits and without zero-width marks: ১৯৯৯ is 1999.
+    """
+    loose, code = isinstance(answer, LooseAnswer), name.removeprefix(_PREFIX)
+    given = _words(answer, code, loose=loose)
+    expected = [_words(gold, code, loose=loose) for gold in golds]
+    return {
+        "exact_match": float(given in expected),
+        "f1": max(_f1(given, words) for words in expected),
+    }
+
+
+def _words(text: str, code: str, *, loose: bool) -> list[str]:
+    text = (normalize_text(text) if loose else text).lower()
+    text = "".join(char for char in text if char not in _ASCII_SYMBOLS and unicodedata.category(char)[0] != "P")
+    return (_ENGLISH_ARTICLES.sub(" ", text) if code == "en" else text).split()
+
+
+def _f1(given: list[str], gold: list[str]) -> float:
+    shared = sum((Counter(given) & Counter(gold)).values())
+    return 2 * shared / (len(given) + len(gold)) if shared else 0.0
