@@ -48,7 +48,7 @@ def seeded(seed: int) -> Iterator[None]:
     import torch
 
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)

@@ -21,6 +21,10 @@ def check_libraries(recipe: TrainRecipe) -> None:
             f"training needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[train]'"
         )
     problems, options = Problems(), recipe.training
+    if recipe.selection and find_spec("lm_eval") is None:
+        problems.add(
+            "`selection` needs lm-evaluation-harness, which is not installed", "pip install 'adapterswap[eval]'"
+        )
     if find_spec("bitsandbytes") is None:
         if recipe.quantization:
             problems.add("`quantization` needs bitsandbytes, which is not installed", "pip install bitsandbytes")

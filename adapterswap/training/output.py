@@ -18,7 +18,7 @@ from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
 from adapterswap.training.targets import Targets
 
-__all__ = ["describe", "write_expert"]
+__all__ = ["describe", "write_expert", "write_weights"]
 
 _LIBRARIES = ("datasets", "peft", "torch", "transformers", "trl")
 
@@ -33,12 +33,27 @@ def write_expert(
     *,
     weights: dict[str, Any] | None = None,
 ) -> None:
-    """Write what was trained into the empty `folder`.
+    """Write what was trained into `folder`: see `write_weights`; and what it was made from.
 
     Args:
         model: a PeftModel, whose adapter is written; or the base's own model, written whole with its tokenizer.
         weights: the model's state dict, where its own parameters do not hold all of it.
     """
+    write_weights(folder, model, recipe, base, targets, weights=weights)
+    _write_json(folder / "training.json", describe(recipe, base, targets, report))
+    (folder / "README.md").write_text(_card(recipe, base, report), encoding="utf-8")
+
+
+def write_weights(
+    folder: Path,
+    model: Any,
+    recipe: TrainRecipe,
+    base: Base,
+    targets: Targets,
+    *,
+    weights: dict[str, Any] | None = None,
+) -> None:
+    """Write the adapter, or the whole model, into `folder`, in the dtype that the recipe says."""
     adapted = recipe.adapter.method == "lora"
     dtype = recipe.adapter.save_dtype or (None if adapted else base.config.dtype)
     if dtype is not None:
@@ -48,13 +63,22 @@ def write_expert(
         model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
         _tidy_config(folder / "adapter_config.json", base, targets)
     else:
-        model.save_pretrained(folder, state_dict=weights)
-        open_base(base.reference).tokenizer.save_pretrained(folder)  # as it was, before it was made ready to train
+        _save_model(folder, model, base, weights)
     mode = next(folder.glob("*.json")).stat().st_mode
     for file in folder.glob("*.safetensors"):
         file.chmod(mode)  # safetensors gives them to their owner alone
-    _write_json(folder / "training.json", describe(recipe, base, targets, report))
-    (folder / "README.md").write_text(_card(recipe, base, report), encoding="utf-8")
+
+
+def _save_model(folder: Path, model: Any, base: Base, weights: dict[str, Any] | None) -> None:
+    """The model's weights, and everything else as it is in the base: trainers change special tokens and caching."""
+    from transformers import GenerationConfig
+
+    untouched = open_base(base.reference)
+    model.config = untouched.config
+    if (base.source.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(base.source.folder)
+    model.save_pretrained(folder, state_dict=weights)
+    untouched.tokenizer.save_pretrained(folder)
 
 
 def _round(model: Any, weights: dict[str, Any] | None, dtype: Any) -> None:
@@ -74,6 +98,8 @@ def describe(recipe: TrainRecipe, base: Base, targets: Targets, report: TrainRep
     resolved["base_model"] = str(base.source)
     for source in [*resolved["datasets"], *((resolved["validation"] or {}).get("datasets") or [])]:
         source["path"] = _public(source["path"])
+    if resolved["selection"] and resolved["selection"]["include_path"]:
+        resolved["selection"]["include_path"] = _public(resolved["selection"]["include_path"])
     rows = asdict(report.rows)
     for counts in rows["sources"]:
         counts["source"] = _public(counts["source"])
@@ -89,7 +115,11 @@ def describe(recipe: TrainRecipe, base: Base, targets: Targets, report: TrainRep
         "processes": report.processes,
         "tokens": report.tokens,
         "losses": {"train": report.train_losses, "eval": report.eval_losses},
-        "versions": {"adapterswap": __version__, **{name: version(name) for name in _LIBRARIES}},
+        "selection": asdict(report.selection) if report.selection else None,
+        "versions": {
+            "adapterswap": __version__,
+            **{name: version(name) for name in (*_LIBRARIES, *(["lm_eval"] if report.selection else []))},
+        },
     }
 
 
@@ -144,7 +174,15 @@ def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
         lines.append(
             f"Training loss: {report.train_losses[0][1]:.3f} at first, {report.train_losses[-1][1]:.3f} at last."
         )
-    if report.eval_losses:
+    if report.selection:
+        lines += [
+            "",
+            f"These are the weights after step {report.selection.chosen.step:,}, the best of the checkpoints by "
+            f"{' and '.join(report.selection.metrics)}:",
+            "",
+            *report.selection.markdown(),
+        ]
+    elif report.eval_losses:
         lines.append(f"Validation loss: {report.eval_losses[-1][1]:.3f}.")
     lines += ["", "`training.json` holds the whole recipe, the rows used and dropped, the losses and the versions.", ""]
     return "\n".join(lines)

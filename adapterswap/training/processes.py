@@ -62,9 +62,7 @@ class Processes:
         """
         if self.count == 1:
             return make()
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        store, key = _get_default_store(), f"adapterswap/{key}"
+        store, key = _store(), f"adapterswap/{key}"
         if self.main:
             store.set(key, json.dumps(make()))
         while not store.check([key]):
@@ -124,10 +122,14 @@ def first_to_tell() -> bool:
 
     if not torch.distributed.is_initialized():
         return os.environ.get("LOCAL_RANK", "0") == "0"
-    # The store that all processes share has no public name; it can be gone with the process that told the error.
+    try:
+        return bool(_store().add("adapterswap/told", 1) == 1)
+    except RuntimeError:  # the store can be gone, with the process that told the error
+        return False
+
+
+def _store() -> Any:
+    """What all processes of the run share; torch has no public name for it."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    try:
-        return bool(_get_default_store().add("adapterswap/told", 1) == 1)
-    except RuntimeError:
-        return False
+    return _get_default_store()

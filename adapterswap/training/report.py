@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from adapterswap.training.selection import Selection
+
 __all__ = ["Rows", "TrainEstimate", "TrainReport"]
 
 
@@ -77,6 +79,7 @@ class TrainReport:
         seconds: wall time of the training steps of this process.
         trainable_parameters: of the adapter; without one, of the model.
         processes: how many computed it together.
+        selection: the checkpoints' scores, and which one was written; None where the last step's weights were.
     """
 
     path: Path
@@ -89,6 +92,7 @@ class TrainReport:
     seconds: float
     trainable_parameters: int
     processes: int
+    selection: Selection | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}
@@ -110,6 +114,7 @@ class TrainEstimate:
             their total; on each process, and a rough guide.
         device, dtype: as the recipe's `auto` was resolved here.
         processes: how many there are.
+        selection: checkpoints that would be evaluated, and documents and requests of each; None without a selection.
     """
 
     base_model: str
@@ -124,6 +129,7 @@ class TrainEstimate:
     device: str
     dtype: str
     processes: int
+    selection: dict[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -5,6 +5,7 @@ Under torchrun or `accelerate launch` every process runs `train`: all read the s
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,9 +44,10 @@ def train(
 
     Raises:
         AdapterswapError: the output exists; the base, its tokenizer or a dataset cannot be had or does not fit the
-            recipe (unknown columns, modules or layers; no rows left); a resumed run is another one; the loss is no
-            number; memory or disk run out; the run was sent SIGTERM, or lost another of its processes; the `train`
-            extra, or another library that the recipe asks for, is not installed.
+            recipe (unknown columns, modules or layers; no rows left); a task of the selection is unknown, cannot be
+            loaded or does not fit into the model's context; a resumed run is another one; the loss is no number; memory
+            or disk run out; the run was sent SIGTERM, or lost another of its processes; the `train` extra, or another
+            library that the recipe asks for, is not installed.
     """
     target = _target(recipe, out_path)
     check_libraries(recipe)
@@ -54,7 +56,7 @@ def train(
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.failures import told
     from adapterswap.training.isolation import isolated
-    from adapterswap.training.output import write_expert
+    from adapterswap.training.output import write_expert, write_weights
     from adapterswap.training.processes import joined
     from adapterswap.training.progress import Bar
     from adapterswap.training.targets import find_targets
@@ -82,6 +84,11 @@ def train(
         data = load_data(recipe, base)
         rows, parts = sequences(data, options)
         steps = _steps(recipe, parts, processes.count)
+        if recipe.selection:
+            from adapterswap.training.judging import examine
+
+            bar.phase("reading the selection's tasks")
+            examination = examine(recipe, base)
         bar.phase("loading the base")
         stopping = Stopping(processes)
         trainer = build_trainer(
@@ -90,6 +97,12 @@ def train(
             steps=steps, device=device, dtype=dtype, processes=processes, bar=bar,
             checkpoints=checkpoints.folder if options.save_every_samples else Path(scratch),
         )  # fmt: skip
+        judge = None
+        if recipe.selection:
+            from adapterswap.training.judging import Judge
+
+            judge = Judge(recipe.selection, examination, base.tokenizer, trainer, processes=processes, bar=bar)
+            trainer.add_callback(judge)
         start: Path | None = None
         listening: AbstractContextManager[None] = nullcontext()
         if options.save_every_samples:
@@ -107,8 +120,8 @@ def train(
                 f"training was told to end (SIGTERM), and did after step {stopping.stopped} of {steps}",
                 "Go on with --resume",
             )
-        seconds = time.monotonic() - began
-        if data.validation:
+        seconds = time.monotonic() - began - (judge.seconds if judge else 0)
+        if data.validation and not judge:  # the judge has had it measured
             bar.phase("measuring the validation loss")
             trainer.evaluate()
         report = TrainReport(
@@ -122,12 +135,15 @@ def train(
             seconds=seconds,
             trainable_parameters=targets.parameters,
             processes=processes.count,
+            selection=judge.found() if judge else None,
         )
         bar.phase("writing")
         # With FSDP the weights are spread over the processes, and all have to bring theirs.
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
         if processes.main:
             with atomic_folder(target, overwrite=overwrite, inputs=[base.source.folder]) as folder:
+                for step in judge.restored() if judge else ():
+                    write_weights(folder / f"checkpoint-{step}", trainer.model, recipe, base, targets)
                 write_expert(folder, trainer.model, recipe, base, targets, report, weights=weights)
             if not options.keep_checkpoints:
                 checkpoints.remove()
@@ -176,7 +192,7 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
     from adapterswap.training.isolation import isolated
     from adapterswap.training.memory import memory
     from adapterswap.training.processes import count_processes
-    from adapterswap.training.schedule import rows_a_step
+    from adapterswap.training.schedule import rows_a_step, steps_between
     from adapterswap.training.targets import find_targets
 
     with isolated():
@@ -191,6 +207,17 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
         passes = options.epochs
         if options.max_steps is not None or recipe.simultaneous:
             passes = steps * rows_a_step(options, processes) / sum(parts)
+        selection = None
+        if recipe.selection:
+            from adapterswap.training.judging import examine
+
+            asked = examine(recipe, base)
+            between = steps_between(options.save_every_samples, options, processes) * recipe.selection.every
+            selection = {
+                "checkpoints": math.ceil(steps / between),
+                "documents": asked.documents,
+                "requests": asked.requests,
+            }
         base_parameters = sum(parameter.numel() for parameter in model.parameters())
         return TrainEstimate(
             base_model=str(base.source),
@@ -208,4 +235,5 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
             device=device,
             dtype=dtype,
             processes=processes,
+            selection=selection,
         )  # fmt: skip

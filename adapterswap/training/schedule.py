@@ -9,7 +9,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError
 from adapterswap.training.recipe import TrainingOptions
 
-__all__ = ["Schedule", "choose_schedule", "rows_a_step", "simultaneous_steps", "total_steps"]
+__all__ = ["Schedule", "choose_schedule", "rows_a_step", "simultaneous_steps", "steps_between", "total_steps"]
 
 Schedule = tuple[str, int, dict[str, Any]]
 
@@ -17,6 +17,11 @@ Schedule = tuple[str, int, dict[str, Any]]
 def rows_a_step(options: TrainingOptions, processes: int = 1) -> int:
     """Rows (or packed sequences) that one update of the weights is computed on: the effective batch size."""
     return options.batch_size * options.gradient_accumulation * processes
+
+
+def steps_between(samples: int | None, options: TrainingOptions, processes: int = 1) -> int:
+    """Steps in which about so many rows are trained on, one at least: from one checkpoint to the next, say."""
+    return max(1, (samples or 0) // rows_a_step(options, processes))
 
 
 def total_steps(rows: int, options: TrainingOptions, *, processes: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Which checkpoint becomes the expert: what a recipe asks for, the table of scores, and the choice. Pure data, no torch.
+"""Which checkpoint becomes the expert: what a recipe asks for, the table of scores, and the choice. Pure data.
 
 The second paper (section 5) finds a language expert judged best by language understanding, Belebele and Global-MMLU,
 and a maths expert by MGSM in English: both better than by maths in the target language, the very thing that the
@@ -17,7 +17,7 @@ from pydantic import Field
 from adapterswap.evaluation.settings import SEED, Settings
 from adapterswap.training.options import FiniteModel
 
-__all__ = ["Judged", "Selection", "SelectionOptions", "best_first", "is_judged", "judged_steps", "worn_out"]
+__all__ = ["Judged", "Selection", "SelectionOptions", "best_first", "is_judged", "worn_out"]
 
 
 class SelectionOptions(FiniteModel):
@@ -144,6 +144,16 @@ class Selection:
             lines.append("| " + " | ".join(f"**{cell}**" if bold and cell else cell for cell in cells) + " |")
         return lines
 
+    def lines(self) -> list[str]:
+        """The table as lines of text."""
+        ranks = {step: f", {'written' if place == 0 else 'kept'}" for place, step in enumerate(self.kept)}
+        lines = []
+        for row in self.table:
+            numbers = [f"{name} {value:.4g}" for name, value in row.tasks.items()]
+            numbers += [f"validation loss {row.eval_loss:.4f}"] if row.eval_loss is not None else []
+            lines.append(f"{row.step:,}: {_with_error(row)} ({', '.join(numbers)}){ranks.get(row.step, '')}")
+        return lines
+
     def notes(self) -> list[str]:
         """What a user should know of the result, in words."""
         others = [row for row in self.table if row.step != self.chosen.step]
@@ -158,11 +168,6 @@ class Selection:
 
 def _with_error(row: Judged) -> str:
     return f"{row.score:.4f}" + (f" ± {row.stderr:.4f}" if row.stderr is not None else "")
-
-
-def judged_steps(steps: int, save_steps: int, every: int) -> int:
-    """How many checkpoints of a run of `steps` are judged: every so many, and the last."""
-    return math.ceil(steps / (save_steps * every))
 
 
 def is_judged(step: int, steps: int, save_steps: int, every: int) -> bool:

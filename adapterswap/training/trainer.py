@@ -21,7 +21,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.training.processes import Processes
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
-from adapterswap.training.schedule import choose_schedule, rows_a_step
+from adapterswap.training.schedule import choose_schedule, rows_a_step, steps_between
 from adapterswap.training.targets import Targets
 from adapterswap.training.turns import RowsInTurns, Turns
 
@@ -48,6 +48,12 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
                 "Lower training.learning_rate, or raise training.warmup; nothing was written, checkpoints are kept",
             )
         return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See the Trainer. Reading the validation rows draws from the generator that dropout draws from: put it back."""
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            losses: dict[str, float] = super().evaluate(*args, **kwargs)
+        return losses
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL writes a card beside its checkpoints; the expert's own is written at the end."""
@@ -143,7 +149,6 @@ def _arguments(
     recipe: TrainRecipe, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes
 ) -> SFTConfig:
     options = recipe.training
-    samples_a_step = rows_a_step(options, processes.count)
     name, warmup, schedule_options = choose_schedule(options, steps)
     evaluate_every = recipe.validation.every_samples if recipe.validation else None
     return SFTConfig(
@@ -176,10 +181,10 @@ def _arguments(
         ddp_find_unused_parameters=recipe.simultaneous is not None,
         # when something is saved or told
         save_strategy="steps" if options.save_every_samples else "no",
-        save_steps=max(1, (options.save_every_samples or 0) // samples_a_step),
+        save_steps=steps_between(options.save_every_samples, options, processes.count),
         save_total_limit=2,
         eval_strategy="steps" if evaluate_every else "no",
-        eval_steps=max(1, (evaluate_every or 0) // samples_a_step),
+        eval_steps=steps_between(evaluate_every, options, processes.count),
         logging_steps=options.logging_steps,
         logging_nan_inf_filter=False,
         include_num_input_tokens_seen="all" if options.packing else "non_padding",

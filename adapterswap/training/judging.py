@@ -1,0 +1,228 @@
+"""Evaluates checkpoints while a run goes on, keeps the best ones' weights, and says when to stop.
+
+Training goes on as if nobody had looked: modes and random generators are put back. What was found is kept beside the
+checkpoints, so a resumed run measures nothing twice. Importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from adapterswap.bases import Base
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.evaluation import Settings, evaluate
+from adapterswap.evaluation.preview import preview
+from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.training.processes import Processes
+from adapterswap.training.progress import Bar
+from adapterswap.training.recipe import TrainRecipe
+from adapterswap.training.selection import Judged, Selection, SelectionOptions, best_first, is_judged, worn_out
+
+__all__ = ["Examination", "Judge", "examine"]
+
+_PRIMARY = {"exact_match": "normalized"}  # MGSM's filter that counts
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What a checkpoint is asked.
+
+    Attributes:
+        metrics: by task or group that counts, the metric and the filter.
+        documents, requests: how many each checkpoint is given, over all tasks.
+        settings: how.
+    """
+
+    metrics: Mapping[str, tuple[str, str]]
+    documents: int
+    requests: int
+    settings: Settings
+
+
+def examine(recipe: TrainRecipe, base: Base) -> Examination:
+    """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are told before training.
+
+    Raises:
+        AdapterswapError: see `load_tasks`; a metric that a task does not have; a prompt that does not fit.
+    """
+    options = recipe.selection
+    assert options is not None
+    settings = options.settings(recipe.folder)
+    asked = preview(base.tokenizer, base.config, options.tasks, settings)
+    loaded = load_tasks(options.tasks, settings)
+    problems = Problems()
+    for task in asked if not options.truncate else ():
+        limits = loaded["tasks"][task.name].get_config("generation_kwargs") or {}
+        budget = int(limits.get("max_gen_toks", settings.max_gen_toks))
+        if task.room is not None and task.room < budget:
+            problems.add(
+                f"selection: {task.name}: the longest prompt has {task.longest} tokens, and leaves {task.room} of the "
+                f"model's context to an output of up to {budget}",
+                "Give fewer shots (num_fewshot), a lower max_gen_toks, or truncate: true",
+            )
+    metrics = {}
+    for name in _counted(options.tasks, loaded):
+        with problems.collect():
+            metrics[name] = _metric(name, loaded, options)
+    if isinstance(options.metric, dict):
+        for name in sorted(options.metric.keys() - metrics.keys()):
+            problems.add(f"selection.metric: {name!r} is none of the tasks that count", f"Those: {', '.join(metrics)}")
+    problems.raise_if_any()
+    documents, requests = sum(task.num_docs for task in asked), sum(task.num_requests for task in asked)
+    return Examination(metrics, documents, requests, settings)
+
+
+def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
+    """Tasks and groups that each give one number: those named, and the tasks that a pattern or a family stands for."""
+    groups = [name for name in dict.fromkeys(names) if name in loaded["groups"]]
+    inside = {task.task_name for name in groups for task in loaded["groups"][name].get_all_tasks()}
+    return groups + [name for name in loaded["tasks"] if name in names or name not in inside]
+
+
+def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> tuple[str, str]:
+    """The metric and the filter of a task or a group that count.
+
+    Raises:
+        AdapterswapError: it does not have the one that is asked for; a group that forms no mean.
+    """
+    group = loaded["groups"].get(name)
+    task = group.get_all_tasks()[0] if group else loaded["tasks"][name]
+    known = [(metric, filters.name) for metric in task.aggregation() for filters in task._filters]
+    if group:
+        formed = {entry.metric for entry in group.aggregate_metric_list or ()}
+        known = [(metric, filter_name) for metric, filter_name in known if metric in formed]
+    if not known:
+        raise AdapterswapError(f"selection: the group {name} has no score of its own", "Name its tasks")
+    wanted = options.metric.get(name) if isinstance(options.metric, dict) else options.metric
+    if wanted is None:
+        return next((pair for pair in known if _PRIMARY.get(pair[0]) == pair[1]), known[0])
+    metric, _, filter_name = wanted.partition(",")
+    for pair in known:
+        if pair[0] == metric and filter_name in ("", pair[1]):
+            return pair
+    names = ", ".join(",".join(pair) for pair in known)
+    raise AdapterswapError(f"selection.metric: {name} has no {wanted!r}", f"It has {names}")
+
+
+class Judge(TrainerCallback):  # type: ignore[misc]
+    """Evaluates checkpoints as they are saved, on the main process; the others wait.
+
+    Attributes:
+        seconds: how long evaluating took.
+
+    Raises:
+        AdapterswapError: the trainer spreads the model over its processes, so that none could generate alone.
+    """
+
+    def __init__(
+        self, options: SelectionOptions, examination: Examination, tokenizer: Any, trainer: Any,
+        *, processes: Processes, bar: Bar,
+    ) -> None:  # fmt: skip
+        if trainer.is_fsdp_enabled:
+            raise AdapterswapError(
+                "`selection` evaluates on one process, and FSDP spreads the model over all",
+                "Train with keep_checkpoints: true, and run `adapterswap evaluate` on the checkpoints",
+            )
+        self._options, self._examination = options, examination
+        self._tokenizer, self._trainer, self._stopped = tokenizer, trainer, False
+        folder = Path(trainer.args.output_dir)
+        self._table_path, self._best = folder / "selection.json", folder / "best"
+        self._processes, self._bar = processes, bar
+        self._table: list[Judged] = []
+        self.seconds = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take up what was found before; a checkpoint that was not judged when the run was ended is judged now."""
+        known = self._processes.main and self._table_path.is_file()
+        rows = self._processes.from_main(json.loads(self._table_path.read_text(encoding="utf-8")) if known else [])
+        self._table = [Judged(**row) for row in rows if row["step"] <= state.global_step]
+        if state.global_step and state.global_step not in {row.step for row in self._table}:
+            self._judge_if_due(args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The validation loss goes into the table too, and is measured before the checkpoint is saved."""
+        if self._trainer.eval_dataset is not None and control.should_save and self._is_due(args, state):
+            control.should_evaluate = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_training_stop and state.global_step < state.max_steps:
+            return  # the run is told to end, and cannot wait; it is judged when the run is resumed
+        self._judge_if_due(args, state)
+        if state.global_step < state.max_steps and worn_out(self._table, self._options.early_stopping):
+            self._stopped = control.should_training_stop = True
+
+    def _is_due(self, args: Any, state: Any) -> bool:
+        return is_judged(state.global_step, state.max_steps, int(args.save_steps), self._options.every)
+
+    def _judge_if_due(self, args: Any, state: Any) -> None:
+        if not self._is_due(args, state):
+            return
+        began = time.monotonic()
+        self._bar.phase(f"evaluating checkpoint {state.global_step}")
+        row = self._processes.when_main_has(f"judged/{state.global_step}", lambda: self._judge(state))
+        self._table.append(Judged(**row))
+        if self._processes.main:
+            self._keep(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        self.seconds += time.monotonic() - began
+        self._bar.begin(state.max_steps, state.global_step, state.num_input_tokens_seen)
+
+    def _judge(self, state: Any) -> dict[str, Any]:
+        examination = self._examination
+        result = evaluate(self._trainer.model, self._tokenizer, self._options.tasks, examination.settings)
+        scores = {}
+        for name, (metric, filter_name) in examination.metrics.items():
+            score = (result.groups.get(name) or result.tasks[name]).score(filter_name, metric)
+            scores[name] = (metric, score.value, score.stderr, score.higher_is_better)
+        losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry
+                  and entry["step"] == state.global_step]  # fmt: skip
+        return asdict(Judged.of(state.global_step, scores, losses[-1] if losses else None))
+
+    def _keep(self, checkpoint: Path) -> None:
+        """Put this checkpoint's weights among the best, then the table in place, then drop those that fell out."""
+        link_weights(checkpoint, self._best / checkpoint.name)
+        waiting = self._table_path.with_suffix(".tmp")
+        waiting.write_text(json.dumps([asdict(row) for row in self._table], indent=2) + "\n", encoding="utf-8")
+        waiting.replace(self._table_path)
+        kept = {f"checkpoint-{step}" for step in self._kept()}
+        for folder in self._best.iterdir():
+            if folder.name not in kept:
+                shutil.rmtree(folder)
+
+    def _kept(self) -> list[int]:
+        return [row.step for row in best_first(self._table)[: self._options.keep_best]]
+
+    def found(self) -> Selection:
+        """The table, and what was chosen by it."""
+        metrics = {name: ",".join(pair) for name, pair in self._examination.metrics.items()}
+        return Selection(metrics, tuple(self._table), tuple(self._kept()), self._stopped)
+
+    def restored(self) -> Iterator[int]:
+        """Put each kept checkpoint's weights into the trainer's model, as `--resume` does, and yield its step; the
+        best's come last, and stay there without a word.
+        """
+        best, *others = self._kept()
+        for step in (*reversed(others), best):
+            self._trainer._load_from_checkpoint(str(self._best / f"checkpoint-{step}"))
+            if step != best:
+                yield step
+
+
+def link_weights(checkpoint: Path, folder: Path) -> None:
+    """Make `folder` hold the weights of `checkpoint` (no optimizer), as links where the disk has them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for pattern in ("*.safetensors", "*.index.json", "*config.json"):
+        for file in checkpoint.glob(pattern):
+            try:
+                os.link(file, folder / file.name)
+            except OSError:  # a file system without hard links
+                shutil.copy2(file, folder / file.name)

@@ -1,0 +1,293 @@
+"""Checkpoints judged on tasks while training: what is kept, what is written, and that training does not notice."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.evaluation import Settings, evaluate
+from adapterswap.training import TrainRecipe, estimate, judging, train
+from adapterswap.training.selection import Judged, SelectionOptions, best_first, is_judged, worn_out
+
+from .conftest import echo_rows, word_tokenizer
+
+MakeRecipe = Callable[..., TrainRecipe]
+
+# Which word comes last? The rows train for it, so scores rise; the second task asks for another word, so they fall.
+CHOICES = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{{label}}}}}"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+GROUP = """
+group: pico_both
+task: [pico_last, pico_first]
+aggregate_metric_list:
+  - {metric: acc, aggregation: mean, weight_by_size: true}
+"""
+
+
+@pytest.fixture(scope="session")
+def own_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, data = tmp_path_factory.mktemp("tasks"), tmp_path_factory.mktemp("data")
+    rows = []
+    for row in echo_rows(40, seed=9):
+        words = row["question"].split()[1:]
+        choices = sorted({*words, "w0", "w1"})
+        rows.append(
+            {
+                "question": row["question"],
+                "choices": choices,
+                "last": choices.index(words[-1]),
+                "first": choices.index(next(word for word in choices if word != words[-1])),
+            }
+        )
+    (data / "rows.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for label in ("last", "first"):
+        text = CHOICES.format(name=f"pico_{label}", data=data / "rows.json", cache=data / "cache", label=label)
+        (folder / f"{label}.yaml").write_text(text, encoding="utf-8")
+    (folder / "group.yaml").write_text(GROUP, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def selecting(make_recipe: MakeRecipe, own_tasks: Path) -> MakeRecipe:
+    """`selecting(tasks=[…], keep_best=2, training={…})`: a recipe of five checkpoints, judged."""
+
+    def make(**changes: Any) -> TrainRecipe:
+        keys = SelectionOptions.model_fields.keys()
+        chosen = {key: changes.pop(key) for key in list(changes) if key in keys}
+        selection = {"tasks": ["pico_last"], "include_path": str(own_tasks)} | chosen
+        training = {"max_steps": 10, "save_every_samples": 16} | changes.pop("training", {})
+        return make_recipe(rows=echo_rows(96), selection=selection, training=training, **changes)
+
+    return make
+
+
+def described(folder: Path) -> Any:
+    return json.loads((folder / "training.json").read_text(encoding="utf-8"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_the_best_checkpoint_is_written_with_the_table_of_why(tmp_path: Path, selecting: MakeRecipe) -> None:
+    recipe = selecting(keep_best=2, validation={"rows": 8}, training={"keep_checkpoints": True})
+    report = train(recipe, out_path=tmp_path / "expert", progress=False)
+    found = report.selection
+    assert found is not None
+    assert [row.step for row in found.table] == [2, 4, 6, 8, 10]
+    assert found.metrics == {"pico_last": "acc,none"}
+    scores = {row.step: row.score for row in found.table}
+    assert len(set(scores.values())) > 1
+    assert list(found.kept) == sorted(scores, key=lambda step: (-scores[step], step))[:2]
+    told = described(report.path)["selection"]
+    assert told["kept"] == list(found.kept)
+    assert [row["step"] for row in told["table"]] == [2, 4, 6, 8, 10]
+    assert all(row["eval_loss"] is not None for row in told["table"])
+    assert [step for step, _ in report.eval_losses] == [2, 4, 6, 8, 10]
+    card = (report.path / "README.md").read_text()
+    assert f"These are the weights after step {found.kept[0]}, the best of the checkpoints by pico_last:" in card
+    assert f"| **{found.kept[0]}** | **{found.chosen.score:.4f} ± " in card
+
+    # The last two checkpoints are the trainer's own; the best two lie among what was judged, whichever they are.
+    kept = tmp_path / "expert.checkpoints" / "best"
+    assert same(weights(report.path), weights(kept / f"checkpoint-{found.kept[0]}"))
+    assert same(weights(report.path / f"checkpoint-{found.kept[1]}"), weights(kept / f"checkpoint-{found.kept[1]}"))
+    assert not same(weights(report.path), weights(report.path / f"checkpoint-{found.kept[1]}"))
+    assert sorted(path.name for path in kept.iterdir()) == sorted(f"checkpoint-{step}" for step in found.kept)
+
+
+def test_a_score_is_what_evaluate_gives_the_written_expert(
+    tmp_path: Path, selecting: MakeRecipe, own_tasks: Path, pico: Callable[[str], Path]
+) -> None:
+    report = train(selecting(tasks=["pico_last", "pico_first"], keep_best=2), out_path=tmp_path / "e", progress=False)
+    assert report.selection is not None
+    for step, folder in zip(report.selection.kept, [report.path, *report.path.glob("checkpoint-*")], strict=True):
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pico("llama")), folder)
+        result = evaluate(model, word_tokenizer(), ["pico_last", "pico_first"], Settings(include_path=own_tasks))
+        row = next(row for row in report.selection.table if row.step == step)
+        values = {name: result.tasks[name].score(metric="acc") for name in ("pico_last", "pico_first")}
+        assert row.tasks == {name: score.value for name, score in values.items()}
+        assert row.score == pytest.approx(sum(score.value for score in values.values()) / 2)
+        errors = [score.stderr for score in values.values()]
+        assert row.stderr == pytest.approx(math.sqrt(sum(e * e for e in errors if e is not None)) / 2)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"adapter": {"dropout": 0.2}}, {"training": {"gradient_checkpointing": True}}, {"adapter": "none"}]
+)
+def test_training_does_not_notice(tmp_path: Path, selecting: MakeRecipe, changes: dict[str, Any]) -> None:
+    changes = {
+        **changes,
+        "training": {"keep_checkpoints": True, **changes.get("training", {})},
+        "validation": {"rows": 8},
+    }
+    judged = selecting(**changes)
+    plain = judged.model_copy(update={"selection": None})
+    first = train(judged, out_path=tmp_path / "judged", progress=False)
+    second = train(plain, out_path=tmp_path / "plain", progress=False)
+    assert first.train_losses == second.train_losses
+    assert first.eval_losses[-1] == second.eval_losses[-1]
+    for name in ("checkpoint-8", "checkpoint-10"):
+        (file,) = (tmp_path / "plain.checkpoints" / name).glob("*.safetensors")
+        assert file.read_bytes() == (tmp_path / "judged.checkpoints" / name / file.name).read_bytes()
+
+
+def test_a_whole_model_is_chosen_too(tmp_path: Path, selecting: MakeRecipe) -> None:
+    recipe = selecting(adapter="none", keep_best=2, training={"learning_rate": 0.01, "keep_checkpoints": True})
+    report = train(recipe, out_path=tmp_path / "expert", progress=False)
+    assert report.selection is not None
+    best, second = report.selection.kept
+    kept = tmp_path / "expert.checkpoints" / "best"
+    for folder, step in ((report.path, best), (report.path / f"checkpoint-{second}", second)):
+        assert same(load_file(folder / "model.safetensors"), load_file(kept / f"checkpoint-{step}/model.safetensors"))
+
+
+def test_resuming_measures_nothing_twice(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
+    recipe = selecting(validation={"rows": 8}, keep_best=2)
+    unbroken = train(recipe, out_path=tmp_path / "unbroken", progress=False)
+    asked: list[int] = []
+    real = judging.evaluate
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(judging, "evaluate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, out_path=tmp_path / "expert", progress=False)
+    resumed = train(recipe, out_path=tmp_path / "expert", resume=True, progress=False)
+    assert resumed.resumed_from == 6
+    assert len(asked) == 6  # at 2, 4, broken off at 6; again at 6, at 8 and 10
+    assert resumed.selection == unbroken.selection
+    for name in ("adapter_model.safetensors", "training.json", "README.md"):
+        assert (tmp_path / "expert" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+
+
+def test_early_stopping(tmp_path: Path, selecting: MakeRecipe) -> None:
+    """pico_first asks for what the rows train away, so it soon gets no better."""
+    recipe = selecting(tasks=["pico_first"], early_stopping=2, training={"max_steps": 40, "learning_rate": 0.05})
+    report = train(recipe, out_path=tmp_path / "expert", progress=False)
+    found = report.selection
+    assert found is not None
+    assert found.stopped_early
+    assert report.steps == found.table[-1].step < 40
+    assert report.steps == found.kept[0] + 2 * 2
+    assert f"stopped early after step {report.steps}" in found.notes()
+
+
+def test_every_so_many_checkpoints_and_the_last(tmp_path: Path, selecting: MakeRecipe) -> None:
+    recipe = selecting(every=2)
+    expected = estimate(recipe)
+    assert expected.selection == {"checkpoints": 3, "documents": 40, "requests": expected.selection["requests"]}
+    report = train(recipe, out_path=tmp_path / "expert", progress=False)
+    assert report.selection is not None
+    assert [row.step for row in report.selection.table] == [4, 8, 10]
+
+
+def test_groups_and_metrics(tmp_path: Path, selecting: MakeRecipe) -> None:
+    training = {"max_steps": 2}
+    report = train(selecting(tasks=["pico_both"], training=training), out_path=tmp_path / "group", progress=False)
+    assert report.selection is not None
+    assert report.selection.metrics == {"pico_both": "acc,none"}
+    recipe = selecting(tasks=["pico_last", "pico_first"], metric={"pico_last": "acc_norm"}, training=training)
+    report = train(recipe, out_path=tmp_path / "named", progress=False)
+    assert report.selection is not None
+    assert report.selection.metrics == {"pico_last": "acc_norm,none", "pico_first": "acc,none"}
+
+
+def test_mistakes_are_told_before_anything_is_trained(
+    tmp_path: Path, selecting: MakeRecipe, make_recipe: MakeRecipe, monkeypatch: Any
+) -> None:
+    def refuse(recipe: TrainRecipe, match: str) -> None:
+        for call in (lambda: estimate(recipe), lambda: train(recipe, out_path=tmp_path / "expert", progress=False)):
+            with pytest.raises(AdapterswapError, match=match):
+                call()
+        assert not (tmp_path / "expert").exists()
+
+    refuse(selecting(tasks=["pico_lost"]), r"no task is named 'pico_lost'. Did you mean pico_last")
+    refuse(selecting(metric="f1"), r"pico_last has no 'f1'\. It has acc,none, acc_norm,none")
+    refuse(selecting(metric={"pico": "acc"}), r"'pico' is none of the tasks that count\. Those: pico_last")
+    refuse(selecting(tasks=["pico_both"], metric="acc_norm"), r"pico_both has no 'acc_norm'")
+    refuse(selecting(tasks=["mgsm_direct_en"]), r"mgsm_direct_en: the longest prompt has \d+ tokens, and leaves -\d+")
+    with pytest.raises(ValueError, match=r"training\.save_every_samples is null"):
+        make_recipe(selection={"tasks": ["pico_last"]})
+    found = judging.__dict__  # the library is looked for by name
+    assert "evaluate" in found
+    monkeypatch.setattr("adapterswap.training.libraries.find_spec", lambda name: None if name == "lm_eval" else name)
+    refuse(selecting(), r"pip install 'adapterswap\[eval\]'")
+
+
+def test_maths_in_the_target_language_is_told_of() -> None:
+    assert SelectionOptions(tasks=["belebele_swh_Latn", "mgsm_native_cot_en"]).notes() == []
+    (note,) = SelectionOptions(tasks=["belebele_swh_Latn", "mgsm_native_cot_sw"]).notes()
+    assert note.startswith("selection by mgsm_native_cot_sw: ")
+
+
+def row(step: int, score: float) -> Judged:
+    return Judged(step, score, None, {}, None)
+
+
+tables = st.lists(st.sampled_from([0.1, 0.2, 0.3]), min_size=1, max_size=12).map(
+    lambda scores: [row(10 * (place + 1), score) for place, score in enumerate(scores)]
+)
+
+
+@given(tables, st.integers(1, 4))
+def test_worn_out_means_that_patience_rows_were_no_better(table: list[Judged], patience: int) -> None:
+    best, since = -math.inf, 0
+    for entry in table:
+        best, since = (entry.score, 0) if entry.score > best else (best, since + 1)
+    assert worn_out(table, patience) == (since >= patience)
+    assert not worn_out(table, None)
+    first = best_first(table)[0]
+    assert first.score == max(entry.score for entry in table)
+    assert not any(entry.score == first.score and entry.step < first.step for entry in table)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4))
+def test_the_last_step_is_judged_and_others_at_even_distances(steps: int, save: int, every: int) -> None:
+    judged = [step for step in range(1, steps + 1) if is_judged(step, steps, save, every)]
+    assert judged == sorted({*range(save * every, steps + 1, save * every), steps})
+
+
+def test_scores_of_different_kinds_enter_alike() -> None:
+    scores = {
+        "mgsm": ("exact_match", 0.4, 0.03, True),
+        "flores": ("chrf++", 50.0, None, True),
+        "wikitext": ("perplexity", 2.0, 0.1, False),
+    }
+    judged = Judged.of(5, scores, 1.5)
+    assert judged.score == pytest.approx((0.4 + 0.5 - 2.0) / 3)
+    assert judged.stderr is None
+    assert judged.tasks == {"mgsm": 0.4, "flores": 50.0, "wikitext": 2.0}
+    del scores["flores"]
+    assert Judged.of(5, scores, None).stderr == pytest.approx(math.hypot(0.03, 0.1) / 2)
