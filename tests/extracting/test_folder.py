@@ -1,0 +1,130 @@
+"""The folder that is written: its files, the same bytes every time, and whole or absent however the writer ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from crafting import snapshot
+
+import adapterswap
+from adapterswap.arithmetic.layout import written_scale
+from adapterswap.checking.record import read_record
+from adapterswap.extracting import extract
+
+from .conftest import Checkpoint
+
+
+def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    full, base = checkpoint("llama", 1), checkpoint("llama")
+    found = extract(full, base, tmp_path / "out", max_error=0.5)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"
+    ]  # fmt: skip
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["use_rslora"] is True
+    assert config["base_model_name_or_path"] == str(base)
+    assert config["target_modules"] == sorted(module.name for module in found.modules)
+    assert len({module.rank for module in found.modules}) > 1
+    assert config["rank_pattern"]
+    adapter = adapterswap.open_adapter(tmp_path / "out")
+    for module in found.modules:
+        opened = adapter.modules[module.name]
+        assert (opened.rank, opened.scale, opened.layer, opened.kind) == (module.rank, 1.0, module.layer, module.kind)
+        assert (opened.out_features, opened.in_features) == (module.out_features, module.in_features)
+    text = (tmp_path / "out" / "adapterswap.json").read_text()
+    record = json.loads(text)
+    assert str(tmp_path.parent) not in text
+    for name, folder in (("full", full), ("base", base)):
+        digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+        assert record["extraction"][name] == {
+            "source": folder.name, "revision": None, "sha256": {"model.safetensors": digest}
+        }  # fmt: skip
+    assert record["extraction"]["max_error"] == 0.5
+    errors = {name: entry["relative_error"] for name, entry in record["extracted"].items()}
+    assert errors == {module.name: module.error for module in found.modules}
+    assert {entry["reason"] for entry in record["left_out"].values()} == {"norms", "embeddings and heads"}
+    assert read_record(tmp_path / "out" / "adapterswap.json") is None  # it is no composition's
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"relative error is {found.error:.4f}" in card
+    assert "13 norms" in card
+
+
+def test_every_rank_has_scale_one() -> None:
+    """α = √r is no whole number, and √r/√r is 1 in floating point too."""
+    for rank in range(1, 2**16 + 1):
+        alpha, scale = written_scale(rank, True, 1.0)
+        assert scale == 1.0
+        assert json.loads(json.dumps(alpha)) / math.sqrt(rank) == 1.0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "wide"])
+def test_the_same_bytes_every_time(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        extract(checkpoint(architecture, 1), checkpoint(architecture), tmp_path / name, rank=4, embeddings=True)
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
+
+
+def test_the_command_line(run: Callable[..., Result], checkpoint: Checkpoint, tmp_path: Path) -> None:
+    full, out = checkpoint("llama", 1), tmp_path / "out"
+    options = ["extract", full, "--base-model", checkpoint("llama"), "-o", out, "--rank", 4]
+    dry = run(*options, "--dry-run", "--json")
+    assert dry.exit_code == 0, dry.stderr
+    assert list(tmp_path.iterdir()) == []
+    told = json.loads(dry.stdout)
+    assert told["written"] is False
+    written = run(*options, "--json")
+    assert json.loads(written.stdout) == told | {"written": True}
+    assert {module["rank"] for module in told["modules"]} == {4}
+    assert told["lost_share"] > 0
+    again = run(*options)
+    assert (again.exit_code, again.stdout) == (1, "")
+    shown = run(*options, "--overwrite")
+    assert shown.exit_code == 0
+    assert shown.stdout.splitlines()[1].split()[:3] == ["mlp.down_proj", "0-5", "4"]
+    assert "not in the adapter: 13 norms" in shown.stderr
+    assert "Raise --rank" in shown.stderr
+    bounded = run(*options, "--max-error", 0.3, "--overwrite")
+    assert "for the --rank that is allowed" in bounded.stderr
+
+
+@pytest.mark.slow
+def test_killed_at_every_step(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "outputs").mkdir()
+    command = ["extract", str(checkpoint("tiny", 1)), "--base-model", str(checkpoint("tiny"))]
+    command += ["-o", str(tmp_path / "outputs" / "out"), "--layers", "0", "--modules", "q_proj"]
+    settings = {
+        "folder": str(tmp_path / "outputs"), "overwrite": False,
+        "first": [*command, "--rank", "1"], "arguments": [*command, "--rank", "2"],
+    }  # fmt: skip
+    program = [sys.executable, str(Path(__file__).parents[1] / "crashing.py"), "every", json.dumps(settings)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] >= 8
+    assert set(found["states"]) == {"absent", "new"}
+    assert set(found["recovered"]) == {"new"}
+    assert found["left"] == []
+
+
+@pytest.mark.slow
+def test_a_full_disk(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stops a write in its middle, as a full disk does: in the waiting factors, and in the record."""
+    command = [sys.executable, "-m", "adapterswap", "extract", str(checkpoint("tiny", 1)), "--base-model"]
+    command += [str(checkpoint("tiny")), "--rank", "1", "-o", str(tmp_path / "new" / "out")]
+    for limit in (100, 3000):
+        done = subprocess.run(
+            command, capture_output=True, text=True,
+            preexec_fn=lambda size=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "cannot be written: file too large. Free some space" in done.stderr
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,163 @@
+"""What is no fine-tune and base, or cannot be extracted: told by name, with a mend, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from safetensors.torch import load_file, save_file
+
+from adapterswap import AdapterswapError
+from adapterswap.extracting import extract
+
+from .conftest import Checkpoint, changed, random_model
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def put(key: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, lambda tensors: tensors.update({key: value(tensors[key]).contiguous()}))
+
+
+def not_a_number(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[0, 0] = float("nan")
+    return tensor
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def lost_shard(folder: Path) -> None:
+    shutil.rmtree(folder)
+    random_model("llama").save_pretrained(folder, max_shard_size="40KB")
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "shape": (put(Q, lambda t: t[:16]), rf"{Q} is \[16, 32\] in full and \[32, 32\] in "),
+    "dtype": (put(Q, lambda t: t.to(torch.int8)), f"{Q} is I8 in full"),
+    "nan": (put(Q, not_a_number), f"{Q} of the expert 'full' holds NaN or infinity"),
+    "nan in a norm": (put("model.norm.weight", lambda t: t * torch.inf), "model.norm.weight .* NaN or infinity"),
+    "missing tensor": (lambda f: edit_tensors(f, lambda t: t.pop(Q)), f"BASE holds {Q}, and full does not"),
+    "more tensors": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.0.extra.weight": torch.ones(2, 2)})),
+        r"full holds model.layers.0.extra.weight, and BASE does not",
+    ),
+    "other type": (
+        lambda f: edit_config(f, model_type="qwen2"),
+        "full is a qwen2 model, and the base llama-0. a llama",
+    ),
+    "quantised": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "full is quantised"),
+    "untied": (lambda f: edit_config(f, tie_word_embeddings=True), "full ties its head to the embedding, and the base"),
+    "unknown type": (lambda f: edit_config(f, model_type=7), "full is a 7 model"),
+    "pickled": (pickled, "pickled weights"),
+    "lost shard": (lost_shard, "model-00002-of-.* cannot be read: No such file"),
+    "truncated": (truncated, "is truncated"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_fine_tune_that_is_none(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    damage, told = DAMAGE[kind]
+    shutil.copytree(checkpoint("llama", 1), tmp_path / "full")
+    damage(tmp_path / "full")
+    with pytest.raises(AdapterswapError, match=told.replace("BASE", checkpoint("llama").name)):
+        extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "neither a rank nor an error is given"),
+        ({"rank": 0}, "rank is 0"),
+        ({"max_error": 1.5}, "max_error is 1.5"),
+        ({"max_error": float("nan")}, "max_error is nan"),
+        ({"rank": 2, "dtype": "int8"}, "the dtype 'int8' is not known"),
+        ({"rank": 2, "device": "abacus"}, "the device 'abacus' cannot be used"),
+        ({"rank": 2, "layers": "3-9"}, "there is no layer 6-9"),
+        ({"rank": 2, "layers": "many"}, "'many' is no list of layers"),
+        ({"rank": 2, "modules": ["q_porj", "mlp"]}, "'q_porj' matches nothing. Name attention, mlp, or down_proj"),
+        ({"rank": 2, "layers": "none"}, "no matrix is selected"),
+        ({"rank": 2, "layers": "none", "modules": ["mlp"]}, "'mlp' matches nothing"),
+    ],
+)
+def test_wrong_wishes(options: dict[str, Any], told: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(AdapterswapError, match=told):
+        extract(checkpoint("llama", 1), checkpoint("llama"), tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_beside_itself(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(AdapterswapError, match=r"has the same selected weights as .* so there is nothing to extract"):
+        extract(checkpoint("llama"), checkpoint("llama"), tmp_path / "out", rank=2)
+
+
+def test_a_fine_tune_of_what_no_adapter_holds(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = changed(random_model("llama"), 1, only=lambda name: "norm" in name or "embed" in name)
+    model.save_pretrained(tmp_path / "full")
+    with pytest.raises(AdapterswapError, match="what differs is in embeddings and heads, norms"):
+        extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_other_architectures_and_depths(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(AdapterswapError, match=r"is a gpt2 model, and the base .* a gpt_neox"):
+        extract(checkpoint("gpt2", 1), checkpoint("neox"), tmp_path / "out", rank=2)
+    with pytest.raises(AdapterswapError) as raised:
+        extract(checkpoint("tiny", 1), checkpoint("llama"), tmp_path / "out", rank=2)
+    assert raised.value.untold > 0  # every layer that only one of them has
+
+
+def test_every_mistake_is_told_at_once(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("llama", 1), tmp_path / "full")
+    put(Q, lambda t: t[:16])(tmp_path / "full")
+    put("model.norm.weight", lambda t: t.to(torch.int8))(tmp_path / "full")
+    with pytest.raises(AdapterswapError) as raised:
+        extract(tmp_path / "full", checkpoint("llama"), tmp_path / "out", rank=2)
+    assert len(raised.value.problems) == 2
+
+
+def test_outputs_that_would_harm(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("llama", 1), tmp_path / "full")
+    (tmp_path / "there").mkdir()
+    for out, told in (("there", "is not replaced unasked"), ("full/out", "overlaps the input")):
+        with pytest.raises(AdapterswapError, match=told):
+            extract(tmp_path / "full", checkpoint("llama"), tmp_path / out, rank=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "there"]
+
+
+def test_the_command_line_tells_errors_in_one_line(
+    run: Callable[..., Result], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    same = run("extract", checkpoint("llama"), "--base-model", checkpoint("llama"), "-o", tmp_path / "out", "--rank", 2)
+    assert (same.exit_code, same.stdout) == (1, "")
+    assert len(same.stderr.splitlines()) == 1
+    usage = run("extract", checkpoint("llama", 1), "--base-model", checkpoint("llama"), "-o", tmp_path / "out")
+    assert (usage.exit_code, usage.stdout) == (2, "")
+    assert "Give --rank, --max-error, or both." in usage.stderr
+    assert list(tmp_path.iterdir()) == []
