@@ -100,8 +100,8 @@ def make_recipe(pico: Callable[[str], Path], tmp_path: Path) -> Callable[..., Tr
             },
         }
         for key, value in changes.items():
-            both = isinstance(content.get(key), dict) and isinstance(value, dict)
-            content[key] = {**content[key], **value} if both else value
+            added = isinstance(content.get(key), dict) and isinstance(value, dict) and "method" not in value
+            content[key] = {**content[key], **value} if added else value
         return TrainRecipe.model_validate(content)
 
     return make
