@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from adapterswap.errors import AdapterswapError as AdapterswapError
     from adapterswap.experts.adapters import Adapter as Adapter
     from adapterswap.experts.adapters import open_adapter as open_adapter
+    from adapterswap.experts.checkpoints import Checkpoint as Checkpoint
+    from adapterswap.experts.checkpoints import open_checkpoint as open_checkpoint
+    from adapterswap.experts.opening import open_expert as open_expert
     from adapterswap.live import LiveComposer as LiveComposer
+    from adapterswap.merging import merge as merge
     from adapterswap.planning.allocation import Rule as Rule
     from adapterswap.planning.composing import compose as compose
     from adapterswap.planning.composing import layer_swap as layer_swap
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from adapterswap.planning.composing import task_arithmetic as task_arithmetic
     from adapterswap.planning.compositions import Composition as Composition
     from adapterswap.planning.compositions import parse_composition as parse_composition
+    from adapterswap.planning.model_plan import ModelPlan as ModelPlan
     from adapterswap.planning.plan import Plan as Plan
     from adapterswap.planning.plan import make_plan as make_plan
     from adapterswap.writing import write_adapter as write_adapter
@@ -30,14 +35,19 @@ __version__ = "0.1.0"
 _HOME = {
     "Adapter": "experts.adapters",
     "AdapterswapError": "errors",
+    "Checkpoint": "experts.checkpoints",
     "Composition": "planning.compositions",
     "LiveComposer": "live",
+    "ModelPlan": "planning.model_plan",
     "Plan": "planning.plan",
     "Rule": "planning.allocation",
     "compose": "planning.composing",
     "layer_swap": "planning.composing",
     "make_plan": "planning.plan",
+    "merge": "merging",
     "open_adapter": "experts.adapters",
+    "open_checkpoint": "experts.checkpoints",
+    "open_expert": "experts.opening",
     "parse_composition": "planning.compositions",
     "soup": "planning.composing",
     "task_arithmetic": "planning.composing",

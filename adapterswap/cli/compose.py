@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from adapterswap.cli.composition_options import composition_options, plan_from_options
+from adapterswap.cli.composition_options import any_plan_from_options, composition_options
 from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.arithmetic.outputs import Form, Layout
+    from adapterswap.planning.model_plan import ModelPlan
     from adapterswap.planning.plan import Plan
     from adapterswap.writing import Written
 
@@ -48,17 +49,26 @@ def command(
 
     Bottom and top layers come from the language expert, the middle from the task expert, byte for byte; transition
     zones are exact weighted averages. Experts are PEFT LoRA folders or Hub ids (org/name@revision). A RECIPE (YAML)
-    can say all of it instead: `adapterswap compose RECIPE.yaml --out-path O`.
+    can say all of it instead: `adapterswap compose RECIPE.yaml --out-path O`. Where an expert is a full checkpoint,
+    full weights are written, as by `adapterswap merge`.
     """
     from pathlib import Path
 
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.sources import publish
     from adapterswap.files.folders import check_target
+    from adapterswap.planning.model_plan import ModelPlan
     from adapterswap.writing import prepare, write_prepared
 
     form = Form(layout, max_rank, max_error)
-    plan = plan_from_options(options, recipe=recipe, base_model=base_model)
+    plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
+    if isinstance(plan, ModelPlan):
+        if form != Form() or push_to_hub:
+            raise click.UsageError(
+                "--layout, --max-rank, --max-error and --push-to-hub are for adapters; an expert is a full checkpoint."
+            )
+        _write_model(plan, out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+        return
     inputs = [adapter.source.folder for adapter in plan.experts.values()]
     check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
     with progress_bar("truncating", _to_truncate(plan, form)) as advance:
@@ -71,6 +81,14 @@ def command(
         print_json(_as_json(written, out_path, dry_run))
     else:
         _print(written, out_path, dry_run)
+
+
+def _write_model(plan: ModelPlan, out_path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+    from adapterswap.cli.full_weights import write_full_weights
+    from adapterswap.merging import ModelForm, prepare_model
+
+    merged = prepare_model(plan, ModelForm())
+    write_full_weights(merged, out_path, device="cpu", overwrite=overwrite, dry_run=dry_run, as_json=as_json)
 
 
 def _to_truncate(plan: Plan, form: Form) -> int:

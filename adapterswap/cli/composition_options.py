@@ -12,9 +12,10 @@ import click
 
 if TYPE_CHECKING:
     from adapterswap.planning.compositions import Composition
+    from adapterswap.planning.model_plan import AnyPlan
     from adapterswap.planning.plan import Plan
 
-__all__ = ["composition_from_options", "composition_options", "plan_from_options"]
+__all__ = ["any_plan_from_options", "composition_from_options", "composition_options", "plan_from_options"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -63,13 +64,18 @@ _OPTIONS = (
     click.option(
         "--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]"
     ),
+    click.option(
+        "--norms",
+        type=click.Choice(["average", "layer"]),
+        help="Norms of full checkpoints: averaged, or with their layer.  [default: average]",
+    ),
     click.option("--allow-negative", is_flag=True, help="Weights may be negative (unlearning)."),
 )
 
 # Option → key of a Composition, where they differ; the experts are named on the way.
 _KEYS = (
     "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", "scale",
-    "weights", "density", "seed", "row_threshold", "partition", "num_layers",
+    "weights", "density", "seed", "row_threshold", "partition", "num_layers", "norms",
 )  # fmt: skip
 
 
@@ -81,12 +87,21 @@ def composition_options(function: _Function) -> _Function:
 
 
 def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
-    """The plan that the options of `composition_options`, or a recipe, ask for.
+    """The plan of adapters that the options of `composition_options`, or a recipe, ask for.
 
     Raises:
         click.UsageError: neither or both of options and recipe are given.
-        AdapterswapError: what is asked for cannot be composed.
+        AdapterswapError: what is asked for cannot be composed, or an expert is a full checkpoint.
     """
+    from adapterswap.planning.model_plan import adapters_only
+
+    return adapters_only(any_plan_from_options(options, recipe=recipe, base_model=base_model))
+
+
+def any_plan_from_options(
+    options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
+) -> AnyPlan:
+    """As `plan_from_options`, where experts may be full checkpoints too."""
     from adapterswap.planning.composing import compose
 
     return compose(composition_from_options(options, recipe=recipe, base_model=base_model))

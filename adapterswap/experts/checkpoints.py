@@ -17,7 +17,18 @@ from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
-__all__ = ["Checkpoint", "Parameter", "find_base_tensor", "open_checkpoint", "read_shards"]
+__all__ = [
+    "COMPANIONS",
+    "FLOATS",
+    "MODEL_CONFIG",
+    "MODEL_INDEX",
+    "MODEL_WEIGHTS",
+    "Checkpoint",
+    "Parameter",
+    "find_base_tensor",
+    "open_checkpoint",
+    "read_shards",
+]
 
 MODEL_CONFIG = "config.json"
 MODEL_WEIGHTS = "model.safetensors"
@@ -25,7 +36,13 @@ MODEL_INDEX = "model.safetensors.index.json"
 
 FLOATS = ("F32", "F16", "BF16")  # the dtypes that take part in arithmetic
 
-_WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json"]
+# The small files that a model needs beside its config and weights.
+COMPANIONS = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*",
+    "merges.txt", "*.jinja", "*processor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+
+_WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", *COMPANIONS]
 
 
 @dataclass(frozen=True)

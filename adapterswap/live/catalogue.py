@@ -15,6 +15,7 @@ from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.switching import Switch, make_switch
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition, parse_composition
+from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only
 from adapterswap.planning.plan import Plan, make_plan
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue", "Composable"]
 
-Composable = str | Composition | Plan | None
+Composable = str | Composition | AnyPlan | None
 
 _REMEMBERED = 256  # compositions whose settings are kept; a server may be asked for any number
 
@@ -60,8 +61,8 @@ class Catalogue:
             AdapterswapError: it is no composition of what is loaded, or cannot be computed live.
         """
         self.refresh()
-        if isinstance(composition, Plan):
-            return make_switch(composition, self.inventory)
+        if isinstance(composition, Plan | ModelPlan):
+            return make_switch(adapters_only(composition), self.inventory)
         key = composition.model_dump_json() if isinstance(composition, Composition) else composition or BASE
         if key not in self._switches:
             while len(self._switches) >= _REMEMBERED:

@@ -21,6 +21,7 @@ from adapterswap.live.session import Session
 from adapterswap.live.switching import Switch
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class LiveComposer:
         batch = pad_left(batch)
         if compositions is None:
             return self.model.generate(**batch)
-        if isinstance(compositions, str | Composition | Plan):
+        if isinstance(compositions, str | Composition | Plan | ModelPlan):
             with self.use(compositions):
                 return self.model.generate(**batch)
         config = batch.get("generation_config") or self.model.generation_config

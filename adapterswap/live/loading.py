@@ -20,7 +20,7 @@ from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition, parse_composition
-from adapterswap.planning.plan import Plan
+from adapterswap.planning.model_plan import AnyPlan, adapters_only
 from adapterswap.planning.slicing import slice_plan
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def load_expert(
     return peft_model
 
 
-def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
+def load_experts(model: PreTrainedModel, plan: AnyPlan) -> PeftModel:
     """`model` as a PeftModel with the plan's experts loaded under their names, frozen.
 
     Raises:
-        AdapterswapError: an expert does not fit the model.
+        AdapterswapError: an expert does not fit the model, or is a full checkpoint.
     """
     loaded: Any = model
-    for name, adapter in plan.experts.items():
+    for name, adapter in adapters_only(plan).experts.items():
         loaded = load_expert(loaded, adapter, name)
     return loaded
 

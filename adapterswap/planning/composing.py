@@ -9,15 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adapterswap.experts.adapters import Adapter, open_adapter
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.opening import open_expert
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.model_plan import AnyPlan, make_model_plan
+from adapterswap.planning.plan import make_plan
 
 __all__ = ["compose", "expert_name", "layer_swap", "soup", "task_arithmetic"]
 
-Expert = Adapter | str | Path
+Expert = Adapter | Checkpoint | str | Path
 
 
 def layer_swap(
@@ -32,22 +35,26 @@ def layer_swap(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     base_model: str | None = None,
-) -> Plan:
+) -> AnyPlan:
     """Bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
 
     Layer l is the language's where l < b or l > L-1-u, the task's where l > b-1+t_b and l < L-u-t_u, and otherwise the
     weighted average (w_task·ΔW_task + w_lang·ΔW_lang) / (w_task + w_lang). Modules outside the layers are averaged.
 
     Args:
-        task, language: opened adapters, folders or Hub ids; `language="base"` resets the outer layers to the base.
+        task, language: opened adapters or full checkpoints, folders or Hub ids; `language="base"` resets the outer
+            layers to the base.
         num_layers: L; by default from the base's config.
         bottom, top: b and u; by default the paper's 5 and 2 of 32 layers, in proportion.
         bottom_transition, top_transition: t_b and t_u.
         task_weight, language_weight: w_task and w_lang.
         base_model: the experts' base, where they name none or name it differently.
 
+    Returns:
+        A `Plan`, or a `ModelPlan` where an expert is a full checkpoint.
+
     Raises:
-        AdapterswapError: see `open_adapter`, `Composition` and `make_plan`.
+        AdapterswapError: see `open_expert`, `Composition`, `make_plan` and `make_model_plan`.
     """
     zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
     given = {key: count for key, count in zones.items() if count is not None}
@@ -62,7 +69,7 @@ def soup(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     base_model: str | None = None,
-) -> Plan:
+) -> AnyPlan:
     """The weighted average of two experts' ΔW in every module; arguments and errors as for `layer_swap`."""
     return _two_sided("soup", task, language, task_weight, language_weight, num_layers, base_model)
 
@@ -77,7 +84,7 @@ def task_arithmetic(
     language_weight: float = 1.0,
     allow_negative: bool = False,
     base_model: str | None = None,
-) -> Plan:
+) -> AnyPlan:
     """λ·(w_task·ΔW_task + w_lang·ΔW_lang) in every module, with λ = `scale` (Ilharco et al. 2023).
 
     Arguments and errors as for `layer_swap`; negative weights (unlearning) need `allow_negative`.
@@ -88,32 +95,36 @@ def task_arithmetic(
     )  # fmt: skip
 
 
-def compose(composition: Composition, experts: Mapping[str, Expert] | None = None) -> Plan:
+def compose(composition: Composition, experts: Mapping[str, Expert] | None = None) -> AnyPlan:
     """Open the experts that a composition names and apply it to them.
 
     Args:
         composition: what is asked for.
         experts: by name, where they are not (all) in `composition.experts`; these win.
 
+    Returns:
+        A `Plan`, or a `ModelPlan` where an expert is a full checkpoint.
+
     Raises:
-        AdapterswapError: see `open_adapter` and `make_plan`.
+        AdapterswapError: see `open_expert`, `make_plan` and `make_model_plan`.
     """
     from adapterswap.errors import Problems
 
     known: dict[str, Expert] = {**composition.experts, **(experts or {})}
-    opened: dict[str, Adapter] = {}
+    opened: dict[str, Adapter | Checkpoint] = {}
     problems = Problems()
     for name in composition.expert_names:
         if name in known:
             with problems.collect():
                 opened[name] = _open(known[name])
     problems.raise_if_any()
-    return make_plan(composition, opened)
+    adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
+    return make_plan(composition, adapters) if len(adapters) == len(opened) else make_model_plan(composition, opened)
 
 
 def expert_name(reference: Expert, taken: Mapping[str, Any], fallback: str) -> str:
     """A name for an expert: its folder's or repository's own, unless that is taken, reserved or unfit."""
-    label = reference.source.name if isinstance(reference, Adapter) else str(reference).rstrip("/")
+    label = reference.source.name if isinstance(reference, Adapter | Checkpoint) else str(reference).rstrip("/")
     name = label.split("@")[0].rpartition("/")[2]
     if name not in taken and name != BASE and name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         return name
@@ -122,8 +133,8 @@ def expert_name(reference: Expert, taken: Mapping[str, Any], fallback: str) -> s
     return fallback
 
 
-def _open(reference: Expert) -> Adapter:
-    return reference if isinstance(reference, Adapter) else open_adapter(reference)
+def _open(reference: Expert) -> Adapter | Checkpoint:
+    return reference if isinstance(reference, Adapter | Checkpoint) else open_expert(reference)
 
 
 def _two_sided(
@@ -135,7 +146,7 @@ def _two_sided(
     num_layers: int | None,
     base_model: str | None,
     **options: Any,
-) -> Plan:
+) -> AnyPlan:
     experts: dict[str, Expert] = {}
     names = {}
     for side, expert in (("task", task), ("language", language)):

@@ -31,7 +31,9 @@ _PARTITION_LAYERS = 28
 _PARTITION_COUNTS: dict[str, tuple[int, int]] = {"A": (6, 2), "B": (8, 4), "C": (6, 2), "Z": (8, 4)}
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
-_SIDED = {*_ZONES, "task", "language", "task_weight", "language_weight", "weights", "scale", "density", "partition"}
+_SIDED = {
+    *_ZONES, "task", "language", "task_weight", "language_weight", "weights", "scale", "density", "partition", "norms",
+}  # fmt: skip
 _SCALED = ("task_arithmetic", *SPARSE_METHODS)
 
 
@@ -77,6 +79,11 @@ class Composition(StrictModel):
         default=None, gt=0, description="Rows of each expert's ΔW whose mean absolute value is below this become zero."
     )
     partition: Partition | None = Field(default=None, description="Layers and modules as in the second paper.")
+    norms: Literal["average", "layer"] = Field(
+        default="average",
+        description="Full checkpoints: norms, and all else in a layer that is neither attention nor MLP, are averaged, "
+        "as the first paper's Algorithm 1 has it, or go with their layer.",
+    )
     allocation: tuple[Rule, ...] | None = Field(default=None, description="Rules, the first match wins.")
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
 
@@ -110,6 +117,8 @@ class Composition(StrictModel):
                 raise ValueError(f"{', '.join(extra)} belong to a layer swap by zones, not to {what}")
         if self.partition and self.method != "layer_swap":
             raise ValueError(f"a partition is a layer swap, and the method is {self.method}")
+        if self.method != "layer_swap" and "norms" in given:
+            raise ValueError(f"norms belong to a layer swap, not to {self.method}, which treats all tensors alike")
         if self.method not in _SCALED and self.scale != 1:
             raise ValueError(f"scale belongs to {', '.join(_SCALED)}, not to {self.method}")
         if self.method in SPARSE_METHODS and self.density is None:
@@ -169,14 +178,21 @@ class Composition(StrictModel):
             )
         return zones
 
-    def rules(self, num_layers: int) -> tuple[Rule, ...]:
+    def rules(self, num_layers: int, *, full: bool = False) -> tuple[Rule, ...]:
         """The allocation that this composition means for a model of `num_layers` layers.
+
+        Args:
+            num_layers: L.
+            full: for full checkpoints, which have norms; `norms` says what becomes of them.
 
         Raises:
             AdapterswapError: see `zones`.
         """
         if self.allocation is not None:
             return self.allocation
+        if full and self.method == "layer_swap" and self.norms == "average":
+            everywhere = {"layers": format_layers(range(num_layers)), "modules": ("other",)}
+            return (self._non_layer_rule().model_copy(update=everywhere), *self.rules(num_layers))
         if self.method == "soup":
             return (self._blend(),)
         if self.method == "slerp":

@@ -6,10 +6,11 @@ Each function adds the mistakes that it finds to a `Problems`, so that all are t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
-from adapterswap.experts.layers import NO_LAYER, format_layers, layer_container, parse_layers
+from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, layer_container, parse_layers
 from adapterswap.experts.sources import same_base
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
@@ -17,7 +18,20 @@ from adapterswap.planning.modules import ModulePlan, needs_base
 
 __all__ = ["check_depth", "check_experts", "check_matches", "check_rules", "check_saved", "check_used"]
 
-_AnyPlan = ModulePlan[LoraModule] | ModulePlan[FullModule]
+
+class _Ruled(Protocol):
+    """What a rule was matched to: a module of adapters, or a stored tensor of a model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layer(self) -> int | None: ...
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def asked(self) -> Mapping[str, float]: ...
+    @property
+    def rule(self) -> Rule | None: ...
 
 
 def check_experts(experts: Mapping[str, Adapter], composition: Composition, problems: Problems) -> None:
@@ -92,7 +106,7 @@ def check_rules(rules: Sequence[Rule], num_layers: int, problems: Problems) -> N
 
 def check_matches(
     rules: Sequence[Rule],
-    plans: Sequence[_AnyPlan],
+    plans: Sequence[_Ruled],
     experts: Mapping[str, Adapter],
     problems: Problems,
 ) -> None:
@@ -143,10 +157,10 @@ def check_saved(
             )
 
 
-def _explain(rule: Rule, modules: Sequence[_AnyPlan]) -> str:
+def _explain(rule: Rule, modules: Sequence[_Ruled]) -> str:
     if any(rule.matches(m.name, m.layer, m.kind) for m in modules):
         return "Earlier rules took them all: put it before them, or remove it"
-    ends = sorted({m.name.rpartition(".")[2] for m in modules})
+    ends = sorted({m.name.removesuffix(".weight").rpartition(".")[2] for m in modules})
     layers = {m.layer for m in modules if m.layer is not None}
     told = f"layers {min(layers)}-{max(layers)}" if layers else "no layer"
     return f"The experts adapt {', '.join(ends[:12])} in {told}: correct the rule, or mark it optional: true"

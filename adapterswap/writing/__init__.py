@@ -18,6 +18,7 @@ from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.planning.model_plan import AnyPlan, adapters_only
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.card import model_card
 from adapterswap.writing.provenance import Written, provenance
@@ -27,7 +28,7 @@ __all__ = ["Written", "prepare", "write_adapter", "write_prepared"]
 
 
 def write_adapter(
-    plan: Plan,
+    plan: AnyPlan,
     out_path: str | Path,
     *,
     layout: Literal["exact", "portable"] = "exact",
@@ -53,13 +54,13 @@ def write_adapter(
         The folder's path.
 
     Raises:
-        AdapterswapError: the folder exists (without `overwrite`), overlaps an expert's, or cannot be written; an expert
-            holds NaN or infinity, or changed since it was opened; the plan leaves no module to write; a nonlinear
-            method without a rank.
+        AdapterswapError: an expert is a full checkpoint; the folder exists (without `overwrite`), overlaps an expert's,
+            or cannot be written; an expert holds NaN or infinity, or changed since it was opened; the plan leaves no
+            module to write; a nonlinear method without a rank.
     """
     form = Form(layout=layout, max_rank=max_rank, max_error=max_error)
     check_target(Path(out_path), overwrite=overwrite)  # before the work, and again when it is published
-    return write_prepared(prepare(plan, form), out_path, overwrite=overwrite)
+    return write_prepared(prepare(adapters_only(plan), form), out_path, overwrite=overwrite)
 
 
 def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> Written:

@@ -12,9 +12,9 @@ from adapterswap.experts.sources import public_name
 from adapterswap.planning.describe import strip, unusual
 from adapterswap.planning.plan import Plan
 
-__all__ = ["model_card"]
+__all__ = ["METHODS", "model_card"]
 
-_METHODS = {
+METHODS = {
     "layer_swap": "layer swapping (Bandarkar et al. 2025)",
     "soup": "a model soup (Wortsman et al. 2022)",
     "task_arithmetic": "task arithmetic (Ilharco et al. 2023)",
@@ -44,7 +44,7 @@ def model_card(plan: Plan) -> str:
 # {" + ".join(plan.experts)}
 
 A LoRA adapter{f" for {base}" if base else ""}, composed from {len(sources)} experts by
-{_METHODS[plan.composition.method]} with adapterswap {__version__}.
+{METHODS[plan.composition.method]} with adapterswap {__version__}.
 
 | expert | from |
 |---|---|

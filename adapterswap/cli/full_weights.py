@@ -1,0 +1,90 @@
+"""Writing full weights and telling of it, shared by `merge` and by `compose` where an expert is a full checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from adapterswap.merging import Merged
+
+__all__ = ["write_full_weights"]
+
+
+def write_full_weights(
+    merged: Merged, out_path: str, *, device: str, overwrite: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Write what was prepared, unless it is a dry run, and print what it is.
+
+    Raises:
+        AdapterswapError: see `adapterswap.merge`.
+    """
+    from pathlib import Path
+
+    from adapterswap.files.folders import check_target
+    from adapterswap.merging import write_model
+
+    check_target(Path(out_path), overwrite=overwrite, inputs=merged.inputs)
+    if not dry_run:
+        with progress_bar("merging", len(merged.plan.parameters)) as advance:
+            write_model(merged, out_path, device=device, overwrite=overwrite, progress=advance)
+    if as_json:
+        print_json(_as_json(merged, out_path, dry_run))
+    else:
+        _print(merged, out_path, dry_run)
+
+
+def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
+    from adapterswap.merging.companions import differing_tokenizers, tokenizer_source
+    from adapterswap.planning.model_describe import model_unusual
+    from adapterswap.planning.parameters import parameter_coefficients
+
+    plan = merged.plan
+    return {
+        "out_path": out_path,
+        "written": not dry_run,
+        "method": plan.composition.method,
+        "num_layers": plan.num_layers,
+        "base_model": str(plan.base.source) if plan.base else None,
+        "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
+        "rules": [str(rule) for rule in plan.rules],
+        "tensors": {parameter.name: parameter_coefficients(parameter) for parameter in plan},
+        "unusual": model_unusual(plan),
+        "tokenizer_from": tokenizer_source(plan),
+        "other_tokenizers": differing_tokenizers(plan),
+        "copied": _copied(merged),
+        "shards": [shard.name for shard in merged.shards],
+        "bytes": sum(shard.size for shard in merged.shards),
+        "magnitudes": dict(merged.magnitudes),
+        "kept_rows": dict(merged.kept_share),
+    }
+
+
+def _copied(merged: Merged) -> int:
+    places = {key: place for shard in merged.shards for key, place in shard.places.items()}
+    found = [(parameter.copied, places[parameter.name].dtype) for parameter in merged.plan]
+    return sum(stored is not None and stored.tensor.dtype == dtype for stored, dtype in found)
+
+
+def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
+    from adapterswap.merging.companions import differing_tokenizers, tokenizer_source
+    from adapterswap.planning.model_describe import model_strip, model_unusual
+
+    plan = merged.plan
+    click.echo(model_strip(plan))
+    for line in model_unusual(plan):
+        click.echo(line)
+    total = human_bytes(sum(shard.size for shard in merged.shards))
+    shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
+    note(f"{_copied(merged)} of {len(plan.parameters)} tensors are copied byte for byte; {total} in {shards}")
+    note(f"config and tokenizer are those of {tokenizer_source(plan)}")
+    for name in differing_tokenizers(plan):
+        note(f"Warning: {name} has another tokenizer.json, which the result does not follow")
+    for name, magnitude in merged.magnitudes.items():
+        note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
+    for name, share in merged.kept_share.items():
+        note(f"{name}: {share:.1%} of its rows are kept")
+    note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")

@@ -1,0 +1,63 @@
+"""`adapterswap merge`: an adapter or a composition → full weights of the base."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from adapterswap.cli.composition_options import any_plan_from_options, composition_options
+from adapterswap.cli.full_weights import write_full_weights
+
+if TYPE_CHECKING:
+    from adapterswap.planning.model_plan import AnyPlan
+
+
+@click.command("merge")
+@click.argument("path", required=False)
+@composition_options
+@click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
+@click.option("--base-model", metavar="PATH|ID", help="The base.  [default: the one that the experts name]")
+@click.option("--max-shard-size", metavar="SIZE", help="Such as 2GB.  [default: the base's shards]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the result.  [default: each tensor's in the base]",
+)
+@click.option("--device", default="cpu", show_default=True, metavar="D", help="cpu, cuda:N, or cuda for all GPUs.")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    path: str | None,
+    out_path: str,
+    base_model: str | None,
+    max_shard_size: str | None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None,
+    device: str,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Merge an adapter or a composition into full weights.
+
+    PATH is an adapter or a recipe (YAML); or say what to compose with the options. Experts may be full checkpoints as
+    well. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and rounded once, what
+    does not change is copied byte for byte.
+    """
+    from adapterswap.merging import ModelForm, prepare_model
+
+    form = ModelForm(max_shard_size, dtype)
+    merged = prepare_model(_plan(path, base_model, options), form, base_model)
+    write_full_weights(merged, out_path, device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+
+
+def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> AnyPlan:
+    from adapterswap.merging import adapter_plan
+
+    if path is None or path.endswith((".yaml", ".yml")):
+        return any_plan_from_options(options, recipe=path, base_model=base_model)
+    if any(value not in (None, (), False) for value in options.values()):
+        raise click.UsageError("Give an adapter alone, or options that say what to compose.")
+    return adapter_plan(path, base_model)

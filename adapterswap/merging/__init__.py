@@ -1,0 +1,164 @@
+"""Full weights from a plan: the executor that streams tensors from shards to shards.
+
+Memory is bounded by a few blocks of rows, not by the model, but for nonlinear methods, which need a tensor whole. The
+folder appears whole or not at all, and the same inputs give the same bytes. Knows how a plan is carried out on full
+weights; knows nothing of how it was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from adapterswap.arithmetic.resolving import resolve
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import PROVENANCE, Adapter
+from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
+from adapterswap.experts.opening import open_expert
+from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.merging.companions import copy_companions
+from adapterswap.merging.computing import Rows
+from adapterswap.merging.record import describe_model, merged_card
+from adapterswap.merging.resolving import resolve_model
+from adapterswap.merging.shards import ModelForm, OutputShard, index_of, lay_out_model
+from adapterswap.merging.streaming import choose_devices, stream
+from adapterswap.planning.allocation import Rule
+from adapterswap.planning.composing import expert_name
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.model_plan import ModelPlan, base_of, make_model_plan, merge_plan
+from adapterswap.planning.plan import Plan, make_plan
+
+__all__ = ["Merged", "ModelForm", "adapter_plan", "merge", "prepare_model", "write_model"]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Full weights as they are (to be) written: the plan with its numbers, the form, the shards.
+
+    Attributes:
+        plan: with its final coefficients.
+        form, shards: how it is written.
+        magnitudes: each expert's mean absolute ΔW, where weights depend on it.
+        kept_rows: by (expert, module): which rows of an adapter's ΔW stay.
+        kept_share: the share of each adapter's rows that stays, where a threshold is asked for.
+    """
+
+    plan: ModelPlan
+    form: ModelForm
+    shards: tuple[OutputShard, ...]
+    magnitudes: Mapping[str, float] = field(default_factory=dict)
+    kept_rows: Rows = field(default_factory=dict)
+    kept_share: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> list[Path]:
+        """The folders that are read."""
+        opened = [*self.plan.experts.values(), *([self.plan.base] if self.plan.base else [])]
+        return [one.source.folder for one in opened]
+
+
+def merge(
+    plan: Plan | ModelPlan | Adapter | str | Path,
+    base_model: str | None = None,
+    *,
+    out_path: str | Path,
+    max_shard_size: str | None = None,
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    device: str = "cpu",
+    overwrite: bool = False,
+) -> Path:
+    """Write full weights: a base with an adapter or a composition merged into it, or composed full checkpoints.
+
+    Every ΔW is summed in float32 and rounded once. What no expert changes, or one full checkpoint owns, is copied byte
+    for byte. Config, tokenizer and the layout of the shards are the base's (without a base, the first full expert's).
+
+    Args:
+        plan: a plan, or an adapter: opened, a folder or a Hub id.
+        base_model: the base; by default the one that the experts name. It may be left out where no byte of it is
+            needed.
+        out_path: the folder; it appears whole or not at all.
+        max_shard_size: such as `2GB`; by default the base's shards are kept.
+        dtype: of the result; by default each tensor's in the base.
+        device: `cpu`, `cuda:N`, or `cuda` for all visible GPUs.
+        overwrite: replace the folder if it exists.
+
+    Returns:
+        The folder's path.
+
+    Raises:
+        AdapterswapError: the folder exists (without `overwrite`), overlaps an input, or cannot be written; the base is
+            not known, or does not fit the experts; a source holds NaN or infinity, or changed since it was opened; a
+            result overflows its dtype; no such device.
+    """
+    form = ModelForm(max_shard_size, dtype)
+    check_target(Path(out_path), overwrite=overwrite)  # before the work, and again when it is published
+    if isinstance(plan, Adapter | str | Path):
+        plan = adapter_plan(plan, base_model)
+    return write_model(prepare_model(plan, form, base_model), out_path, device=device, overwrite=overwrite)
+
+
+def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None) -> Plan:
+    """The plan that gives everything to one adapter.
+
+    Raises:
+        AdapterswapError: it cannot be opened, is a full checkpoint, or its base's layers are not known.
+    """
+    adapter = reference if isinstance(reference, Adapter) else open_expert(reference)
+    if isinstance(adapter, Checkpoint):
+        raise AdapterswapError(
+            f"{reference} is a full checkpoint, with nothing to merge into a base", "Give an adapter, or two experts"
+        )
+    name = expert_name(adapter, {}, "expert")
+    composition = Composition(allocation=(Rule(expert=name),), base_model=base_model)
+    return make_plan(composition, {name: adapter})
+
+
+def prepare_model(plan: Plan | ModelPlan, form: ModelForm, base_model: str | None = None) -> Merged:
+    """Find the numbers that the plan leaves open, and lay the shards out. Writes nothing.
+
+    Raises:
+        AdapterswapError: see `merge`.
+    """
+    if isinstance(plan, Plan):
+        base = base_of(plan, base_model)
+        merge_plan(plan, base)  # tells of what does not fit before anything is read
+        resolved = resolve(plan)
+        full = merge_plan(resolved.plan, base)
+        return Merged(
+            full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share()
+        )
+    if base_model is not None and base_model != plan.composition.base_model:
+        composition = plan.composition.model_copy(update={"base_model": base_model})
+        plan = make_model_plan(composition, plan.experts)
+    full, magnitudes = resolve_model(plan)
+    return Merged(full, form, lay_out_model(full, form), magnitudes)
+
+
+def write_model(
+    merged: Merged,
+    out_path: str | Path,
+    *,
+    device: str = "cpu",
+    overwrite: bool = False,
+    progress: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write what `prepare_model` made; see `merge`. `progress` is called for every tensor that is written."""
+    out_path = Path(out_path)
+    plan, form = merged.plan, merged.form
+    devices = choose_devices(device)
+    with atomic_folder(out_path, overwrite=overwrite, inputs=merged.inputs) as folder:
+        copy_companions(plan, form, folder)
+        hashes = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
+        index = index_of(plan, merged.shards, form)
+        if index is not None:
+            _write_json(folder / MODEL_INDEX, index)
+        _write_json(folder / PROVENANCE, describe_model(plan, form, hashes, merged.magnitudes, merged.kept_share))
+        (folder / "README.md").write_text(merged_card(plan), encoding="utf-8")
+    return out_path
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

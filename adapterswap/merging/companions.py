@@ -1,0 +1,71 @@
+"""The files beside the weights: config.json, generation config, tokenizer, chat template, licence.
+
+They are the skeleton's, byte for byte; only config.json is written anew where the result's dtype or its tied head say
+otherwise. Knows Hugging Face's file names; nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adapterswap.experts.checkpoints import COMPANIONS, MODEL_CONFIG
+from adapterswap.files.smallfiles import exists
+from adapterswap.merging.shards import ModelForm
+from adapterswap.planning.model_plan import ModelPlan
+
+__all__ = ["copy_companions", "differing_tokenizers", "tokenizer_source"]
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
+_TOKENIZER = "tokenizer.json"
+
+
+def copy_companions(plan: ModelPlan, form: ModelForm, folder: Path) -> None:
+    """Write config.json and copy the other small files into `folder`."""
+    source = plan.skeleton.source.folder
+    for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
+        shutil.copyfile(path, folder / path.name)
+    changed = _config(plan.skeleton.config, plan, form)
+    if changed == plan.skeleton.config:
+        shutil.copyfile(source / MODEL_CONFIG, folder / MODEL_CONFIG)
+    else:
+        text = json.dumps(changed, indent=2, ensure_ascii=False)
+        (folder / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def tokenizer_source(plan: ModelPlan) -> str:
+    """Whose config and tokenizer the result has: `base`, or an expert's name."""
+    return "base" if plan.base is not None else next(iter(plan.full))
+
+
+def differing_tokenizers(plan: ModelPlan) -> list[str]:
+    """The full experts whose tokenizer.json is not the one that the result has, byte for byte."""
+
+    def digest(folder: Path) -> str | None:
+        path = folder / _TOKENIZER
+        return hashlib.sha256(path.read_bytes()).hexdigest() if exists(path) else None
+
+    ours = digest(plan.skeleton.source.folder)
+    return [name for name, expert in plan.full.items() if digest(expert.source.folder) != ours]
+
+
+def _config(config: Mapping[str, Any], plan: ModelPlan, form: ModelForm) -> dict[str, Any]:
+    """config.json with the result's dtype and without a tie that no longer holds, nested language models included."""
+    changed = dict(config)
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
+            changed[key] = _config(value, plan, form)
+        elif key in _DTYPE_KEYS and form.dtype:
+            changed[key] = form.dtype
+        elif key == "tie_word_embeddings" and plan.untied:
+            changed[key] = False
+    if config is plan.skeleton.config:
+        if plan.untied:
+            changed["tie_word_embeddings"] = False
+        if form.dtype and not any(key in config for key in _DTYPE_KEYS):
+            changed["torch_dtype"] = form.dtype  # which transformers 5 reads too
+    return changed

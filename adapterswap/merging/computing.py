@@ -1,0 +1,198 @@
+"""The numbers of a block: weights and ΔW added up in float32 on a torch device, rounded once.
+
+    W' = Σ c_i·W_i + (1 - Σ c_i)·W_base + [c_1·s_1·B_1, …]·[A_1; …]
+
+Nonlinear methods, which need a tensor whole, are computed in numpy by `arithmetic.nonlinear`. torch is imported where
+there is something to compute. Knows blocks; reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
+from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, finite_bytes, not_finite, too_large
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.checkpoints import FLOATS
+from adapterswap.files.tensorfile import DTYPE_BYTES
+from adapterswap.merging.blocks import Block, Part, Work
+from adapterswap.planning.parameters import ParameterPlan
+
+__all__ = ["Done", "Rows", "compute", "slerp_coefficients"]
+
+Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (expert, module) → which rows of its ΔW stay
+
+_CHECKED = 2**20  # bytes looked at together, so that they stay in the processor's cache
+
+Delta = npt.NDArray[np.float32]
+
+
+class Done(NamedTuple):
+    """Bytes of the result, at `offset` of the open file `output`; `last` ends a tensor."""
+
+    work: Work
+    offset: int
+    data: Bytes
+    last: bool
+
+
+class _Product(NamedTuple):
+    """left·right is the sum of a tensor's low-rank terms, as it is stored."""
+
+    left: Any
+    right: Any
+
+
+def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) -> Iterator[Done]:
+    """The results of blocks, in order.
+
+    Args:
+        blocks: those of a tensor one after the other.
+        device: torch's name of it.
+        kept_rows: which rows of an adapter's ΔW stay; all where nothing is said.
+        seed: DARE's.
+
+    Raises:
+        AdapterswapError: a number that enters is NaN or infinite, or a result does not fit its dtype.
+    """
+    product: _Product | None = None
+    for block in blocks:
+        work = block.work
+        for part in (*block.whole, *([block.base] if block.base else []), *(f for pair in block.factors for f in pair)):
+            _check(part)
+        if work.copied is not None:
+            yield Done(work, work.place.start + block.start, block.whole[0].raw, block.stop == work.place.nbytes)
+            continue
+        rows, columns = work.matrix
+        if work.parameter.is_linear:
+            if block.start == 0:
+                product = _product(work.parameter, block, device, kept_rows)
+            data = _linear(block, product, device)
+        else:
+            data = _nonlinear(block, kept_rows, seed)
+        size = DTYPE_BYTES[work.place.dtype] * columns
+        yield Done(work, work.place.start + block.start * size, data, block.stop == rows)
+
+
+def _check(part: Part) -> None:
+    if part.tensor.dtype not in FLOATS:
+        return
+    for start in range(0, part.raw.size, _CHECKED):
+        if not check_finite(part.raw[start : start + _CHECKED], part.tensor.dtype):
+            raise not_finite(part.expert, part.tensor.name)
+
+
+def _tensor(part: Part, device: str) -> Any:
+    """A part's numbers as a float32 vector on the device."""
+    import torch
+
+    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return torch.from_numpy(part.raw).view(dtypes[part.tensor.dtype]).to(device).float()
+
+
+def _product(parameter: ParameterPlan, block: Block, device: str, kept_rows: Rows) -> _Product | None:
+    """The factors of Σ c_i·s_i·B_i·A_i side by side, the way round in which the weight is stored."""
+    import torch
+
+    lefts, rights = [], []
+    for term, (a_part, b_part) in zip(parameter.low_rank, block.factors, strict=True):
+        a = _tensor(a_part, device).view(a_part.tensor.shape)
+        b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.module.scale)
+        rows = kept_rows.get((term.expert, term.module.name))
+        if rows is not None:
+            b *= torch.from_numpy(rows).to(device)[:, None]
+        if not bool(torch.isfinite(b).all()):
+            raise too_large(term.module.name)
+        lefts.append(a.T if term.transposed else b)
+        rights.append(b.T if term.transposed else a)
+    return _Product(torch.cat(lefts, dim=1), torch.cat(rights, dim=0)) if lefts else None
+
+
+def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
+    import torch
+
+    parameter, place = block.work.parameter, block.work.place
+    weighted = [(term.coefficient, part) for term, part in zip(parameter.whole, block.whole, strict=True)]
+    weighted += [(parameter.rest, block.base)] if block.base is not None else []
+    total: Any = None
+    for coefficient, part in weighted:
+        numbers = _tensor(part, device)
+        total = numbers * coefficient if total is None else total.add_(numbers, alpha=coefficient)
+    columns = block.work.matrix[1]
+    if product is not None:
+        left = product.left[block.start : block.stop]
+        total = left @ product.right if total is None else total.view(-1, columns).addmm_(left, product.right)
+    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    raw = total.reshape(-1).to(dtypes[place.dtype]).view(torch.uint8).cpu().numpy()
+    if not check_finite(raw, place.dtype):
+        raise AdapterswapError(
+            f"{parameter.name} overflows {place.dtype} when it is computed", "Give --dtype bfloat16 or float32"
+        )
+    return np.asarray(raw)
+
+
+def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
+    """W_base and what the method makes of the experts' dense ΔW, of the whole tensor."""
+    parameter, place = block.work.parameter, block.work.place
+    assert block.base is not None
+    base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
+    across = any(term.transposed for term in parameter.low_rank)  # then all ΔW are turned to out×in
+    found: dict[str, Delta] = {}
+    with np.errstate(all="ignore"):  # what overflows is told of by `finite_bytes`
+        for whole, part in zip(parameter.whole, block.whole, strict=True):
+            delta = decode(part.raw, part.tensor.dtype, place.shape) - base
+            found[whole.expert] = delta.T if across else delta
+        for term, (a_part, b_part) in zip(parameter.low_rank, block.factors, strict=True):
+            a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
+            b *= np.float32(term.module.scale)
+            rows = kept_rows.get((term.expert, term.module.name))
+            found[term.expert] = (b if rows is None else b * rows[:, None]) @ a
+        merged = _combine(parameter, found, seed)
+        return finite_bytes(base + (merged.T if across else merged), place.dtype, parameter.name)
+
+
+def _combine(parameter: ParameterPlan, found: Mapping[str, Delta], seed: int) -> Delta:
+    deltas = [found[term.expert] for term in parameter.terms]
+    if parameter.method == "slerp":
+        coefficients = slerp_coefficients(parameter, found)
+        merged = np.zeros_like(deltas[0])
+        for term, delta in zip(parameter.terms, deltas, strict=True):
+            merged += np.float32(coefficients[term.expert]) * delta
+        return merged
+    rule = parameter.rule
+    assert rule is not None
+    name = parameter.module if parameter.name.endswith(".weight") else parameter.name
+    masks = []
+    if parameter.method.startswith("dare"):
+        masks = [
+            drop_mask(found[term.expert].shape, rule.density, seed=seed, expert=term.expert, module=name)
+            for term in parameter.terms
+        ]
+    return merge_deltas(rule, deltas, [term.coefficient for term in parameter.terms], masks or None)
+
+
+def slerp_coefficients(parameter: ParameterPlan, deltas: Mapping[str, Delta]) -> dict[str, float]:
+    """SLERP's coefficients for dense ΔW: sin((1-t)Ω)/sin Ω and sin(tΩ)/sin Ω, Ω the angle between them (Shoemake 1985).
+
+    t is the second expert's share of the weights. The straight line is taken where an expert does not change the
+    tensor, and where the two ΔW point (almost) the same or opposite ways: as for adapters.
+    """
+    rule = parameter.rule
+    blend = (rule.blend if rule else None) or {}
+    first, second = blend
+    t = blend[second] / (blend[first] + blend[second])
+    straight = {first: 1 - t, second: t}
+    if len(deltas) < 2:
+        return straight
+    one, other = (deltas[name].reshape(-1).astype(np.float64) for name in (first, second))
+    norms = math.sqrt(float(one @ one) * float(other @ other))
+    cosine = float(one @ other) / norms if norms else 1.0
+    if abs(cosine) > 0.9995:
+        return straight
+    angle = math.acos(cosine)
+    return {first: math.sin((1 - t) * angle) / math.sin(angle), second: math.sin(t * angle) / math.sin(angle)}

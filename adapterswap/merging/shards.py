@@ -1,0 +1,123 @@
+"""How the result is stored: which tensor goes into which shard, at which byte, in which dtype.
+
+The skeleton's shards are kept, with their names; another size can be asked for, in Hugging Face's notation. Knows
+names, shapes and bytes; reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.checkpoints import FLOATS, MODEL_INDEX, MODEL_WEIGHTS
+from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor, header_bytes
+from adapterswap.planning.model_plan import ModelPlan
+
+__all__ = ["ModelForm", "OutputShard", "index_of", "lay_out_model"]
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class ModelForm:
+    """How full weights are written.
+
+    Attributes:
+        max_shard_size: such as `2GB`; None keeps the skeleton's shards.
+        dtype: float32, float16 or bfloat16 for all floating point tensors; None keeps each tensor's own.
+    """
+
+    max_shard_size: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise AdapterswapError(f"the dtype {self.dtype!r} is not known", f"Give {', '.join(_DTYPES)}")
+        _ = self.shard_bytes
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """`max_shard_size` in bytes; `AdapterswapError` where it is no size."""
+        if self.max_shard_size is None:
+            return None
+        match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([A-Za-z]*)\s*", self.max_shard_size)
+        if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
+            raise AdapterswapError(
+                f"the shard size {self.max_shard_size!r} is no size", "Write for instance 2GB, 500MB or 4GiB"
+            )
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+
+    def dtype_of(self, stored: str) -> str:
+        """The dtype in which a tensor that the skeleton stores as `stored` is written."""
+        return _DTYPES[self.dtype] if self.dtype and stored in FLOATS else stored
+
+
+@dataclass(frozen=True)
+class OutputShard:
+    """A safetensors file to write: its name, its header's bytes, and the place of every tensor in it."""
+
+    name: str
+    header: bytes
+    places: Mapping[str, Tensor]
+
+    @property
+    def size(self) -> int:
+        return max((place.stop for place in self.places.values()), default=len(self.header))
+
+
+def lay_out_model(plan: ModelPlan, form: ModelForm) -> tuple[OutputShard, ...]:
+    """The shards of a plan's result, in the order in which their tensors are made."""
+    dtypes = {parameter.name: form.dtype_of(parameter.dtype) for parameter in plan}
+    groups = _own_shards(plan) if form.shard_bytes is None else _sized(plan, dtypes, form.shard_bytes)
+    shards = []
+    for name, members in groups.items():
+        header, places = header_bytes((key, dtypes[key], plan.parameters[key].shape) for key in members)
+        shards.append(OutputShard(name, header, places))
+    return tuple(shards)
+
+
+def index_of(plan: ModelPlan, shards: tuple[OutputShard, ...], form: ModelForm) -> dict[str, Any] | None:
+    """The content of model.safetensors.index.json; None where one file needs none."""
+    theirs = plan.skeleton.source.folder / MODEL_INDEX
+    kept = form.shard_bytes is None and exists(theirs)
+    if len(shards) == 1 and not kept:
+        return None
+    total = sum(place.nbytes for shard in shards for place in shard.places.values())
+    metadata = read_json(theirs).get("metadata") if kept else None
+    return {
+        "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": total},
+        "weight_map": dict(sorted((key, shard.name) for shard in shards for key in shard.places)),
+    }
+
+
+def _own_shards(plan: ModelPlan) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    where = {name: parameter.path.name for name, parameter in plan.skeleton.parameters.items()}
+    last = next(iter(where.values()))
+    for key in plan.parameters:
+        last = where.get(key, last)  # a head that has come apart follows its embedding
+        groups.setdefault(last, []).append(key)
+    return groups
+
+
+def _sized(plan: ModelPlan, dtypes: Mapping[str, str], limit: int) -> dict[str, list[str]]:
+    """Tensors in their order, a new shard wherever the next one does not fit; a larger tensor has one of its own."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for parameter in plan:
+        nbytes = DTYPE_BYTES[dtypes[parameter.name]] * prod(parameter.shape)
+        if groups[-1] and size + nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter.name)
+        size += nbytes
+    if len(groups) == 1:
+        return {MODEL_WEIGHTS: groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, 1)}

@@ -1,0 +1,133 @@
+"""Which stored tensors of a model an adapter's modules change, and which way round they are stored.
+
+PEFT names modules as they are in memory; files may leave out the outermost prefix (GPT-2 on the Hub stores
+`h.0.attn.c_attn.weight`), store a weight in×out (Conv1D, embeddings), or hold one tensor for an embedding and the head
+that is tied to it. Knows names and shapes; no coefficients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from adapterswap.errors import Problems
+from adapterswap.experts.adapters import Adapter, LoraModule
+from adapterswap.experts.checkpoints import Checkpoint, Parameter
+from adapterswap.files.tensorfile import Tensor
+
+__all__ = ["Located", "TiedHead", "find_tied_head", "locate", "with_head"]
+
+_EMBEDDINGS = {"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"}
+_HEADS = {"lm_head", "embed_out"}
+
+_MEND = "Give the base that the experts adapt, with --base-model"
+
+
+@dataclass(frozen=True)
+class Located:
+    """What an adapter has for one stored tensor: a LoRA module, or a tensor trained in full.
+
+    `module` is the module's name as PEFT has it; `transposed` says that the model stores the weight in×out.
+    """
+
+    module: str
+    part: LoraModule | Tensor
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class TiedHead:
+    """An embedding that is the head too: `head` and `embedding` name their tensors; the head is stored nowhere else."""
+
+    head: str
+    embedding: str
+
+
+def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> TiedHead | None:
+    """The head that some adapter sets apart from the embedding that it is tied to; None where none does.
+
+    PEFT changes the module that it adapts and not the one tied to it, so full weights must hold both.
+    """
+    tied = skeleton.config.get("tie_word_embeddings")
+    ends = {name.rpartition(".")[2] for adapter in adapters.values() for name in [*adapter.modules, *adapter.saved]}
+    if tied is False or not ends & (_EMBEDDINGS | _HEADS):
+        return None
+    outside = {p.module.rpartition(".")[2]: p.name for p in skeleton.parameters.values() if p.layer is None}
+    embedding = next((name for end, name in outside.items() if end in _EMBEDDINGS), None)
+    head = next((name for end, name in outside.items() if end in _HEADS), None)
+    if embedding is None or (head is not None and tied is None):  # a head of its own, and nothing says it is tied
+        return None
+    asked = next((end for end in sorted(ends & _HEADS)), "lm_head")
+    return TiedHead(head or f"{asked}.weight", embedding)
+
+
+def with_head(parameters: Mapping[str, Parameter], tied: TiedHead | None) -> dict[str, Parameter]:
+    """The stored tensors, and the tied head as one more right after its embedding."""
+    if tied is None:
+        return dict(parameters)
+    found: dict[str, Parameter] = {}
+    for name, parameter in parameters.items():
+        if name == tied.head:
+            continue
+        found[name] = parameter
+        if name == tied.embedding:
+            found[tied.head] = replace(parameter, name=tied.head, module=tied.head.rpartition(".")[0])
+    return found
+
+
+def locate(
+    expert: str, adapter: Adapter, parameters: Mapping[str, Parameter], where: str, problems: Problems
+) -> dict[str, Located]:
+    """What `adapter` has for each stored tensor that it changes, by the tensor's name.
+
+    Args:
+        expert: the adapter's name, and
+        where: the model's, for messages.
+        adapter: the adapter.
+        parameters: the model's stored tensors.
+        problems: collects modules that the model does not have, or has in another shape.
+    """
+    found: dict[str, Located] = {}
+    stored_name = _renaming(adapter, parameters)
+    for module in adapter.modules.values():
+        key = stored_name(module.name, "weight")
+        if key is None:
+            problems.add(f"{expert} adapts {module.name}, and {where} stores no such weight", _MEND)
+            continue
+        shape = parameters[key].tensor.shape
+        straight, across = (module.out_features, module.in_features), (module.in_features, module.out_features)
+        transposed = shape == across and (module.embedding or adapter.config.fan_in_fan_out)
+        if not transposed and (shape != straight or module.embedding):
+            problems.add(
+                f"{module.name} is {module.shape} in {expert}, and stored as {'×'.join(map(str, shape))} in {where}",
+                _MEND,
+            )
+            continue
+        found[key] = Located(module.name, module, transposed)
+    for saved in adapter.saved.values():
+        for parameter, tensor in saved.tensors.items():
+            key = stored_name(saved.name, parameter)
+            if key is None or parameters[key].tensor.shape != tensor.shape:
+                told = "stores no such tensor" if key is None else f"stores it as {list(parameters[key].tensor.shape)}"
+                problems.add(
+                    f"{expert} holds {saved.name}.{parameter} in full, {list(tensor.shape)}, and {where} {told}", _MEND
+                )
+                continue
+            found[key] = Located(saved.name, tensor)
+    return found
+
+
+def _renaming(adapter: Adapter, parameters: Mapping[str, Parameter]) -> Callable[[str, str], str | None]:
+    """A function from a module's name and a parameter's to the stored tensor's name; None if there is none."""
+    layered = [module.name for module in adapter.modules.values() if module.layer is not None]
+    prefixes = sorted({name.partition(".")[0] for name, found in parameters.items() if found.layer is not None})
+    changes: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
+    changes += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in prefixes]  # type: ignore[misc]
+    fitting = (change for change in changes if all(f"{change(name)}.weight" in parameters for name in layered))
+    change = next(fitting, changes[0])
+
+    def stored_name(module: str, parameter: str) -> str | None:
+        names = (f"{name}.{parameter}" for name in (change(module), module))
+        return next((name for name in names if name in parameters), None)
+
+    return stored_name

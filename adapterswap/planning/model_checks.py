@@ -1,0 +1,93 @@
+"""What must hold before full weights are planned: checkpoints of one architecture, tensors that can be computed with.
+
+Each function adds the mistakes that it finds to a `Problems`, so that all are told at once. Decides nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from adapterswap.errors import Problems
+from adapterswap.experts.checkpoints import FLOATS, Checkpoint
+from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.parameters import ParameterPlan
+
+__all__ = ["check_architecture", "check_model_used", "check_numbers"]
+
+# What two checkpoints of one architecture cannot differ in, where both configs say it.
+_ARCHITECTURE = (
+    "model_type", "hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads",
+    "head_dim", "num_hidden_layers", "n_layer", "num_local_experts", "num_experts", "tie_word_embeddings", "rope_theta",
+    "hidden_act", "sliding_window",
+)  # fmt: skip
+
+_ONE_BASE = "Give checkpoints that were fine-tuned from one base"
+
+
+def check_architecture(first_name: str, first: Checkpoint, name: str, other: Checkpoint, problems: Problems) -> None:
+    """Whether two checkpoints hold the same tensors, in the same shapes, for the same architecture."""
+    for who, checkpoint in ((first_name, first), (name, other)):
+        if checkpoint.config.get("quantization_config"):
+            problems.add(
+                f"{who} is quantised (quantization_config), and its numbers cannot be averaged",
+                "Give the checkpoint in floating point numbers",
+            )
+    for key in _ARCHITECTURE:
+        one, two = first.config.get(key), other.config.get(key)
+        if key in first.config and key in other.config and one != two:
+            problems.add(f"{key} is {one} in {first_name}, and {two} in {name}", _ONE_BASE)
+    ours, theirs = first.parameters, other.parameters
+    for missing, has, lacks in (
+        (sorted(ours.keys() - theirs.keys()), first_name, name),
+        (sorted(theirs.keys() - ours.keys()), name, first_name),
+    ):
+        if missing:
+            more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+            problems.add(f"{has} holds {missing[0]}{more}, and {lacks} does not", _ONE_BASE)
+    for key in ours.keys() & theirs.keys():
+        one_shape, two_shape = ours[key].tensor.shape, theirs[key].tensor.shape
+        if one_shape != two_shape:
+            told = f"{key} is {list(one_shape)} in {first_name}, and {list(two_shape)} in {name}"
+            if ours[key].layer is None and one_shape[1:] == two_shape[1:]:
+                problems.add(
+                    f"{told}: their vocabularies differ in size",
+                    "Give both the same vocabulary first (resize_token_embeddings), or an adapter cut out of one",
+                )
+            else:
+                problems.add(told, _ONE_BASE)
+
+
+def check_numbers(parameters: Mapping[str, ParameterPlan], problems: Problems) -> None:
+    """Only floating point numbers can be added up; a shape must be a matrix for a product of factors."""
+    for parameter in parameters.values():
+        if parameter.copied is not None and parameter.copied.tensor.dtype == parameter.dtype:
+            continue
+        entering = [term.stored.tensor.dtype for term in parameter.whole]
+        entering += [parameter.dtype] + ([parameter.base.tensor.dtype] if parameter.base else [])
+        odd = next((dtype for dtype in entering if dtype not in FLOATS), None)
+        if odd is not None:
+            problems.add(
+                f"{parameter.name} is {odd}, and only {', '.join(FLOATS)} can be blended or changed",
+                "Give it to one expert of the same dtype by a rule of its own, or save the checkpoint in another dtype",
+            )
+
+
+def check_model_used(
+    names: Sequence[str],
+    rules: Sequence[Rule],
+    parameters: Collection[ParameterPlan],
+    composition: Composition,
+    problems: Problems,
+) -> None:
+    """An expert that gives nothing is a mistake, unless zones of 0 layers or a weight of 0 ask for just that."""
+    if composition.bottom is not None and composition.top is not None and composition.allocation is None:
+        return
+    used = {term.expert for parameter in parameters for term in parameter.terms}
+    silenced = {name for rule in rules for name, weight in (rule.blend or {}).items() if weight == 0}
+    for name in names:
+        if name != BASE and name not in used | silenced:
+            problems.add(
+                f"the expert {name!r} gives no tensor to the result",
+                "Leave it out, or give it layers and modules that it has",
+            )

@@ -1,0 +1,61 @@
+"""A plan of full weights in words and characters: the strip of layers, and what is unusual.
+
+Plain text only, for terminals and model cards. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from adapterswap.experts.layers import format_layers
+from adapterswap.planning.allocation import SPARSE_METHODS
+from adapterswap.planning.describe import Mark, blend_text, draw_strip
+from adapterswap.planning.model_plan import ModelPlan
+from adapterswap.planning.parameters import ParameterPlan
+
+__all__ = ["model_strip", "model_unusual"]
+
+
+def model_strip(plan: ModelPlan) -> str:
+    """The layers from left (bottom) to right (top), a character each, and a legend.
+
+    Tensors that no expert adapts are left out where another of their kind in the layer is adapted.
+    """
+    adapted = {(parameter.layer, parameter.kind) for parameter in plan if parameter.terms}
+    marks = [
+        Mark(parameter.layer, parameter.kind, parameter.owner, "" if parameter.owner else _blend(parameter))
+        for parameter in plan
+        if parameter.layer is not None and (parameter.terms or (parameter.layer, parameter.kind) not in adapted)
+    ]
+    return draw_strip(marks, plan.num_layers, tuple(plan.experts))
+
+
+def model_unusual(plan: ModelPlan) -> list[str]:
+    """What a reader should know beside the strip: tensors outside the layers, and experts that lack a tensor."""
+    lines = []
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for parameter in plan:
+        if parameter.rule is None:
+            continue
+        present = {term.expert for term in parameter.terms}
+        absent = [name for name in parameter.asked if name not in present]
+        remark = ""
+        if absent:
+            rest = "its ΔW counts as zero" if parameter.terms else "it stays as in the base"
+            remark = f"{blend_text(parameter.asked)}, but {' and '.join(absent)} does not adapt it: {rest}"
+        if parameter.layer is None:
+            lines.append(f"{parameter.name}: {remark or parameter.owner or _blend(parameter)}")
+        elif remark and parameter.kind != "other":
+            within = parameter.name.partition(f".{parameter.layer}.")[2]
+            grouped.setdefault((within, remark), []).append(parameter.layer)
+    lines += [f"{name} in layers {format_layers(layers)}: {remark}" for (name, remark), layers in grouped.items()]
+    if plan.untied:
+        lines.append("the head and the embedding were tied, and are not any more: tie_word_embeddings is false")
+    return lines
+
+
+def _blend(parameter: ParameterPlan) -> str:
+    """A blend in words, with its method and what its weights wait for."""
+    rule, text = parameter.rule, blend_text(parameter.asked)
+    if not parameter.is_linear and rule is not None:
+        kept = f" at density {rule.density:g}" if rule.method in SPARSE_METHODS else ""
+        text = f"{rule.method}({text}){kept}"
+    return f"{text}, weighted by magnitude" if rule is not None and rule.weights else text

@@ -1,0 +1,182 @@
+"""Full checkpoints, composed, against plain torch loops over whole state dicts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LAYERS, logits
+
+import adapterswap
+from merging.conftest import ARCHITECTURES, State, equal, loaded, weights
+
+PARTS = {
+    "attention": re.compile(r"self_attn|\.attn\.|\.attention\."),
+    "mlp": re.compile(r"\.mlp\.|block_sparse_moe"),
+}
+
+
+def layer_of(name: str) -> int | None:
+    found = re.search(r"(?:^|\.)(?:layers|h)\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def is_transformer(name: str) -> bool:
+    """Whether Algorithm 1's line 2 gives this parameter a layer: attention and feed-forward parameters only."""
+    return any(part.search(name) for part in PARTS.values())
+
+
+def algorithm_1(
+    task: State,
+    language: State,
+    *,
+    bottom: int,
+    top: int,
+    bottom_transition: int = 0,
+    top_transition: int = 0,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    norms: str = "average",
+) -> State:
+    """Algorithm 1 of Bandarkar et al. 2025, a parameter after the other, with line 5 read as "and"."""
+    merged = {}
+    total = task_weight + language_weight
+    for name in task:
+        layer = layer_of(name) if is_transformer(name) or norms == "layer" else None
+        if layer is not None and (layer < bottom or layer > LAYERS - 1 - top):
+            merged[name] = language[name]
+        elif layer is not None and layer > bottom - 1 + bottom_transition and layer < LAYERS - top - top_transition:
+            merged[name] = task[name]
+        else:
+            exact = (task_weight * task[name].double() + language_weight * language[name].double()) / total
+            merged[name] = exact.to(task[name].dtype)
+    return merged
+
+
+def close(found: State, wanted: State, owned: Callable[[str], bool]) -> None:
+    """Bit-equal where one expert owns a tensor; one rounding elsewhere."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        if owned(name):
+            assert torch.equal(found[name], tensor), name
+        else:
+            torch.testing.assert_close(found[name], tensor, rtol=2e-7, atol=1e-8, msg=name)
+
+
+ZONES = [
+    {"bottom": 2, "top": 1},
+    {"bottom": 1, "top": 1, "bottom_transition": 1, "top_transition": 2},
+    {"bottom": 2, "top": 0, "bottom_transition": 1, "task_weight": 0.3, "language_weight": 1.7},
+]
+
+
+@pytest.mark.parametrize("zones", ZONES, ids=lambda zones: "-".join(map(str, zones.values())))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_algorithm_1(architecture: str, zones: dict[str, Any], model: Callable[..., Path], tmp_path: Path) -> None:
+    task, language = model(architecture, seed=1), model(architecture, seed=2)
+    plan = adapterswap.layer_swap(task, language, **zones)
+    assert isinstance(plan, adapterswap.ModelPlan)
+    assert plan.base is None
+    merged = adapterswap.merge(plan, out_path=tmp_path / "out")
+    wanted = algorithm_1(weights(task), weights(language), **zones)
+    blended = {
+        layer
+        for start, count in (
+            (zones["bottom"], zones.get("bottom_transition", 0)),
+            (LAYERS - zones["top"] - zones.get("top_transition", 0), zones.get("top_transition", 0)),
+        )
+        for layer in range(start, start + count)
+    }
+    close(weights(merged), wanted, lambda name: is_transformer(name) and layer_of(name) not in blended)
+    reference = loaded(task)
+    reference.load_state_dict(loaded(merged).state_dict())
+    assert torch.isfinite(logits(reference)).all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_norms_with_their_layer(architecture: str, model: Callable[..., Path], tmp_path: Path) -> None:
+    task, language = model(architecture, seed=1), model(architecture, seed=2)
+    composition = adapterswap.Composition(task="task", language="language", bottom=2, top=1, norms="layer")
+    plan = adapterswap.compose(composition, {"task": task, "language": language})
+    merged = adapterswap.merge(plan, out_path=tmp_path / "out")
+    wanted = algorithm_1(weights(task), weights(language), bottom=2, top=1, norms="layer")
+    close(weights(merged), wanted, lambda name: layer_of(name) is not None)
+
+
+@pytest.mark.parametrize("partition", ["A", "B", "C", "Z"])
+def test_partitions(partition: str, model: Callable[..., Path], tmp_path: Path) -> None:
+    """Counts of 28 layers in proportion for 6: 6 and 2 become 1 and 0, 8 and 4 become 2 and 1."""
+    task, language = model(seed=1), model(seed=2)
+    composition = adapterswap.Composition(task="task", language="language", partition=partition)
+    plan = adapterswap.compose(composition, {"task": task, "language": language})
+    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
+    outer = {"A": {0}, "B": {0, 1, 5}, "C": {0}, "Z": {0, 1, 5}}[partition]
+    ours, theirs = weights(task), weights(language)
+    wanted = {}
+    for name in ours:
+        if not is_transformer(name):
+            wanted[name] = (ours[name] + theirs[name]) / 2
+        elif partition == "A" and "self_attn" in name:
+            wanted[name] = theirs[name]
+        else:
+            wanted[name] = (theirs if (layer_of(name) in outer) != (partition == "Z") else ours)[name]
+    close(merged, wanted, is_transformer)
+
+
+def test_a_soup_of_several_experts_per_side(model: Callable[..., Path], tmp_path: Path) -> None:
+    experts = {f"e{seed}": model(seed=seed) for seed in (1, 2, 3)}
+    composition = adapterswap.Composition(task=("e1", "e2"), language="e3", bottom=2, top=1)
+    merged = weights(adapterswap.merge(adapterswap.compose(composition, experts), out_path=tmp_path / "out"))
+    one, two, three = (weights(folder) for folder in experts.values())
+    souped = {name: ((one[name].double() + two[name].double()) / 2).float() for name in one}
+    close(merged, algorithm_1(souped, three, bottom=2, top=1), lambda name: False)
+
+
+def test_reset_gives_layers_back_to_the_base(model: Callable[..., Path], tmp_path: Path) -> None:
+    base, task = model(), model(seed=1)
+    plan = adapterswap.layer_swap(task, "base", bottom=2, top=1, base_model=str(base))
+    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
+    ours, original = weights(task), weights(base)
+    equal(merged, {n: original[n] if is_transformer(n) and layer_of(n) in {0, 1, 5} else ours[n] for n in ours})
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_task_arithmetic(scale: float, model: Callable[..., Path], tmp_path: Path) -> None:
+    base, task, language = model(), model(seed=1), model(seed=2)
+    plan = adapterswap.task_arithmetic(task, language, scale=scale, base_model=str(base))
+    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
+    w, one, two = (
+        {name: tensor.double() for name, tensor in weights(folder).items()} for folder in (base, task, language)
+    )
+    wanted = {n: (w[n] + scale * ((one[n] - w[n]) + (two[n] - w[n]))).float() for n in w}
+    for name in wanted:
+        torch.testing.assert_close(merged[name], wanted[name], rtol=1e-6, atol=3e-7)
+
+
+def test_magnitude_weights(model: Callable[..., Path], tmp_path: Path) -> None:
+    base, task, language = model(), model(seed=1), model(seed=2)
+    composition = adapterswap.Composition(
+        task="task", language="language", method="soup", weights="magnitude", base_model=str(base)
+    )
+    plan = adapterswap.compose(composition, {"task": task, "language": language})
+    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
+    original, found = weights(base), [weights(task), weights(language)]
+
+    def magnitude(state: State) -> float:
+        rows = [
+            (state[name] - tensor).abs().double().mean(-1).flatten()
+            for name, tensor in original.items()
+            if tensor.ndim > 1
+        ]
+        return float(torch.cat(rows).mean())
+
+    raw = [1 / magnitude(state) for state in found]
+    one, two = (weight / sum(raw) for weight in raw)
+    for name in original:
+        wanted = one * found[0][name].double() + two * found[1][name].double()
+        torch.testing.assert_close(merged[name].double(), wanted, rtol=1e-6, atol=1e-7)
