@@ -1,0 +1,303 @@
+"""From a recipe to its cells: every baseline, and every composition of every pair. Pure data; nothing is opened.
+
+Knows recipes and `Composition`, which checks what is asked for. Knows nothing of experts on disk, tasks or models.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.files.yamlfiles import validate
+from adapterswap.planning.allocation import BASE, SPARSE_METHODS
+from adapterswap.planning.compositions import Composition, scaled_default
+from adapterswap.sweeps.recipe import BASELINES, GRID_FIELDS, Family, SweepRecipe
+from adapterswap.sweeps.results import Cell
+
+__all__ = ["Asked", "Grid", "composition_of", "extra_experts", "make_cells", "target_groups"]
+
+Tasks = Mapping[str, tuple[str, ...]]
+
+_PAPER_TIES_DENSITY = 0.2  # Yadav et al. 2023 keep the top 20 % and take λ = 1 where nothing is tuned
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a recipe asks for.
+
+    Attributes:
+        cells: in the order in which they are judged.
+        left_out: compositions whose zones need more layers than there are, over all pairs.
+        repeated: compositions that a family holds twice, over all pairs.
+    """
+
+    cells: tuple[Cell, ...]
+    left_out: int
+    repeated: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The tasks that a cell is judged on.
+
+    Attributes:
+        target: language expert → the target tasks of its pairs.
+        retention: what everything is judged on beside.
+    """
+
+    target: Tasks
+    retention: tuple[str, ...]
+
+    def of(self, languages: Iterable[str]) -> tuple[str, ...]:
+        """The target tasks of these language experts, each once, then retention."""
+        target = (task for language in languages for task in self.target[language])
+        return tuple(dict.fromkeys((*target, *self.retention)))
+
+
+def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
+    """Language expert → the names of its target tasks, as the recipe says them.
+
+    Raises:
+        AdapterswapError: a pattern matches no language expert, or none matches one.
+    """
+    if isinstance(recipe.tasks, list):
+        return dict.fromkeys(recipe.language_experts, recipe.tasks)
+    problems = Problems()
+    found: dict[str, list[str]] = {}
+    for pattern, tasks in recipe.tasks.items():
+        matched = fnmatch.filter(recipe.language_experts, pattern)
+        if not matched:
+            problems.add(
+                f"tasks: {pattern!r} is no language expert and matches none",
+                f"Name them ({', '.join(recipe.language_experts)}), or patterns of their names",
+            )
+        for name in matched:
+            found.setdefault(name, []).extend(tasks)
+    for name in recipe.language_experts:
+        if name not in found:
+            problems.add(f"tasks: the language expert {name!r} has no task", f"Add `{name}: [TASK, …]`")
+    problems.raise_if_any()
+    return found
+
+
+def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
+    """Row → the adapters of `extra` in it, by the name under which each is loaded."""
+    rows: dict[str, dict[str, str]] = {}
+    for row, places in recipe.extra.items():
+        stem = "extra-" + "".join(character if character.isalnum() else "-" for character in row)
+        listed = [places] if isinstance(places, str) else places
+        names = [stem] if len(listed) == 1 else [f"{stem}-{number}" for number in range(1, len(listed) + 1)]
+        rows[row] = dict(zip(names, listed, strict=True))
+    return rows
+
+
+def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
+    """Every cell of a recipe: baselines first, then family by family, pair by pair.
+
+    Args:
+        asked: tasks by their full names.
+        num_layers: the base's.
+
+    Raises:
+        AdapterswapError: with every composition that is not sound; nothing is left to judge.
+    """
+    problems = Problems()
+    everything = asked.of(recipe.language_experts)
+    cells: dict[str, Cell] = {}
+    left_out = repeated = 0
+
+    def add(cell: Cell) -> None:
+        nonlocal repeated
+        repeated += cell.cell in cells
+        cells.setdefault(cell.cell, cell)
+
+    if "base" in recipe.baselines:
+        add(_make_cell("base", (), (), {}, {}, BASE, everything, default=True))
+    if "task" in recipe.baselines:
+        for name in recipe.task_experts:
+            add(_alone("task expert", (name,), (), name, everything))
+    if "language" in recipe.baselines:
+        for name in recipe.language_experts:
+            add(_alone("language expert", (), (name,), name, asked.of([name])))
+    for row, adapters in extra_experts(recipe).items():
+        for number, name in enumerate(adapters, 1):
+            short = row if len(adapters) == 1 else f"{row} {number}"
+            add(_alone(row, (), (), name, everything, short=short))
+    for family in _families(recipe):
+        configurations = []
+        for content in _configurations(family):
+            with problems.collect():
+                configurations.append(_check(content, family))
+        for task, language in _pairs(recipe, family):
+            for content in configurations:
+                composition = _on(content, task, language or (BASE,))
+                if _has_zones(composition) and sum(_zones(composition, num_layers)) > num_layers:
+                    left_out += 1
+                    continue
+                add(
+                    _make_cell(
+                        _row(family, composition),
+                        task,
+                        language,
+                        _as_data(composition),
+                        family.output,
+                        _short(task, language, content, family.output),
+                        asked.of(language or recipe.language_experts),
+                        default=is_default(composition, num_layers, alone=len(configurations) == 1),
+                    )
+                )
+    problems.raise_if_any()
+    if not cells:
+        raise AdapterswapError("nothing is left to judge: all zones overlap", "Lower bottom, top and the transitions")
+    ordered = sorted(cells.values(), key=lambda cell: _order(cell, everything))
+    return Grid(tuple(ordered), left_out, repeated)
+
+
+def composition_of(cell: Cell) -> Composition | None:
+    """What a cell composes; None for the base."""
+    return Composition.model_validate(dict(cell.composition)) if cell.composition else None
+
+
+def is_default(composition: Composition, num_layers: int, *, alone: bool) -> bool:
+    """Whether a composition is the papers' default of its family.
+
+    A layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, no transitions. TIES: density 0.2, λ = 1. The others:
+    whatever leaves nothing to choose. Weights are equal in all of them; of a family with one configuration (`alone`),
+    and no zones, that one is it.
+    """
+    free = {"task_weight", "language_weight", "scale", "row_threshold", "seed"}
+    changed = composition.model_dump(exclude_defaults=True).keys() & free
+    if _has_zones(composition):
+        return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
+    if alone:
+        return True
+    return not changed and composition.density == (_PAPER_TIES_DENSITY if composition.method == "ties" else None)
+
+
+def _has_zones(composition: Composition) -> bool:
+    return composition.method == "layer_swap" and composition.partition is None
+
+
+def _paper_zones(num_layers: int) -> tuple[int, int]:
+    return scaled_default(5, num_layers), scaled_default(2, num_layers)
+
+
+def _zones(composition: Composition, num_layers: int) -> tuple[int, int, int, int]:
+    """(b, u, t_b, t_u) as `Composition.zones` gives them, but without its errors: here they may overlap."""
+    bottom, top = _paper_zones(num_layers)
+    bottom = bottom if composition.bottom is None else composition.bottom
+    top = top if composition.top is None else composition.top
+    return bottom, top, composition.bottom_transition, composition.top_transition
+
+
+def _families(recipe: SweepRecipe) -> list[Family]:
+    named = [BASELINES[name] for name in recipe.baselines if name in BASELINES]
+    return [*(Family.model_validate({"name": name, **content}) for name, content in named), *recipe.compositions]
+
+
+def _pairs(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(task side, language side) for each pair; a reset has each task side once, and no language side."""
+    if recipe.pairs is not None:
+        pairs = [(pair.task, pair.language) for pair in recipe.pairs]
+    else:
+        pairs = [((task,), (language,)) for task in recipe.task_experts for language in recipe.language_experts]
+    if recipe.soup_sides:
+        by_tasks: dict[tuple[str, ...], list[str]] = {}
+        for name, tasks in target_groups(recipe).items():
+            by_tasks.setdefault(tuple(tasks), []).append(name)
+        pairs += [(tuple(recipe.task_experts), tuple(names)) for names in by_tasks.values()]
+    if family.language == BASE:
+        pairs = [(task, ()) for task, _ in pairs]
+    return list(dict.fromkeys(pairs))
+
+
+def _configurations(family: Family) -> Iterator[dict[str, Any]]:
+    """The grid: every combination of the values that the family gives."""
+    given = {field: getattr(family, field) for field in GRID_FIELDS if getattr(family, field)}
+    for values in product(*given.values()):
+        yield dict(zip(given, values, strict=True))
+
+
+def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
+    """`content`, if it is a sound composition."""
+    told = ", ".join(f"{key}={value}" for key, value in content.items())
+    name = family.name or content.get("method", "layer_swap")
+    allowed = {"allow_negative": True} if family.allow_negative else {}
+    composition = validate(
+        {**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {told}" * bool(told)
+    )
+    needs_bound = composition.method in SPARSE_METHODS
+    if needs_bound and not family.output:
+        raise AdapterswapError(
+            f"compositions: {name}: what {composition.method} makes is of no low rank, and a sweep judges adapters",
+            "Give the family max_rank (such as the experts' rank, or twice that) or max_error",
+        )
+    return {**content, **allowed}
+
+
+def _on(content: dict[str, Any], task: tuple[str, ...], language: tuple[str, ...]) -> Composition:
+    return Composition.model_validate({**content, "task": task, "language": language})
+
+
+def _row(family: Family, composition: Composition) -> str:
+    """What a composition's row of a table is called; souped sides are a row of their own."""
+    name = f"partition {composition.partition}" if composition.partition else composition.method
+    name = "reset" if name == "layer_swap" and composition.language == (BASE,) else name
+    name = f"magnitude {name}" if composition.weights == "magnitude" else name
+    souped = len(composition.task) > 1 or len(composition.language) > 1
+    return (family.name or name) + " of soups" * souped
+
+
+def _as_data(composition: Composition) -> dict[str, Any]:
+    always = composition.model_dump(mode="json", include={"method", "task", "language"})
+    return always | composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+
+
+def _alone(
+    family: str,
+    task: tuple[str, ...],
+    language: tuple[str, ...],
+    name: str,
+    tasks: tuple[str, ...],
+    *,
+    short: str | None = None,
+) -> Cell:
+    content = {"allocation": [{"expert": name}]}
+    return _make_cell(family, task, language, content, {}, short or name, tasks, default=True)
+
+
+def _make_cell(
+    family: str,
+    task: tuple[str, ...],
+    language: tuple[str, ...],
+    composition: dict[str, Any],
+    output: dict[str, Any],
+    short: str,
+    tasks: tuple[str, ...],
+    *,
+    default: bool,
+) -> Cell:
+    cell = Cell("", family, task, language, composition, output, short, default, tasks)
+    content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
+    return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
+
+
+def _short(task: tuple[str, ...], language: tuple[str, ...], content: dict[str, Any], output: dict[str, Any]) -> str:
+    sides = ["&".join(task), "&".join(language) or BASE]
+    settings = ",".join(f"{key}={_number(value)}" for key, value in {**content, **output}.items())
+    return "+".join(sides) + (f"@{settings}" if settings else "")
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _order(cell: Cell, everything: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    """Cells with the same tasks together, those on all tasks first: tasks are loaded once for each set of them."""
+    return cell.tasks != everything, cell.tasks

@@ -1,0 +1,102 @@
+"""What a sweep's tasks are: their full names, languages, the score that counts, and how their documents are parted.
+
+Asks lm-evaluation-harness's tasks; knows nothing of experts and compositions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.evaluation.settings import Settings
+from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.sweeps.grid import Asked, target_groups
+from adapterswap.sweeps.recipe import SweepRecipe
+from adapterswap.sweeps.results import TaskInfo
+from adapterswap.sweeps.settings import Selection
+
+__all__ = ["find_tasks", "language_of"]
+
+_LANGUAGE = re.compile(r"[_-]([a-z]{3}_[A-Z][a-z]{3}|[a-z]{2})")
+_OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers as numbers
+
+
+def language_of(task: str) -> str | None:
+    """The language that a task's name ends in: mgsm_direct_sw → sw, belebele_swh_Latn → swh_Latn; else None.
+
+    FLORES's names end in the language that is written: flores_eng_Latn-swh_Latn → swh_Latn.
+    """
+    ends = [match[1] for match in _LANGUAGE.finditer(task) if match.end() == len(task)]
+    return ends[0] if ends else None
+
+
+def find_tasks(recipe: SweepRecipe) -> tuple[Asked, dict[str, TaskInfo]]:
+    """The tasks that a recipe names, and which of them each language expert's pairs are judged on.
+
+    Raises:
+        AdapterswapError: see `load_tasks` and `target_groups`; a task that is both a target and retention; a primary
+            score of a task that is not asked for, or that it does not have.
+    """
+    settings = recipe.settings.as_settings()
+    groups = target_groups(recipe)
+    problems = Problems()
+    loaded: dict[str, dict[str, Any]] = {}  # the names that the recipe gives, joined → tasks
+
+    def load(names: list[str]) -> tuple[str, ...]:
+        key = "\n".join(names)
+        if key not in loaded:
+            with problems.collect():
+                loaded[key] = load_tasks(names, settings)["tasks"]
+        return tuple(loaded.get(key, ()))
+
+    target = {language: load(names) for language, names in groups.items()}
+    retention = load(recipe.retention) if recipe.retention else ()
+    problems.raise_if_any()
+    found = {name: task for tasks in loaded.values() for name, task in tasks.items()}
+    targets = dict.fromkeys(task for tasks in target.values() for task in tasks)
+    for name in retention:
+        if name in targets:
+            problems.add(f"the task {name} is both in tasks and in retention", "Name it in one of them")
+    for name in recipe.primary:
+        if name not in found:
+            problems.add(f"primary: {name!r} is not among the tasks ({', '.join(found)})", "Name one of them")
+    infos = {}
+    for name in (*targets, *retention):
+        role = "target" if name in targets else "retention"
+        with problems.collect():
+            infos[name] = _describe(name, found[name], role, recipe.primary.get(name), settings, recipe.selection)
+    problems.raise_if_any()
+    return Asked(target, retention), infos
+
+
+def _describe(
+    name: str, task: Any, role: str, primary: str | None, settings: Settings, selection: Selection
+) -> TaskInfo:
+    from lm_eval.evaluator_utils import get_sample_size
+
+    metric, filter_name = _primary(name, task, primary)
+    available = len(task.eval_docs)
+    num_docs = min(get_sample_size(task, settings.limit) or available, available)
+    select, report = selection.split(num_docs)
+    better = _better(task).get(metric) is not False
+    return TaskInfo(name, role, language_of(name), (metric, filter_name), better, num_docs, select, report)
+
+
+def _better(task: Any) -> Mapping[str, bool]:
+    return task.higher_is_better() or {}
+
+
+def _primary(name: str, task: Any, asked: str | None) -> tuple[str, str]:
+    """The score that counts: what the recipe says; else `normalized`, where there is such a filter; else the first."""
+    metrics = list(task.aggregation())
+    filters = [ensemble.name for ensemble in task._filters]
+    if not asked:
+        return metrics[0], _OURS if _OURS in filters else filters[0]
+    metric, _, filter_name = asked.partition(",")
+    filter_name = filter_name or (_OURS if _OURS in filters else filters[0])
+    if metric not in metrics or filter_name not in filters:
+        known = ", ".join(f"{one},{other}" for one in metrics for other in filters)
+        raise AdapterswapError(f"primary: {name} has no score {asked!r}", f"Give one of {known}")
+    return metric, filter_name

@@ -1,0 +1,164 @@
+"""Everything that can be known of a sweep before weights are loaded: experts opened, tasks found, every cell planned.
+
+So that all mistakes are told at once, and early. Knows nothing of models in memory or of the folder that is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from adapterswap import __version__
+from adapterswap.bases import Base, open_base
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.evaluation.settings import Settings
+from adapterswap.evaluation.tasks import require_lm_eval
+from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.sweeps.grid import Grid, composition_of, extra_experts, make_cells
+from adapterswap.sweeps.judges import find_tasks
+from adapterswap.sweeps.recipe import SweepRecipe
+from adapterswap.sweeps.results import FORMAT, TaskInfo
+from adapterswap.writing.copying import sha256_of
+
+__all__ = ["Prepared", "prepare"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sweep that can begin.
+
+    Attributes:
+        recipe: what was asked for.
+        base: its config and tokenizer.
+        num_layers: L.
+        experts: every adapter, by the name under which it is loaded.
+        sides: the same names → task, language, or the row of `extra` that it is.
+        tasks: by name.
+        settings: how they are evaluated.
+        grid: what is judged.
+        plans: cell → its plan; None for the base.
+        described: all of it as plain data, without a path of this machine: sweep.json, but for what the model adds.
+    """
+
+    recipe: SweepRecipe
+    base: Base
+    num_layers: int
+    experts: Mapping[str, Adapter]
+    sides: Mapping[str, str]
+    tasks: Mapping[str, TaskInfo]
+    settings: Settings
+    grid: Grid
+    plans: Mapping[str, Plan | None]
+    described: Mapping[str, Any]
+
+
+def prepare(recipe: SweepRecipe) -> Prepared:
+    """Open what a recipe names, and plan every cell.
+
+    Raises:
+        AdapterswapError: with all mistakes that can be found together: a base or an expert that cannot be opened, tasks
+            and settings that cannot be meant, compositions that are not sound or do not suit the experts.
+    """
+    require_lm_eval()
+    problems = Problems()
+    places = {name: (place, "task") for name, place in recipe.task_experts.items()}
+    places |= {name: (place, "language") for name, place in recipe.language_experts.items()}
+    for row, adapters in extra_experts(recipe).items():
+        places |= {name: (place, row) for name, place in adapters.items()}
+    experts: dict[str, Adapter] = {}
+    for name, (place, _) in places.items():
+        with problems.collect():
+            experts[name] = _open(place)
+    with problems.collect():
+        base = open_base(recipe.base_model)
+    problems.raise_if_any()
+    settings = recipe.settings.as_settings()
+    with problems.collect():
+        settings.check(base.tokenizer)
+    with problems.collect():
+        asked, tasks = find_tasks(recipe)
+    with problems.collect():
+        num_layers = _num_layers(base, recipe.num_layers)
+    problems.raise_if_any()
+    grid = make_cells(recipe, asked, num_layers)
+    plans: dict[str, Plan | None] = {}
+    for cell in grid.cells:
+        composition = composition_of(cell)
+        with problems.collect():
+            if composition is None:
+                plans[cell.cell] = None
+                continue
+            declared = composition.model_copy(update={"base_model": recipe.base_model})
+            plans[cell.cell] = make_plan(declared, experts, num_layers=num_layers)
+    problems.raise_if_any()
+    sides = {name: side for name, (_, side) in places.items()}
+    prepared = Prepared(recipe, base, num_layers, experts, sides, tasks, settings, grid, plans, {})
+    return replace(prepared, described=_describe(prepared))
+
+
+def _open(place: str) -> Adapter:
+    adapter = open_adapter(place)
+    if adapter.saved:
+        raise AdapterswapError(
+            f"{place} holds {next(iter(adapter.saved))} trained in full (modules_to_save), which cannot be switched",
+            "Judge it alone with adapterswap evaluate --adapter, or train it without modules_to_save",
+        )
+    return adapter
+
+
+def _num_layers(base: Base, said: int | None) -> int:
+    found = num_layers_in_config(base.config.to_dict())
+    if said is not None and found not in (None, said):
+        raise AdapterswapError(f"num_layers is {said}, and the base has {found} layers", "Leave num_layers out")
+    if said is None and found is None:
+        raise AdapterswapError(f"the config of {base.reference} does not say how many layers it has", "Give num_layers")
+    return said or found or 0
+
+
+def _describe(prepared: Prepared) -> dict[str, Any]:
+    base, experts, sides = prepared.base.source, prepared.experts, prepared.sides
+    content = {
+        "format": FORMAT,
+        "adapterswap_version": __version__,
+        "recipe": _public_recipe(prepared),
+        "base_model": {
+            "source": base.name, "revision": base.revision, "config_sha256": sha256_of(base.folder / "config.json"),
+        },
+        "experts": {
+            name: {
+                "side": sides[name],
+                "source": adapter.source.name,
+                "revision": adapter.source.revision,
+                "sha256": sha256_of(adapter.source.folder / WEIGHTS),
+                "config_sha256": adapter.config.sha256,
+            }
+            for name, adapter in experts.items()
+        },
+        "num_layers": prepared.num_layers,
+        "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
+        "settings": prepared.settings.described(),
+        "cells": [cell.as_json() for cell in prepared.grid.cells],
+    }  # fmt: skip
+    plain: dict[str, Any] = json.loads(json.dumps(content))
+    return plain
+
+
+def _public_recipe(prepared: Prepared) -> dict[str, Any]:
+    """The recipe with names in the places of paths; it can be read back once they are put in again."""
+    recipe, experts = prepared.recipe, prepared.experts
+    content = recipe.model_dump(mode="json", exclude_defaults=True)
+    content["base_model"] = str(prepared.base.source)
+    for side in ("task_experts", "language_experts"):
+        content[side] = {name: experts[name].name for name in content[side]}
+    if recipe.extra:
+        content["extra"] = {
+            row: [experts[name].name for name in names] for row, names in extra_experts(recipe).items()
+        }  # fmt: skip
+    if recipe.settings.include_path is not None:
+        content["settings"]["include_path"] = Path(recipe.settings.include_path).resolve().name
+    return content

@@ -1,0 +1,241 @@
+"""Write a sweep's folder, a cell at a time, so that it can be killed anywhere and gone on with.
+
+A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell whose line is whole is
+finished; a torn last line is cut off. A lock keeps a second sweep out of the folder. Nothing is forced to the disk, so
+this holds for processes that die, not for a machine that loses power. Knows nothing of models or of making cells.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.files.folders import check_target
+from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.sweeps.results import (
+    CELLS,
+    PROMPTS,
+    SAMPLES,
+    SWEEP,
+    CellResult,
+    parse_cells,
+    prompts_file,
+    read_prompts,
+    read_run,
+)
+
+__all__ = ["Recording", "check_out_path", "recording"]
+
+_LOCK, _TMP = "sweep.lock", ".tmp"
+
+
+def check_out_path(
+    folder: Path, described: Mapping[str, Any], *, overwrite: bool, inputs: Iterable[Path] = ()
+) -> list[CellResult]:
+    """What is finished in `folder`; none if there is nothing. A dry run calls this too; nothing is changed.
+
+    Raises:
+        AdapterswapError: it holds something else than a sweep, or, unless `overwrite`, another sweep than `described`;
+            it overlaps an input, or holds the current folder.
+    """
+    check_target(folder, overwrite=True, inputs=inputs)
+    if not exists(folder) or not [path for path in folder.iterdir() if path.name != _LOCK]:
+        return []
+    if not exists(folder / SWEEP):
+        raise AdapterswapError(f"{folder} exists, and holds something else than a sweep", "Give another path")
+    if overwrite:
+        return []
+    run = read_run(folder)
+    _compare(run.described, described, folder)
+    return list(run.results)
+
+
+def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to go on with another sweep; keys that `described` lacks are not compared."""
+    mend = f"Run it with the recipe and versions that {folder} was begun with, give another path, or --overwrite"
+    problems = Problems()
+    for key, value in described.items():
+        other = stored.get(key)
+        if isinstance(value, dict) and isinstance(other, dict) and key in ("recipe", "settings", "versions"):
+            changed = [name for name in {**value, **other} if name in value and value[name] != other.get(name)]
+            changed += [name for name in other if key == "recipe" and name not in value]
+        else:
+            changed = [] if value == other else [key]
+        for name in changed:
+            where = name if name == key else f"{key}.{name}"
+            problems.add(f"{folder} holds another sweep: its {where} differs", mend)
+    problems.raise_if_any()
+
+
+@contextmanager
+def recording(
+    folder: str | Path, described: Mapping[str, Any], *, overwrite: bool = False, inputs: Iterable[Path] = ()
+) -> Iterator[Recording]:
+    """The folder of a sweep, locked, with what is finished in it.
+
+    Args:
+        folder: made if it is not there.
+        described: what is asked for, to be compared with what the folder was begun with.
+        overwrite: remove a sweep that is there.
+        inputs: folders that are read; the output may not overlap them.
+
+    Raises:
+        AdapterswapError: see `check_out_path`; another sweep is writing there; it cannot be written.
+    """
+    folder, inputs = Path(folder), tuple(inputs)
+    check_out_path(folder, described, overwrite=overwrite, inputs=inputs)
+    with ExitStack() as stack:
+        with _told(folder):
+            stack.enter_context(_locked(folder))
+            results = check_out_path(folder, described, overwrite=overwrite, inputs=inputs)  # again, now it is ours
+            if overwrite:
+                _clear(folder)
+            _mend(folder)
+        yield Recording(folder, results)
+
+
+class Recording:
+    """A sweep's folder that is being written.
+
+    Attributes:
+        results: what is finished, in order.
+    """
+
+    def __init__(self, folder: Path, results: list[CellResult]) -> None:
+        self.results = results
+        self._folder = folder
+        self._checked: set[str] = set()
+
+    def begin(self, described: Mapping[str, Any]) -> None:
+        """Write sweep.json, or compare with the one that is there.
+
+        Raises:
+            AdapterswapError: the folder was begun with something else.
+        """
+        if exists(self._folder / SWEEP):
+            _compare(read_json(self._folder / SWEEP), described, self._folder)
+            return
+        text = json.dumps(described, indent=1, ensure_ascii=False, allow_nan=False)
+        self._place(self._folder / SWEEP, text + "\n")
+
+    def add(self, result: CellResult, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Record a finished cell: its samples, then its line."""
+        self._place(self._samples(result), "".join(map(_line, samples)))
+        self._append(result)
+
+    def add_copy(self, result: CellResult, like: CellResult) -> None:
+        """Record a cell that equals a finished one, with that one's samples."""
+        self._place(self._samples(result), self._samples(like).read_text(encoding="utf-8"))
+        self._append(result)
+
+    def keep_prompts(self, task: str, prompts: Mapping[int, str]) -> None:
+        """Write a task's prompts, or compare them with those that are there; once in a process.
+
+        Raises:
+            AdapterswapError: the folder was begun with other prompts, so that scores would not compare.
+        """
+        if task in self._checked:
+            return
+        path = prompts_file(self._folder, task)
+        if not exists(path):
+            rows = ({"doc_id": doc_id, "prompt": prompt} for doc_id, prompt in prompts.items())
+            self._place(path, "".join(map(_line, rows)))
+        elif read_prompts(self._folder, task) != dict(prompts):
+            raise AdapterswapError(
+                f"{task} asks other prompts than those that {self._folder} was begun with",
+                "Put the task's files back as they were, give another path, or --overwrite",
+            )
+        self._checked.add(task)
+
+    def _samples(self, result: CellResult) -> Path:
+        return self._folder / SAMPLES / f"{result.cell.cell}.jsonl"
+
+    def _append(self, result: CellResult) -> None:
+        path, line = self._folder / CELLS, _line(result.as_json()).encode("utf-8")
+        with _told(self._folder), path.open("ab", buffering=0) as file:
+            before = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            except BaseException:
+                file.truncate(before)
+                raise
+        self.results.append(result)
+
+    def _place(self, path: Path, text: str) -> None:
+        """Write a file that is whole or absent."""
+        building = path.with_name(path.name + _TMP)
+        with _told(self._folder):
+            path.parent.mkdir(exist_ok=True)
+            try:
+                building.write_text(text, encoding="utf-8")
+                building.replace(path)
+            finally:
+                building.unlink(missing_ok=True)
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+
+
+def _mend(folder: Path) -> None:
+    """After a sweep that was killed: cut off a torn line, remove files that were not finished."""
+    for left in (*folder.glob(f"*{_TMP}"), *folder.glob(f"{SAMPLES}/*{_TMP}"), *folder.glob(f"{PROMPTS}/*{_TMP}")):
+        left.unlink()
+    path = folder / CELLS
+    if exists(path):
+        _, whole = parse_cells(path.read_bytes(), path)
+        os.truncate(path, whole)
+
+
+def _clear(folder: Path) -> None:
+    """Remove a sweep; sweep.json, by which it is known as one, goes last."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == SWEEP):
+        if path.name == _LOCK:
+            continue
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock on this folder, made if need be. The kernel frees it when the process dies, however it dies."""
+    from filelock import FileLock, Timeout
+
+    made = not exists(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _LOCK
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise AdapterswapError(
+            f"{folder} is being written by another sweep", "Wait until it is done, or give another path"
+        ) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is held: a rival that has opened it notices that it is gone
+        lock.release()
+        if made:
+            with suppress(OSError):
+                folder.rmdir()  # where nothing came to be
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Tell errors of the operating system as a user meets them."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise AdapterswapError(
+            f"{folder} cannot be written: {reason}",
+            "Mend that and run the same command again: what is finished stays",
+        ) from error

@@ -1,0 +1,51 @@
+"""How a sweep evaluates, and how it parts documents: the recipe's `settings` and `selection`.
+
+Knows nothing of experts and compositions.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from pydantic import Field
+
+from adapterswap.evaluation.settings import SEED, Settings
+from adapterswap.files.yamlfiles import StrictModel
+
+__all__ = ["Selection", "SweepSettings"]
+
+
+class SweepSettings(StrictModel):
+    """The fields of `evaluation.Settings`, as a recipe says them, and where the model runs."""
+
+    num_fewshot: int | None = Field(default=None, description="Shots; by default each task's own, for MGSM 8.")
+    limit: float | None = Field(default=None, description="Only the first documents: their number, or a fraction.")
+    batch_size: int = Field(default=8, description="Sequences at once.")
+    max_gen_toks: int = Field(default=512, description="The longest output in tokens.")
+    gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings over the tasks' own.")
+    apply_chat_template: bool = Field(default=False, description="Prompt as a chat, each shot a turn.")
+    system_instruction: str | None = Field(default=None, description="A text before everything else.")
+    truncate: bool = Field(default=False, description="Let prompts that do not fit lose their beginning.")
+    include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
+    seed: int = Field(default=SEED, ge=0, description="For shots and sampling.")
+
+    def as_settings(self) -> Settings:
+        return Settings(**self.model_dump())
+
+
+class Selection(StrictModel):
+    """MGSM has no development set, so configurations are chosen on one part of the documents and reported on the other.
+
+    Tasks with equally many documents are parted alike: MGSM asks the same questions in every language.
+    """
+
+    fraction: float = Field(default=0.5, gt=0, lt=1, description="The share of documents to choose on.")
+    seed: int = Field(default=0, ge=0, description="Which documents these are.")
+
+    def split(self, num_docs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(documents to choose on, documents to report on), both in order; of a single document, none to choose on."""
+        chosen = min(max(1, round(self.fraction * num_docs)), num_docs - 1)
+        select = sorted(Random(self.seed).sample(range(num_docs), chosen))
+        kept = set(select)
+        return tuple(select), tuple(doc_id for doc_id in range(num_docs) if doc_id not in kept)
