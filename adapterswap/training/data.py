@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError
 from adapterswap.planning.partitions import SIDES
+from adapterswap.training.hygiene import Screen
 from adapterswap.training.recipe import DatasetSource, TrainingOptions, TrainRecipe
 from adapterswap.training.report import Rows
 from adapterswap.training.rows import load_rows
@@ -72,6 +73,8 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
         train=len(train),
         validation=len(held_out) if held_out else 0,
         empty=sum(source.empty for source in sources),
+        math=sum(source.math for source in sources),
+        overlap=sum(sum(source.overlap.values()) for source in sources),
         cut_off=counts.cut_off,
         truncated=counts.truncated,
         split=counts.split,
@@ -97,6 +100,7 @@ def _tokens(
         chat=base.tokenizer.apply_chat_template if base.tokenizer.chat_template else None,
         chat_prompts=recipe.chat_template,
         separator=recipe.separator,
+        screen=Screen(recipe.hygiene, recipe.folder) if recipe.hygiene else None,
     )
     for source, examples in loaded:
         part, counts = tokenize(examples, base.tokenizer, max_length=options.max_length, split_long=options.split_long)
@@ -124,6 +128,11 @@ def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
         raise AdapterswapError(
             f"the dataset {source.source}: all {counts.cut_off} rows lose their completion to max_length {max_length}",
             f"Raise training.max_length (the longest row has {counts.longest} tokens), or shorten the prompt",
+        )
+    if screened := source.math + sum(source.overlap.values()):
+        raise AdapterswapError(
+            f"the dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the others are empty",
+            "Give a source without maths and evaluations, or, for the task's own maths, say `side: task`",
         )
     raise AdapterswapError(
         f"the dataset {source.source}: all {source.kept} rows are empty", "Check the templates and the columns' values"

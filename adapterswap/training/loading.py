@@ -32,6 +32,8 @@ class SourceCounts:
         read: rows in the split.
         kept: rows after filter and samples.
         empty: of these, rows without a value, or with nothing to train on.
+        math: of these, rows that hygiene took for maths, and dropped.
+        overlap: of these, rows that share text with an evaluation and were dropped, by its name.
         files: of local files, name → sha256.
     """
 
@@ -39,6 +41,8 @@ class SourceCounts:
     read: int = 0
     kept: int = 0
     empty: int = 0
+    math: int = 0
+    overlap: dict[str, int] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
 

@@ -110,9 +110,9 @@ class Hygiene(StrictModel):
     )
     overlap: list[str] = Field(
         default=["mgsm", "gsm8k_test"],
-        description="Evaluations that no row may share text with: mgsm, gsm8k_test, or text files such as FLORES'.",
+        description="Evaluations that no row may share 13 words in a row with: mgsm, gsm8k_test, or text files such as "
+        "FLORES'.",
     )
-    ngram: int = Field(default=13, ge=5, le=50, description="Words in a row that count as shared, in text files.")
     on_overlap: Literal["drop", "refuse"] = Field(default="drop", description="Drop such rows, or refuse to train.")
 
 

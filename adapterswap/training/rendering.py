@@ -13,7 +13,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.templates import Template
 
-__all__ = ["ChatTemplate", "Example", "Renderer", "choose_renderer"]
+__all__ = ["ChatTemplate", "Example", "Reader", "Renderer", "choose_reader", "choose_renderer"]
 
 ChatTemplate = Callable[..., str]
 """A tokenizer's `apply_chat_template`."""
@@ -36,6 +36,39 @@ class Example(NamedTuple):
 
 Renderer = Callable[[Mapping[str, Any]], Example | None]
 """Makes a row an Example; None for a row with nothing to train on."""
+
+
+Reader = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
+"""What a row says, without templates of chat: prompts and completions; plain text is a completion."""
+
+
+def choose_reader(source: DatasetSource) -> Reader:
+    """How rows of `source` are read, for whoever judges their text and not their form."""
+    if source.text is not None:
+        template = Template(source.text)
+        return lambda row: [("", template.fill(row) or "")]
+    if source.messages is not None:
+        conversation = _messages(source.messages)
+        return lambda row: _exchanges(conversation(row) or [])
+    pair = _pairs(source)
+
+    def read(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+        found = pair(row)
+        return [found] if found else []
+
+    return read
+
+
+def _exchanges(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
+    """Each turn of the assistant with what stands before it, since the turn before."""
+    found, prompt = [], ""
+    for message in messages:
+        if message["role"] == "assistant":
+            found.append((prompt, message["content"]))
+            prompt = ""
+        else:
+            prompt += message["content"] + "\n"
+    return found
 
 
 def choose_renderer(

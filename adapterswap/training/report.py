@@ -16,9 +16,12 @@ class Rows:
     """What became of the rows.
 
     Attributes:
-        sources: per source: its path, rows read, rows kept by filter and samples, rows empty, files with their sha256.
+        sources: per source: its path, rows read, rows kept by filter and samples, rows empty, rows dropped by
+            hygiene, files with their sha256.
         train, validation: rows used.
         empty: rows dropped, because a value was missing or there was no completion.
+        math: rows dropped, because they look like maths.
+        overlap: rows dropped, because they share text with an evaluation.
         cut_off: rows dropped, because nothing to train on was left within max_length.
         truncated: rows used that were cut to max_length.
         split: long texts that became several rows of max_length.
@@ -32,6 +35,8 @@ class Rows:
     train: int
     validation: int
     empty: int
+    math: int
+    overlap: int
     cut_off: int
     truncated: int
     split: int
@@ -43,13 +48,27 @@ class Rows:
 
     @property
     def dropped(self) -> int:
-        return self.empty + self.cut_off
+        return self.empty + self.math + self.overlap + self.cut_off
+
+    def _by_source(self, count: str) -> str:
+        return ", ".join(f"{source['source']}: {source[count]}" for source in self.sources if source[count])
+
+    def _overlaps(self) -> str:
+        return ", ".join(
+            f"{source['source']}: {count} with {evaluation}"
+            for source in self.sources
+            for evaluation, count in source["overlap"].items()
+        )
 
     def notes(self) -> list[str]:
         """What a user should know of, in words."""
         found = []
         if self.empty:
             found.append(f"{self.empty} rows dropped: a value is missing, or there is nothing to train on")
+        if self.math:
+            found.append(f"{self.math} rows dropped: they look like maths ({self._by_source('math')})")
+        if self.overlap:
+            found.append(f"{self.overlap} rows dropped: they share text with an evaluation ({self._overlaps()})")
         if self.cut_off:
             found.append(f"{self.cut_off} rows dropped: max_length leaves nothing of their completion")
         if self.truncated:

@@ -1,19 +1,26 @@
-"""The rows of a recipe's sources as text, source by source: loading and rendering joined. Knows nothing of tokens."""
+"""The rows of a recipe's sources as text, source by source: loading, screening and rendering joined.
+
+Knows nothing of tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.files.smallfiles import shown
+from adapterswap.training.hygiene import MATH, Screen
 from adapterswap.training.loading import SourceCounts, load_table
 from adapterswap.training.recipe import DatasetSource
-from adapterswap.training.rendering import ChatTemplate, Example, Renderer, choose_renderer
+from adapterswap.training.rendering import ChatTemplate, Example, Renderer, choose_reader, choose_renderer
 
 __all__ = ["load_rows"]
 
 _BATCH = 1000  # rows held as Python objects at once
+
+Row = Mapping[str, Any]
 
 
 def load_rows(
@@ -24,6 +31,7 @@ def load_rows(
     chat: ChatTemplate | None,
     chat_prompts: bool,
     separator: str = "",
+    screen: Screen | None = None,
 ) -> Iterator[tuple[SourceCounts, Iterator[Example]]]:
     """The rows of every source; the counts are complete when a source's rows are used up.
 
@@ -34,23 +42,49 @@ def load_rows(
         chat: the tokenizer's `apply_chat_template`, where it has a template.
         chat_prompts: render prompts and completions as chat turns.
         separator: stands between prompt and completion where they are no chat turns.
+        screen: keeps rows out, which are counted.
 
     Raises:
-        AdapterswapError: as `load_table` and `choose_renderer`, and for a row that cannot be rendered, with its number.
+        AdapterswapError: as `load_table` and `choose_renderer`; and with its number, for a row that cannot be rendered,
+            or that the screen refuses.
     """
     for source in sources:
         render = choose_renderer(source, chat, chat_prompts=chat_prompts, separator=separator)
         table, counts = load_table(source, folder, seed=seed)
-        yield counts, _examples(table, render, counts)
+        yield counts, _examples(table, render, _admission(source, screen, counts), counts)
 
 
-def _examples(table: Any, render: Renderer, counts: SourceCounts) -> Iterator[Example]:
+def _admission(source: DatasetSource, screen: Screen | None, counts: SourceCounts) -> Callable[[Row], bool]:
+    """Whether the screen lets a row through; those that it does not are counted."""
+    if screen is None:
+        return lambda row: True
+    read = choose_reader(source)
+
+    def admits(row: Row) -> bool:
+        reason = screen.judge(read(row), is_task=source.side == "task")
+        if reason == MATH:
+            counts.math += 1
+        elif reason is not None and screen.refuses:
+            raise AdapterswapError(
+                f"it shares 13 words in a row, or a whole line, with {reason}: {shown(read(row))}",
+                "Remove such rows from the data, or set hygiene.on_overlap: drop",
+            )
+        elif reason is not None:
+            counts.overlap[reason] = counts.overlap.get(reason, 0) + 1
+        return reason is None
+
+    return admits
+
+
+def _examples(table: Any, render: Renderer, admits: Callable[[Row], bool], counts: SourceCounts) -> Iterator[Example]:
     for start in range(0, len(table), _BATCH):
         batch = table[start : start + _BATCH]
         names = list(batch)
         for offset, values in enumerate(zip(*batch.values(), strict=True)):
+            row = dict(zip(names, values, strict=True))
             try:
-                example = render(dict(zip(names, values, strict=True)))
+                example = render(row)
+                admitted = example is not None and admits(row)
             except AdapterswapError as error:
                 problem = error.problems[0]
                 raise AdapterswapError(
@@ -58,5 +92,5 @@ def _examples(table: Any, render: Renderer, counts: SourceCounts) -> Iterator[Ex
                 ) from None
             if example is None:
                 counts.empty += 1
-            else:
+            elif admitted:
                 yield example

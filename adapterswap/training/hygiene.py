@@ -1,0 +1,136 @@
+"""Which rows must not be trained on: maths in a language's mixture, and texts of the evaluations.
+
+A row is maths if it writes arithmetic out (`3 + 4`, `12 - 5 = 7`, `x^2 = 9`, `\\frac`, GSM8K's `<<3+4=7>>`), or if its
+prompt holds a number and its completion is just a number that the prompt has not. The rule knows no words, so it holds
+for every language, and misses what is written in words alone. docs/recipes.md has its measured precision and recall.
+
+A row overlaps with an evaluation if they share a gram (see `training.grams`). MGSM is shipped as it is; of GSM8K's test
+questions only hashes are; other texts come from files of the user's. Knows nothing of how rows are loaded or rendered.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.training.grams import Grams, hash_grams
+from adapterswap.training.recipe import Hygiene
+
+__all__ = ["MATH", "Screen", "looks_like_math"]
+
+MATH = "math"
+"""What `Screen.judge` calls maths."""
+
+Turn = tuple[str, str]
+"""A prompt and its completion; plain text is a completion without a prompt."""
+
+_NUMBER = r"[$€£¥₹]?\d[\d.,]*(?:/\d+)?\s?%?"
+_UNIT = r"(?:\s?[^\W\d_]{1,12}\.?){0,2}"  # 3 cups, 12 sq. metres
+_ARITHMETIC = re.compile(
+    "|".join(
+        (
+            rf"{_NUMBER}{_UNIT}\s*[+×÷*=✕·]\s*\(?{_NUMBER}",
+            # Hyphens, slashes and colons also stand in dates, ranges and scores, so these need a result.
+            rf"{_NUMBER}{_UNIT}\s*[-−–/:x]\s*{_NUMBER}{_UNIT}\s*=\s*{_NUMBER}",
+            r"\b\d*[a-z]\s*[+\-*/^=]\s*\d+\s*[=<>]",
+            r"[a-z]\s*=\s*-?\d",
+            r"\d\s*[a-z]\s*[+\-=]\s*\d",
+            r"\\(?:frac|sqrt|boxed|times|cdot|sum|int)\b",
+            r"<<[^<>]*=|####",
+        )
+    )
+)
+_NUMERAL = re.compile(r"\d+(?:[.,]\d+)*")
+_BARE = re.compile(r"\W*\d[\d.,]*\W*")
+
+
+def looks_like_math(turns: Sequence[Turn]) -> bool:
+    """Whether a row is maths, by the rule above."""
+    wide = ((unicodedata.normalize("NFKC", text) for text in turn) for turn in turns)  # ＋ and ＝, as Japanese has them
+    return any(
+        _ARITHMETIC.search(prompt) or _ARITHMETIC.search(completion) or _is_computed(prompt, completion)
+        for prompt, completion in wide
+    )
+
+
+def _is_computed(prompt: str, completion: str) -> bool:
+    """Whether the completion is a number, and one that the prompt has not among its own."""
+    given = _numbers(prompt)
+    return bool(given and _BARE.fullmatch(completion) and _numbers(completion) - given)
+
+
+def _numbers(text: str) -> set[str]:
+    """The numbers in `text`, digits of any script as 0-9, without thousands separators."""
+    found = (numeral.replace(",", "") for numeral in _NUMERAL.findall(text))
+    return {"".join(str(int(sign)) if sign.isdecimal() else sign for sign in numeral) for numeral in found}
+
+
+class Screen:
+    """Judges rows by a recipe's `hygiene`.
+
+    Args:
+        options: the recipe's wishes.
+        folder: what files of texts are relative to.
+
+    Raises:
+        AdapterswapError: `overlap` names what is neither an evaluation known here nor a file of text, all told at once.
+    """
+
+    def __init__(self, options: Hygiene, folder: Path) -> None:
+        self.refuses = options.on_overlap == "refuse"
+        self._exclude_math = options.exclude_math
+        self._evaluations: dict[str, Grams] = {}
+        problems = Problems()
+        for name in dict.fromkeys(options.overlap):
+            with problems.collect():
+                # Told by a file's own name: a report holds no path of this machine.
+                self._evaluations[Path(name).name] = _SHIPPED[name]() if name in _SHIPPED else _file(folder / name)
+        problems.raise_if_any()
+
+    def judge(self, turns: Sequence[Turn], *, is_task: bool) -> str | None:
+        """Why a row must not be trained on: the name of an evaluation, or `MATH`; None if it may.
+
+        Args:
+            turns: the row's text.
+            is_task: the row is the task's own, whose maths is welcome.
+        """
+        if self._evaluations:
+            hashes = np.concatenate([hash_grams(text) for turn in turns for text in turn])
+            for name, grams in self._evaluations.items():
+                if grams.meet(hashes):
+                    return name
+        return MATH if self._exclude_math and not is_task and looks_like_math(turns) else None
+
+
+def _file(path: Path) -> Grams:
+    mend = "Name mgsm, gsm8k_test, or a text file with one text to a line, relative to the recipe's folder"
+    try:
+        grams = Grams.of(path.read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise AdapterswapError(f"hygiene.overlap: {path} cannot be read: {reason}", mend) from None
+    if not len(grams):
+        raise AdapterswapError(f"hygiene.overlap: {path} holds no line of 8 words or more", mend)
+    return grams
+
+
+@cache
+def _mgsm() -> Grams:
+    from adapterswap.evaluation.mgsm import LANGUAGES, read_mgsm
+
+    return Grams.of(question for language in LANGUAGES for question, _ in read_mgsm(language).questions)
+
+
+@cache
+def _gsm8k_test() -> Grams:
+    return Grams.from_bytes(files("adapterswap.training").joinpath("gsm8k_test.grams").read_bytes())
+
+
+_SHIPPED = {"mgsm": _mgsm, "gsm8k_test": _gsm8k_test}

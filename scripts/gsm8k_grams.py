@@ -1,0 +1,23 @@
+"""Write adapterswap/training/gsm8k_test.grams: hashes of GSM8K's test questions, from which no text can be read back.
+
+    python scripts/gsm8k_grams.py test.jsonl
+
+`test.jsonl` is grade_school_math/data/test.jsonl of https://github.com/openai/grade-school-math (MIT). What a gram is
+says `adapterswap.training.grams`; run this again when that changes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from adapterswap.training.grams import Grams
+
+TARGET = Path(__file__).parent.parent / "adapterswap" / "training" / "gsm8k_test.grams"
+
+if __name__ == "__main__":
+    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+    grams = Grams.of(json.loads(line)["question"] for line in lines)
+    TARGET.write_bytes(grams.to_bytes())
+    print(f"{len(grams)} grams of {len(lines)} questions, {TARGET.stat().st_size} bytes")
