@@ -21,7 +21,7 @@ from adapterswap.evaluation.unsafe_code import code_allowed
 if TYPE_CHECKING:
     from adapterswap.evaluation.harness import EvaluatedModel
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "surroundings"]
 
 
 def evaluate(
@@ -99,11 +99,11 @@ def evaluate(
             ) from None
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be
-    told = {"tasks": list(loaded["tasks"]), **settings.described(), **_surroundings(model)}
+    told = {"tasks": list(loaded["tasks"]), **settings.described(), **surroundings(model)}
     return _collect(found, harness_model, told)
 
 
-def _surroundings(model: Any) -> dict[str, Any]:
+def surroundings(model: Any) -> dict[str, Any]:
     """What else an output depends on; the model's own generation settings (a repetition penalty, say) hold too."""
     from importlib.metadata import version
 
