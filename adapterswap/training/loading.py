@@ -1,7 +1,7 @@
 """Tables of rows from the recipe's sources: found, loaded by `datasets.load_dataset`, filtered, sampled.
 
-Local files are read into memory and leave nothing in the user's cache; Hub datasets go through it. Knows nothing of
-what rows are made into.
+Local files are read into memory and leave nothing in the user's cache; Hub datasets go through it, or are read as a
+stream. Knows nothing of what rows are made into.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SourceCounts:
 
     Attributes:
         source: the recipe's path of it.
-        read: rows in the split.
+        read: rows in the split; of a stream, rows looked at.
         kept: rows after filter and samples.
         empty: of these, rows without a value, or with nothing to train on.
         math: of these, rows that hygiene took for maths, and dropped.
@@ -58,8 +58,12 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
         AdapterswapError: it cannot be loaded; a column that the recipe names is not there (told with those that are);
             or no rows are left.
     """
-    counts = SourceCounts(source.path)
+    counts = SourceCounts(_called(source))
     table = _load(source, folder, counts)
+    if source.streaming:
+        table = _draw(source, table, counts, seed=seed)
+        counts.kept = len(table)
+        return table, counts
     counts.read = len(table)
     _check_columns(source, table.column_names)
     if not len(table):
@@ -75,15 +79,43 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
     return table, counts
 
 
+def _called(source: DatasetSource) -> str:
+    """How a source is told of; `path: json` says only how its files are read."""
+    if f".{source.path}" in _BUILDERS and source.data_files:
+        return ", ".join(_as_list(source.data_files))
+    return source.path
+
+
+def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int) -> Any:
+    """`samples` rows of a stream, as a datasets.Dataset."""
+
+    def draw() -> tuple[Any, int]:
+        from adapterswap.training.streaming import draw_rows
+
+        columns = stream.column_names or list(next(iter(stream), {}))
+        _check_columns(source, columns)
+        wanted = {column: _values(allowed) for column, allowed in source.filter.items()}
+        named = list(dict.fromkeys(name for _, name in _named_columns(source)))
+        return draw_rows(stream, named, wanted, samples=source.samples or 0, seed=seed)
+
+    table, counts.read = _attempt(source, draw)
+    if not len(table):
+        told = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
+        raise AdapterswapError(
+            f"the dataset {source.path} has no rows{told} in {source.split}", "Correct path or split"
+        )
+    return table
+
+
 def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
-    """The split of `source` as a datasets.Dataset."""
+    """The split of `source` as a datasets.Dataset, or as a datasets.IterableDataset if it is streamed."""
     import datasets
 
     local = (folder / Path(source.path).expanduser()).resolve()
     if local.is_file() or (local.is_dir() and source.data_files):
         files = [local] if local.is_file() else [local / name for name in _as_list(source.data_files)]
         counts.files = {file.name: _sha256(file) for file in files if file.is_file()}
-        return _attempt(source, lambda: _read(files, source.split))
+        return _attempt(source, lambda: _read(files, source.split, streaming=source.streaming))
     if local.is_dir():
         raise AdapterswapError(f"the dataset {source.path} is a folder", "Name its files in `data_files`")
     if Path(source.path).suffix in _BUILDERS or source.path.startswith((".", "/", "~")):
@@ -92,16 +124,19 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
         )
     named = {key: getattr(source, key) for key in ("name", "data_files", "data_dir", "revision")}
     arguments = {key: value for key, value in named.items() if value is not None}
+    arguments |= {"streaming": True} if source.streaming else {}
     return _attempt(source, lambda: datasets.load_dataset(source.path, split=source.split, **arguments))
 
 
-def _read(files: Sequence[Path], split: str) -> Any:
+def _read(files: Sequence[Path], split: str, *, streaming: bool) -> Any:
     """The rows of local files of one kind."""
     import datasets
 
     builder = _builder(files)
     options = _csv_options(files[0]) if builder == "csv" else {}
     names = [str(file) for file in files]
+    if streaming:
+        return datasets.load_dataset(builder, data_files=names, split=split, streaming=True, **options)
     # A cache of our own, which goes when the rows are in memory: the user's is for what was downloaded.
     with tempfile.TemporaryDirectory(prefix="adapterswap-") as cache:
         return datasets.load_dataset(
@@ -123,7 +158,10 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
         mend = "Check split, name, data_files and the files themselves"
         if "script" in str(error):
-            mend = "Datasets made by a script are no longer run: name its files in data_files, or a converted revision"
+            mend = (
+                "Datasets made by a script are no longer run: read its files, with path: json (or csv, parquet) and "
+                f"data_files: hf://datasets/{source.path}/…, or name a converted revision"
+            )
         raise AdapterswapError(f"the dataset {source.path} cannot be loaded: {_short(error)}", mend) from None
 
 
@@ -158,19 +196,22 @@ def _builder(files: Sequence[Path]) -> str:
 def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
     problems = Problems()
     mend = f"Its columns are: {', '.join(columns)}"
-    for key in ("prompt", "completion", "text"):
-        if (template := getattr(source, key)) is not None:
-            for name in Template(template).missing(columns):
-                problems.add(f"the dataset {source.path}: `{key}` names the column {name!r}, which is not there", mend)
-    named = [("filter", name) for name in source.filter] + ([("messages", source.messages)] if source.messages else [])
-    for key, name in named:
+    for key, name in _named_columns(source):
         if name not in columns:
             problems.add(f"the dataset {source.path}: `{key}` names the column {name!r}, which is not there", mend)
     problems.raise_if_any()
 
 
+def _named_columns(source: DatasetSource) -> list[tuple[str, str]]:
+    """Each key of the recipe that names a column, and the column."""
+    templates = [(key, getattr(source, key)) for key in ("prompt", "completion", "text")]
+    named = [(key, name) for key, template in templates if template for name in Template(template).fields]
+    named += [("filter", name) for name in source.filter]
+    return named + ([("messages", source.messages)] if source.messages else [])
+
+
 def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) -> Any:
-    values = {*allowed, *map(str, allowed)}  # a number in the recipe may be text in a file
+    values = _values(allowed)
     found = table[column][:]
     if any(isinstance(value, list | dict) for value in found):
         raise AdapterswapError(
@@ -184,6 +225,11 @@ def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) 
             f"the dataset {source.path}: no row has {column} in {allowed}", f"Values that occur there: {seen}"
         )
     return table.select(keep)
+
+
+def _values(allowed: Any) -> set[Any]:
+    """A number in the recipe may be text in a file."""
+    return {*_as_list(allowed), *map(str, _as_list(allowed))}
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -7,7 +7,7 @@ conversions or format specs, so that a template can reach nothing but the row. K
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
@@ -65,7 +65,3 @@ class Template:
                 )
             parts.append(str(value))
         return "".join(parts)
-
-    def missing(self, columns: Sequence[str]) -> list[str]:
-        """The fields that are not among `columns`."""
-        return [field for field in self.fields if field not in columns]

@@ -223,3 +223,84 @@ def test_files_that_are_not_there_and_kinds_that_differ(tmp_path: Path) -> None:
         load(tmp_path, path=".", data_files=["a.jsonl", "b.csv"], text="{t}")
     with pytest.raises(AdapterswapError, match=r"c\.csv does not exist"):
         load(tmp_path, path=".", data_files=["a.jsonl", "c.csv"], text="{t}")
+
+
+def test_pairs_of_prompt_and_answer_are_a_conversation(tmp_path: Path) -> None:
+    rows = [{"turns": [["a", "b"], ["c", "d"]]}, {"turns": []}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    counts, [example] = load(tmp_path, path="rows.jsonl", messages="turns", chat=_template)
+    assert example.text == "<user>a</><assistant>b</><user>c</><assistant>d</>"
+    assert counts.empty == 1
+
+
+def test_a_separator_parts_prompt_and_completion_where_no_chat_does(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    source = DatasetSource(path="rows.jsonl", prompt="{question}", completion="{answer}")
+    found = {}
+    for chat in (False, True):
+        [(_, examples)] = load_rows(
+            [source], tmp_path, seed=0, chat=_template, chat_prompts=chat, separator="\n\n"
+        )  # fmt: skip
+        found[chat] = list(examples)[2]
+    assert found[False] == Example("tatu?\n\n5", (("tatu?\n\n", None),))
+    assert "\n\n" not in found[True].text
+
+
+def _stream(folder: Path, *, seed: int = 0, **changes: Any) -> tuple[SourceCounts, list[str]]:
+    source = {"path": "data", "data_files": ["0.jsonl", "1.jsonl"], "text": "{t}", "samples": 10, "streaming": True}
+    counts, examples = load(folder, seed=seed, **(source | changes))
+    return counts, [example.text for example in examples]
+
+
+def test_a_stream_is_drawn_by_the_seed_and_no_further_than_it_must(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for shard in range(2):
+        rows = [{"t": f"{shard} {i}", "kind": "ab"[i % 2], "other": i} for i in range(40)]
+        write_jsonl(tmp_path / "data" / f"{shard}.jsonl", rows)
+    every = {f"{shard} {i}" for shard in range(2) for i in range(40)}
+    counts, drawn = _stream(tmp_path, seed=1)
+    assert (counts.read, counts.kept) == (10, 10)
+    assert set(drawn) < every
+    assert _stream(tmp_path, seed=1)[1] == drawn
+    assert _stream(tmp_path, seed=2)[1] != drawn
+    counts, drawn = _stream(tmp_path, samples=1000)
+    assert (counts.read, counts.kept, set(drawn)) == (80, 80, every)
+    counts, drawn = _stream(tmp_path, filter={"kind": "a", "other": [0, 2, 4]}, samples=1000)
+    assert (counts.read, counts.kept) == (80, 6)
+    assert set(drawn) == {f"{shard} {i}" for shard in range(2) for i in (0, 2, 4)}
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ".tsv", ".parquet"])
+def test_every_file_format_can_be_streamed(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    _write(path)
+    _, examples = load(tmp_path, path=path.name, **PAIR, streaming=True, samples=5)
+    assert {example.text for example in examples} == {f"{row['question']} {row['answer']}" for row in ROWS}
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ({"text": "{u}"}, r"`text` names the column 'u'.*Its columns are: t"),
+        ({"filter": {"t": "z"}}, r"no rows that `filter` keeps, among 4 rows"),
+        ({"split": "test"}, r"cannot be loaded"),
+        ({"split": "train[:2]"}, r"cannot be loaded"),
+    ],
+)
+def test_streams_that_give_nothing(tmp_path: Path, source: dict[str, Any], told: str) -> None:
+    (tmp_path / "data").mkdir()
+    for shard in range(2):
+        write_jsonl(tmp_path / "data" / f"{shard}.jsonl", [{"t": "a"}, {"t": "b"}])
+    with pytest.raises(AdapterswapError, match=f"(?s){told}"):
+        _stream(tmp_path, **source)
+
+
+def test_files_elsewhere_are_told_by_their_own_names(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    [(counts, _)] = load_rows(
+        [DatasetSource(path="json", data_files=str(tmp_path / "rows.jsonl"), text="{answer}")],
+        tmp_path, seed=0, chat=None, chat_prompts=False,
+    )  # fmt: skip
+    assert counts.source == str(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match="is streamed, and needs `samples`"):
+        DatasetSource(path="a", text="{t}", streaming=True)

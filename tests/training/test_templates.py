@@ -20,8 +20,8 @@ def test_a_null_gives_no_text() -> None:
     assert Template("{x} {y}").fill({"x": "a", "y": None}) is None
 
 
-def test_missing_fields_are_named() -> None:
-    assert Template("{a} {b} {a} {c}").missing(["b"]) == ["a", "c"]
+def test_fields_are_named_once_and_in_order() -> None:
+    assert Template("{a} {b} {a} {c}").fields == ("a", "b", "c")
 
 
 @pytest.mark.parametrize("text", ["{", "}", "{}", "{a.b}", "{a[0]}", "{a!r}", "{a:>5}"])
