@@ -17,7 +17,7 @@ __all__ = ["answer_text", "extract_answer", "is_correct"]
 
 # Marks that hold nothing but the answer: GSM8K's line `#### 18` (but no Markdown heading), and LaTeX's box.
 _MARKS = (r"####(?= *\W{0,4}\d[\d.,]*\W{0,4}$)", r"\\boxed *\{")
-# Phrases after which a sentence can only go on with its answer; the first one counts, since what follows it is talk.
+# Phrases after which a sentence can only go on with its answer.
 _CONCLUSIONS = (
     r"(?<!/)answer(?: to .{1,60}?)?(?: is|=| =)",
     r"antwort (?:lautet|ist|beträgt)",
@@ -33,18 +33,24 @@ _CONCLUSIONS = (
 )
 # Headings, which may also stand over a whole solution: the last one with just one number on its line counts.
 _HEADINGS = "answer|antwort|lösung|ergebnis|respuesta|réponse|ответ|jibu|উত্তর|సమాధానం|జవాబు|คำตอบ|答え?|解答|答案"
+# What begins a further question, which models go on to ask themselves.
+_QUESTIONS = "question|problem|frage|pregunta|задача|вопрос|swali|প্রশ্ন|ప్రశ్న|โจทย์|คำถาม|問題|问题|質問"
 _REACH = 60  # characters from a phrase to its number, on one line
 
 _MARK = re.compile("|".join(_MARKS), re.MULTILINE)
 _CONCLUSION = re.compile("|".join(map(normalize_text, _CONCLUSIONS)), re.IGNORECASE)
 _HEADING = re.compile(normalize_text(f"(?:{_HEADINGS}) *[:ঃ]"), re.IGNORECASE)
+_QUESTION = re.compile(normalize_text(rf"(?<=\d)\D*\n *({_QUESTIONS}) *\d* *:"), re.IGNORECASE)
+_CLAUSE_END = re.compile(r"[,.;!?\n](?!\d)|[。！？،।、]")
+_ASIDE = re.compile(r"(?<!\\)\([^()\n=]*\)")  # (9 eggs at $2 each), but neither (9 * 2 = 18) nor LaTeX's \(18\)
 
 
 def extract_answer(text: str, language: str | None = None) -> Decimal | None:
     """The answer that `text` gives: the number after an answer phrase where there is one, else the last number.
 
     Numbers that are parts of an expression, a fraction, a range, a date or a time are passed over, so that
-    "The answer is 5 + 6 = 11" gives 11 and "1/2" gives nothing.
+    "The answer is 5 + 6 = 11" gives 11 and "1/2" gives nothing. Of several phrases the last one counts, since models
+    correct themselves; what comes after a further question does not.
 
     Args:
         text: what a model wrote.
@@ -54,15 +60,24 @@ def extract_answer(text: str, language: str | None = None) -> Decimal | None:
         The exact value, or None where no number stands for itself.
     """
     text = normalize_text(text)
+    if question := _QUESTION.search(text):
+        text = text[: question.start(1)]
     numbers = [number for number in find_numbers(text, language) if number.value is not None and not number.operand]
-    for phrase in (*_MARK.finditer(text), *_CONCLUSION.finditer(text)):
-        if found := _after(phrase, text, numbers):
-            return found[0].value
+    for phrases in (_MARK, _CONCLUSION):
+        concluded = [
+            (phrase, found[0]) for phrase in phrases.finditer(text) if (found := _after(phrase, text, numbers))
+        ]
+        if concluded:
+            # "The answer is 18. The answer is in dollars, and she has 9 eggs": the second says nothing of a number.
+            plain = [pair for pair in concluded if not _CLAUSE_END.search(text, pair[0].end(), pair[1].start)]
+            return (plain or concluded[:1])[-1][1].value
     for phrase in reversed([*_HEADING.finditer(text)]):
         found = _after(phrase, text, numbers)
         if len(found) == 1:
             return found[0].value
-    return numbers[-1].value if numbers else None
+    asides = [match.span() for match in _ASIDE.finditer(text)]
+    stated = [number for number in numbers if not any(begin < number.start < end for begin, end in asides)]
+    return (stated or numbers)[-1].value if numbers else None
 
 
 def is_correct(text: str, gold: Decimal, language: str | None = None) -> bool:

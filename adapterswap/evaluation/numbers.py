@@ -1,9 +1,9 @@
 """Numbers in text of any script: find them, and read their values exactly.
 
-Reads the digits of every script, thousands separators and decimal marks of both conventions, minus signs, and the East
-Asian units 千, 万 and 億. Tells a number that stands for itself from an operand: a part of a sum, a fraction, a range,
-a date or a clock time. Fractions and sums are not computed, and number words ("eighteen", 十八) are not read. Knows
-nothing of questions, answers or benchmarks.
+Reads the digits of every script, thousands separators and decimal marks of both conventions, minus signs, and words for
+powers of ten beside digits (27万6000, 70 হাজার, 70k). Tells a number that stands for itself from an operand: a part of
+a sum, a fraction, a range, a date or a clock time. Fractions and sums are not computed, and number words ("eighteen",
+十八) are not read. Knows nothing of questions, answers or benchmarks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,26 @@ _TOKEN_OR_SPACED = re.compile(r"(?<![\d.,'])\d{1,3}(?: \d{3})+(?!\d)(?:[.,]\d+)?
 _GROUPED = re.compile(r"[1-9]\d{0,2}([.,'])\d{3}(?:\1\d{3})*|[1-9]\d?(?:,\d\d)+,\d{3}")  # 1,234,567 or 12,34,567
 _BEFORE_POINT = re.compile(rf"(?:^|[\s=(:+*/{_CURRENCY}-])\.$")
 
-_UNIT = re.compile(r" ?(千(?![米克瓦卡焦帕赫伏])|[万萬億亿])")  # 千米 is a kilometre, 千克 a kilogram
-_ZEROS = {"千": 3, "万": 4, "萬": 4, "億": 8, "亿": 8}
+# Words for 10 to the power of the key, after digits; 千米 is a kilometre, 千克 a kilogram, লক্ষ্য an aim, พันธุ์ a breed.
+_POWERS = {
+    3: r"千(?![米克瓦卡焦帕赫伏])|(?<=\d)k(?!\w)|(?:thousand|tausend|mil|тыс(?:яч[аи]?)?)(?!\w)|হাজার|వేల(?!ం)|พัน(?!ธ)",
+    4: "[万萬]|หมื่น",
+    5: "লক্ষ(?!্)|লাখ|లక్ష(?!్)|แสน",
+    6: r"(?:million(?:en|s)?|mill(?:ón|ones)|mio|млн|миллион(?:а|ов)?)(?!\w)|ล้าน",
+    7: "কোটি|కోట్ల|కోటి",
+    8: "[億亿]",
+}
+_UNIT = re.compile(
+    " ?(?:" + "|".join(f"(?P<_{zeros}>{words})" for zeros, words in _POWERS.items()) + ")", re.IGNORECASE
+)
+_UNIT_BEFORE = re.compile(r"\b(?:(?P<_3>elfu)|(?P<_5>laki)|(?P<_6>milioni)) $", re.IGNORECASE)  # Swahili: elfu 70
+_MINUS_WORD = re.compile(r"(?:\b(?:minus|минус)|负|負|マイナス|ลบ|মাইনাস|ঋণাত্মক|మైనస్) ?$", re.IGNORECASE)
 
 # What stands between two numbers that are parts of one expression, range, fraction, date or time.
 _LINK = re.compile(
     rf"[{_CURRENCY}%)\]]* *[-+*×÷/^x·⋅∙] *-?[{_CURRENCY}(\[]*"  # 5 + 6, $5*3, 3/4, 2-3
     rf"|[^\d\n=.,;:!?()]{{0,24}} [+*×÷] *[{_CURRENCY}]*"  # 5 eggs + 6
+    r"|分[之の]"  # 2分の1 is a half
     r"|:| : "  # 7:30, 36 : 2, but not "Day 1: 18"
 )
 
@@ -117,6 +130,8 @@ def _read(text: str, match: re.Match[str], pattern: re.Pattern[str], *, decimal_
         value, start = Decimal(f"0.{match[0]}"), start - 1
     elif value is not None:
         value, end = _with_units(text, value, end, pattern, decimal_comma)
+        if value < 1000 and (unit := _UNIT_BEFORE.search(text, max(0, start - 9), start)):
+            value = _shift(value, _zeros(unit))
     if value is not None and _is_negative(text, start):
         value = value.copy_negate()  # exact, where a unary minus rounds too
     return Number(value, start, end)
@@ -143,19 +158,24 @@ def _value(token: str, decimal_comma: bool) -> Decimal | None:
 def _with_units(
     text: str, value: Decimal, end: int, pattern: re.Pattern[str], decimal_comma: bool
 ) -> tuple[Decimal, int]:
-    """Read on after `value`: 27万6000 is 276000, 3万5千 is 35000."""
+    """Read on after `value`: 27万6000 is 276000, 3万5千 is 35000, ১ লক্ষ ১৪ হাজার ২০০ is 114200."""
     total, limit = Decimal(0), None
     while unit := _UNIT.match(text, end):
-        zeros = _ZEROS[unit[1]]
+        zeros = _zeros(unit)
         if limit is not None and zeros >= limit:
             break
         total, value, end, limit = _EXACT.add(total, _shift(value, zeros)), Decimal(0), unit.end(), zeros
-        following = pattern.match(text, end)
+        following = pattern.match(text, end + text.startswith(" ", end))
         read = _value(following[0], decimal_comma) if following else None
         if following is None or read is None or read >= 10**zeros:
             break
         value, end = read, following.end()
     return _EXACT.add(total, value), end
+
+
+def _zeros(unit: re.Match[str]) -> int:
+    assert unit.lastgroup is not None
+    return int(unit.lastgroup[1:])
 
 
 def _shift(value: Decimal, zeros: int) -> Decimal:
@@ -167,6 +187,8 @@ def _shift(value: Decimal, zeros: int) -> Decimal:
 def _is_negative(text: str, start: int) -> bool:
     """Whether a minus *sign* stands before the number at `start`: no hyphen, dash of a range, bullet or operator."""
     before = text[:start].rstrip(_CURRENCY)
+    if word := _MINUS_WORD.search(before):  # "16 minus 3" is a difference
+        return not re.search(r"[\d%)\]] ?$", before[: word.start()])
     if before.endswith("- "):  # a bullet or a dash, but for `= - 5`
         return before[:-2].rstrip(" ").endswith("=")
     if not before.endswith("-"):
@@ -185,8 +207,8 @@ def _mark_operands(text: str, numbers: list[Number]) -> list[Number]:
     """`numbers`, with those that an operator, a slash, a dash or a colon ties to a neighbour marked as operands."""
     gaps = [text[left.end : right.start] for left, right in pairwise(numbers)]
     linked = [_LINK.fullmatch(gap) is not None for gap in gaps]
-    for index, gap in enumerate(gaps[:-1]):  # 2 3/4
-        linked[index] |= gap == " " and gaps[index + 1].strip(" ") == "/"
+    for index, gap in enumerate(gaps[:-1]):  # 2 3/4, 2又3/4
+        linked[index] |= gap in (" ", "又") and gaps[index + 1].strip(" ") == "/"
     tied = {index + side for index, link in enumerate(linked) if link for side in (0, 1)}
     return [
         Number(number.value, number.start, number.end, operand=index in tied) for index, number in enumerate(numbers)
