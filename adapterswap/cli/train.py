@@ -68,7 +68,11 @@ def _read(recipe: str, settings: list[str]) -> TrainRecipe:
     from adapterswap.shipped import find_recipe
     from adapterswap.training import read_train_recipe
 
-    return read_train_recipe(find_recipe(recipe, "train"), settings)
+    chosen = read_train_recipe(find_recipe(recipe, "train"), settings)
+    if chosen.selection and _tells():
+        for line in chosen.selection.notes():
+            note(line)
+    return chosen
 
 
 def _estimate(
@@ -91,8 +95,10 @@ def _train(
     recipe: str, settings: list[str], out_path: str | None, *, resume: bool, overwrite: bool, as_json: bool
 ) -> None:
     from adapterswap.training import train
+    from adapterswap.training.processes import leave
 
     report = train(_read(recipe, settings), out_path=out_path, overwrite=overwrite, resume=resume)
+    leave()
     if not _tells():
         return
     if as_json:
@@ -128,6 +134,9 @@ def _print_estimate(expected: TrainEstimate) -> None:
         _tell("source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} kept")
     _tell("rows", f"{rows.train:,} to train on, {rows.validation:,} held out, {rows.dropped:,} dropped")
     _tell("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
+    if asked := expected.selection:
+        each = f"{asked['documents']:,} documents in {asked['requests']:,} requests each"
+        _tell("selection", f"{asked['checkpoints']:,} checkpoints to evaluate, {each}")
     parts = ", ".join(f"{part} {size}" for part, size in memory.items() if part != "total")
     _tell("memory", f"about {memory['total']}: {parts}")
     _tell("device", f"{expected.device}, {expected.dtype}" + _on(expected.processes))
@@ -145,9 +154,12 @@ def _print_report(report: TrainReport) -> None:
     _tell("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
     _tell("tokens", f"{report.tokens:,}{rate}")
     _tell("loss", f"{report.train_losses[0][1]:.4f} at first, {report.train_losses[-1][1]:.4f} at last")
-    if report.eval_losses:
+    if report.selection:
+        for line in report.selection.lines():
+            _tell("checkpoint", line)
+    elif report.eval_losses:
         _tell("validation", f"{report.eval_losses[-1][1]:.4f}")
-    for line in rows.notes():
+    for line in (*rows.notes(), *(report.selection.notes() if report.selection else [])):
         note(line)
     note(f"written to {report.path}")
 

@@ -43,13 +43,13 @@ class Checkpoints:
                 "Go on with --resume, or start anew with --overwrite",
             )
 
-    def prepare(self, recipe: dict[str, Any], rows_sha256: str, *, resume: bool) -> Path | None:
+    def prepare(self, recipe: dict[str, Any], rows_sha256: str, *, resume: bool, processes: int = 1) -> Path | None:
         """Make the folder ready; return the checkpoint to resume from, if there is a complete one.
 
         Raises:
-            AdapterswapError: to be resumed is a run of another recipe or of other rows.
+            AdapterswapError: to be resumed is a run of another recipe, of other rows, or on another number of processes.
         """
-        run = _fingerprint(recipe, rows_sha256)
+        run = _fingerprint(recipe | {"processes": processes}, rows_sha256)
         note = self.folder / "run.json"
         if not resume:
             shutil.rmtree(self.folder, ignore_errors=True)

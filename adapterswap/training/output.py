@@ -62,6 +62,7 @@ def write_weights(
         # Embeddings that were adapted are saved by the adapter itself; PEFT's own guess at more would ask the network.
         model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
         _tidy_config(folder / "adapter_config.json", base, targets)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's card, which tells the base's path on this machine
     else:
         _save_model(folder, model, base, weights)
     mode = next(folder.glob("*.json")).stat().st_mode

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from adapterswap.errors import AdapterswapError
 
-__all__ = ["Processes", "count_processes", "first_to_tell", "joined"]
+__all__ = ["Processes", "count_processes", "first_to_tell", "joined", "leave"]
 
 _Value = TypeVar("_Value")
 _PATIENCE = 0.5  # seconds between two looks into the store
@@ -82,7 +82,7 @@ class Processes:
 
 @contextmanager
 def joined(device: str) -> Iterator[Processes]:
-    """Join the other processes of the run, for the time of the block.
+    """Join the other processes of the run, if there are any; the group stays until `leave`.
 
     Raises:
         AdapterswapError: another process ended before this one; what happened there is told there.
@@ -100,8 +100,13 @@ def joined(device: str) -> Iterator[Processes]:
                 "See what ended them; go on with --resume",
             ) from None
         raise
-    # After an error the group is left to the end of the process: first_to_tell still needs it, and a peer may hang.
-    if processes.count > 1:
+
+
+def leave() -> None:
+    """Leave the group of processes, at the end of this one: a group that was left cannot be joined again."""
+    import torch
+
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

@@ -108,7 +108,9 @@ def train(
         if options.save_every_samples:
             processes.wait()  # all have looked at what is there before one changes it
             if processes.main:
-                start = checkpoints.prepare(recipe.resolved(), data.rows.sha256, resume=resume)
+                start = checkpoints.prepare(
+                    recipe.resolved(), data.rows.sha256, resume=resume, processes=processes.count
+                )
             start = processes.from_main(start)
             trainer.add_callback(stopping)
             listening = stopping.listening()

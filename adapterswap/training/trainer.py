@@ -50,7 +50,7 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """See the Trainer. Reading the validation rows draws from the generator that dropout draws from: put it back."""
+        """See the Trainer. Reading the rows draws from the generator that dropout draws from, which is put back."""
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             losses: dict[str, float] = super().evaluate(*args, **kwargs)
         return losses
@@ -191,6 +191,7 @@ def _arguments(
         report_to=options.report_to or "none",
         disable_tqdm=True,
         log_level="error",
+        log_level_replica="error",
         # the process
         dataloader_num_workers=0,
         dataloader_pin_memory=device == "cuda",

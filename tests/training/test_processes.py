@@ -1,0 +1,110 @@
+"""Two processes with gloo compute what one computes, and write it once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import open_adapter
+from adapterswap.training import TrainRecipe, train
+
+from .conftest import echo_rows, two_sides
+from .test_turns import is_language_in_a
+
+MakeRecipe = Callable[..., TrainRecipe]
+HERE = Path(__file__).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parent.parent}:{HERE}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return subprocess.run(
+        [*map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+
+
+def check_the_failure(done: subprocess.CompletedProcess[str], folder: Path, recipe: TrainRecipe) -> None:
+    """The error of one process ended both, and was told once; checkpoints wait for the same two processes."""
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("Error:")] == [
+        "Error: process 1 fails. Mend it."
+    ]
+    assert done.stdout == ""
+    assert not (folder / "failing").exists()
+    assert (folder / "failing.checkpoints" / "checkpoint-2" / "trainer_state.json").exists()
+    with pytest.raises(AdapterswapError, match="changed since then: processes"):
+        train(recipe, out_path=folder / "failing", resume=True)
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    options = {
+        "max_steps": 8, "batch_size": 4, "weight_decay": 0.1, "max_grad_norm": 0.5, "gradient_checkpointing": True,
+        "schedule": "constant",
+    }  # fmt: skip
+    recipes = {
+        "plain": make_recipe(validation={"rows": 8}, training=options),
+        "turns": make_recipe(datasets=two_sides(tmp_path), simultaneous={"partition": "A"}, training=options),
+        "full": make_recipe(adapter="none", training=options | {"learning_rate": 0.001}),
+    }
+    failing = make_recipe(training={"max_steps": 8, "save_every_samples": 16})
+    alone = {}
+    for name, recipe in recipes.items():
+        twice = recipe.training.model_copy(update={"gradient_accumulation": 2})
+        alone[name] = train(recipe.model_copy(update={"training": twice}), out_path=tmp_path / f"{name}-alone")
+    recipes["failing"] = failing
+    (tmp_path / "recipes.json").write_text(json.dumps({name: r.model_dump() for name, r in recipes.items()}))
+    done = launch(*TORCHRUN, HERE / "in_processes.py", tmp_path)
+    assert (tmp_path / "found-1.json").exists(), done.stderr
+    check_the_failure(done, tmp_path, failing)
+
+    one, other = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1))
+    for name, report in alone.items():
+        for found in (one[name], other[name]):
+            assert found["wrapper"] == "torch.nn.parallel.distributed.DistributedDataParallel"
+            assert found["processes"] == 2
+            assert found["losses"] == pytest.approx([loss for _, loss in report.train_losses], rel=1e-3)
+            assert found["eval"] == pytest.approx([loss for _, loss in report.eval_losses], rel=1e-3)
+            assert found["tokens"] == report.tokens
+            assert found["written"]  # no process returns before the output is there
+        file = next(report.path.glob("*.safetensors")).name
+        together, single = load_file(tmp_path / name / file), load_file(report.path / file)
+        assert together.keys() == single.keys()
+        for key, tensor in single.items():
+            assert (together[key] - tensor).abs().max() < 0.02 * tensor.abs().max(), (name, key)
+        # Each saw its own half of the rows.
+        mine, yours = (found[name]["steps"][0]["tokens"] for found in (one, other))
+        assert mine != yours
+    for found in (one, other):
+        for step, told in enumerate(found["turns"]["steps"]):
+            language = step % 2 == 1
+            adapters = {key for key in told["still"] if "lora_" in key}
+            inactive = {key for key in adapters if is_language_in_a(key) != language}
+            assert len(inactive) == 2 * (27 if not language else 15)
+            assert step < 2 or adapters == inactive
+    assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == [
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "training.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_command(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(rows=echo_rows(32), training={"batch_size": 4}).model_dump(mode="json")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    done = launch(
+        *TORCHRUN, "-m", "adapterswap", "train", tmp_path / "recipe.yaml", "-o", tmp_path / "expert", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert (told["steps"], told["processes"], told["rows"]["train"]) == (4, 2, 32)
+    assert len(open_adapter(tmp_path / "expert").modules) == 6 * 7
