@@ -85,7 +85,8 @@ def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
     """Tasks and groups that each give one number: those named, and the tasks that a pattern or a family stands for."""
     groups = [name for name in dict.fromkeys(names) if name in loaded["groups"]]
     inside = {task.task_name for name in groups for task in loaded["groups"][name].get_all_tasks()}
-    return groups + [name for name in loaded["tasks"] if name in names or name not in inside]
+    counted = groups + [name for name in loaded["tasks"] if name in names or name not in inside]
+    return sorted(counted, key=lambda name: names.index(name) if name in names else len(names))
 
 
 def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> tuple[str, str]:
