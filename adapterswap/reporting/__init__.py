@@ -1,1 +1,13 @@
-"""Statistics over a sweep or a lab run, and the report that shows them."""
+"""Statistics over a sweep or a lab run, and the report that shows them.
+
+`open_source` reads a run's folder, `make_report` says what it found, `write_report` writes it. Importing it imports
+neither scipy nor jinja2.
+"""
+
+from __future__ import annotations
+
+from adapterswap.reporting.reading import Source, open_source
+from adapterswap.reporting.report import Report, make_report
+from adapterswap.reporting.writing import write_files, write_report
+
+__all__ = ["Report", "Source", "make_report", "open_source", "write_files", "write_report"]

@@ -27,14 +27,15 @@ class Comparison:
         one, other: the methods.
         difference: the mean score of `one` minus that of `other`.
         nemenyi: p for their mean ranks; None for two methods only, which need no correction.
-        wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm over all comparisons.
+        wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm over the comparisons with
+            the reference, or over all where there is none; None for comparisons without the reference.
     """
 
     one: str
     other: str
     difference: float
     nemenyi: float | None
-    wilcoxon: float
+    wilcoxon: float | None
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,14 @@ class Ranks:
     comparisons: tuple[Comparison, ...]
 
 
-def rank(scores: ArrayLike, methods: Sequence[str]) -> Ranks | None:
+def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None) -> Ranks | None:
     """Rank methods over settings and compare them; None for fewer than two settings or two methods.
 
     Args:
         scores: (settings, methods), higher is better.
         methods: their names.
+        reference: the one that the others are set against by Wilcoxon's test. With few settings, a correction over all
+            comparisons would leave nothing to find.
     """
     from scipy import stats
 
@@ -79,16 +82,18 @@ def rank(scores: ArrayLike, methods: Sequence[str]) -> Ranks | None:
         statistic, p = float(found[0]), float(found[1])
         step = (number * (number + 1) / (6 * settings)) ** 0.5
     pairs = list(combinations(range(number), 2))
-    wilcoxon = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in pairs])
+    tested = [pair for pair in pairs if reference not in methods or reference in (methods[pair[0]], methods[pair[1]])]
+    corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
+    wilcoxon = dict(zip(tested, corrected, strict=True))
     comparisons = [
         Comparison(
             methods[i],
             methods[j],
             float((table[:, i] - table[:, j]).mean()),
             None if step is None else _nemenyi(abs(mean_ranks[i] - mean_ranks[j]) / step, number),
-            corrected,
+            wilcoxon.get((i, j)),
         )
-        for (i, j), corrected in zip(pairs, wilcoxon, strict=True)
+        for i, j in pairs
     ]
     return Ranks(
         settings,

@@ -99,7 +99,7 @@ def bootstrap(
         drawn = total > 0  # where the grid of units has holes, a draw may hit nothing but them
         means.append((weights * per_unit).sum(1)[drawn] / total[drawn])
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(array.mean()), float(low), float(high))
+    return Interval(float(array.mean()), round(float(low), 12), round(float(high), 12))  # 0, not -1e-18
 
 
 def _counts(generator: np.random.Generator, number: int, size: int) -> NDArray[np.float64]:

@@ -1,0 +1,100 @@
+"""`adapterswap report`: a sweep or a lab run → one HTML page, LaTeX, CSV and JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from adapterswap.cli.printing import note, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from adapterswap.reporting import Report
+    from adapterswap.reporting.headline import Row, Target
+
+
+@click.command("report")
+@click.argument("run", metavar="RUN")
+@click.option("-o", "--out-path", metavar="O", help="Folder to write.  [default: RUN-report]")
+@click.option("--reference", metavar="METHOD", help="What the others are compared with.  [default: soup]")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--dry-run", is_flag=True, help="Compute and print everything, write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: all that is in summary.json.")
+def command(
+    run: str, out_path: str | None, reference: str | None, seed: int, overwrite: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Write one HTML page, LaTeX and CSV of a sweep or a lab run.
+
+    RUN is the folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep need not be finished. Writes
+    report.html (no network, nothing beside it), tables.tex, tables.csv and summary.json.
+
+    Configurations are chosen on one half of the documents and reported on the other; the papers' own protocol, the best
+    on the test itself, stands beside it. Differences to the reference have intervals over experts and documents.
+    """
+    from pathlib import Path
+
+    from adapterswap.files.folders import check_target
+    from adapterswap.reporting import make_report, open_source, write_report
+
+    folder = Path(run)
+    target = Path(out_path) if out_path else folder.resolve().with_name(f"{folder.resolve().name}-report")
+    source = open_source(folder)
+    check_target(target, overwrite=overwrite, inputs=[folder])
+    report = make_report(source, reference=reference, seed=seed)
+    if not dry_run:
+        write_report(report, target, overwrite=overwrite, run=folder)
+    if as_json:
+        print_json({"dry_run": dry_run, **report.as_json()})
+    else:
+        _print(report)
+    note("nothing written (--dry-run)" if dry_run else f"written to {target}: report.html, tables.tex, tables.csv, …")
+
+
+def _print(report: Report) -> None:
+    from sys import stdout
+
+    from rich.console import Console
+
+    console = Console(width=None if stdout.isatty() else 140)
+    for target in report.targets:
+        console.print(_table(report, target))
+    if report.ranking is not None and report.ranking.ranks.p is not None:
+        ranks = report.ranking.ranks
+        click.echo(f"Friedman over {ranks.settings} settings: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}")
+    if report.missing:
+        note(f"{sum(report.missing.values())} of {report.cells} cells are not finished")
+
+
+def _table(report: Report, target: Target) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=f"{target.task}, {target.report} documents", title_justify="left", box=None, header_style="bold"
+    )
+    table.add_column("method")
+    heads = (report.units, "min", "mean", "max", f"minus {report.reference}", "95 %", "English", "all", "papers' mean")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in target.rows:
+        table.add_row(*(Text(text) for text in _cells(row)))
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    spread, apart = row.spread, row.difference
+    return [
+        row.label,
+        str(len(row.chosen)) if len(row.chosen) == row.expected else f"{len(row.chosen)} of {row.expected}",
+        *((_text(value) for value in (spread.min, spread.mean, spread.max)) if spread else ("–", "–", "–")),
+        "–" if apart is None else f"{apart.mean:+.3f}",
+        "–" if apart is None or apart.low is None else f"{apart.low:+.3f} … {apart.high:+.3f}",
+        *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),
+    ]
+
+
+def _text(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,158 @@
+"""Which cells stand for a method: its default configuration, the one chosen on half of the documents, the papers' best.
+
+A unit is what a method is averaged over: a pair of experts, an expert alone, a seed. Knows the cells of a run; knows
+nothing of intervals and tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo
+
+__all__ = [
+    "Choice",
+    "Unit",
+    "choices",
+    "has_split",
+    "matching",
+    "paired",
+    "reported",
+    "score",
+    "table_choice",
+    "unit_of",
+]
+
+Unit = tuple[str | None, str | None, str | None]
+"""(task expert, language expert, variant); None where there is none. The names of a souped side are joined by +; a
+variant is a seed of the lab, or one of several adapters of a row of their own."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One cell per unit that stands for a family on a task.
+
+    Attributes:
+        family: the method.
+        kind: `only`, where a unit has one configuration; `default`; `selected`, the best on the select documents;
+            `none`, where there is neither a default nor a split, so that nothing can be reported but `best`.
+        cells: by unit, the cells that are finished.
+        best: by unit, the cell for the papers' protocol: for `selected` and `none` the best on all documents, the
+            reported ones included; for the others the same as `cells`.
+        expected: how many units the run asks for.
+    """
+
+    family: str
+    kind: str
+    cells: Mapping[Unit, CellResult]
+    best: Mapping[Unit, CellResult]
+    expected: int
+
+    @property
+    def label(self) -> str:
+        return {"default": f"{self.family}, default", "selected": f"{self.family}, selected"}.get(
+            self.kind, self.family
+        )
+
+
+def unit_of(cell: Cell) -> Unit:
+    sides = "+".join(cell.task_expert) or None, "+".join(cell.language_expert) or None
+    return (*sides, cell.short.partition("@")[0] if cell.composition and sides == (None, None) else None)
+
+
+def has_split(task: TaskInfo) -> bool:
+    """Whether configurations can be chosen on some documents and reported on others."""
+    return bool(task.select and task.report)
+
+
+def reported(task: TaskInfo) -> tuple[int, ...]:
+    """The documents whose scores are reported: the report half, or all where there is no split."""
+    return task.report if has_split(task) else tuple(range(task.num_docs))
+
+
+def score(result: CellResult, task: TaskInfo, part: str = "report") -> float | None:
+    """A cell's primary score on the documents of a part: `select`, `report` or `all`.
+
+    Scores that only a whole corpus has (BLEU, chrF++) are the same for `report` and `all`, and None for `select`.
+    """
+    value = result.results.get(task.name)
+    if value is None:
+        return None
+    if not value.docs:
+        return None if part == "select" else value.value
+    return value.mean_over({"select": task.select, "report": reported(task), "all": tuple(value.docs)}[part])
+
+
+def choices(run: Run, task: TaskInfo) -> list[Choice]:
+    """Every family's choices on a task, in the order in which the run names families."""
+    finished = {result.cell.cell: result for result in run.results if score(result, task, "all") is not None}
+    families: dict[str, dict[Unit, list[Cell]]] = {}
+    for cell in run.cells:
+        if task.name in cell.tasks:
+            families.setdefault(cell.family, {}).setdefault(unit_of(cell), []).append(cell)
+    found = []
+    for family, units in families.items():
+        done = {unit: [finished[cell.cell] for cell in cells if cell.cell in finished] for unit, cells in units.items()}
+        done = {unit: cells for unit, cells in done.items() if cells}
+        if not done:
+            continue
+        if all(len(cells) == 1 for cells in units.values()):
+            only = {unit: cells[0] for unit, cells in done.items()}
+            found.append(Choice(family, "only", only, only, len(units)))
+            continue
+        best = _best(done, task, "all")
+        default = {unit: cell for unit, cells in done.items() for cell in cells if cell.cell.default}
+        if default:
+            found.append(Choice(family, "default", default, default, len(units)))
+        selected = _best(done, task, "select") if has_split(task) else {}
+        if selected:
+            found.append(Choice(family, "selected", selected, best, len(units)))
+        if not default and not selected:
+            found.append(Choice(family, "none", {}, best, len(units)))
+    return found
+
+
+def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> dict[Unit, CellResult]:
+    """Each unit's best cell on a part of the documents; of equals the default, then the first in the run's order."""
+    found = {}
+    sign = 1 if task.higher_is_better else -1
+    for unit, cells in units.items():
+        scored = [(value, cell) for cell in cells if (value := score(cell, task, part)) is not None]
+        if scored:
+            found[unit] = max(scored, key=lambda each: (sign * round(each[0], 12), each[1].cell.default))[1]
+    return found
+
+
+def table_choice(found: list[Choice], family: str, kind: str = "selected") -> Choice | None:
+    """What stands for a family where another one has the choice `kind`: the same kind where it has it, else its own."""
+    own = {choice.kind: choice for choice in found if choice.family == family and choice.cells}
+    return own.get(kind) or own.get("only") or own.get("selected") or own.get("default")
+
+
+def matching(one: Iterable[Unit], other: Collection[Unit]) -> Iterator[tuple[Unit, Unit, Unit]]:
+    """(unit of both, its unit in `one`, its unit in `other`): a side without an expert goes with every expert."""
+    for left in one:
+        for right in other:
+            sides = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+            if all(a == b for a, b in sides):
+                first, second, third = (a or b for a, b in zip(left, right, strict=True))
+                yield (first, second, third), left, right
+
+
+def paired(
+    one: Mapping[Unit, CellResult], other: Mapping[Unit, CellResult], task: TaskInfo
+) -> tuple[list[Unit], NDArray[np.float64]]:
+    """`one` minus `other` on the reported documents that all of them were scored on, for every unit of both.
+
+    Returns:
+        The units, and the differences (units, documents); no documents where scores are of a whole corpus.
+    """
+    pairs = [(unit, one[a].results[task.name].docs, other[b].results[task.name].docs)
+             for unit, a, b in matching(one, other)]  # fmt: skip
+    documents = [doc for doc in reported(task) if all(doc in a and doc in b for _, a, b in pairs)]
+    differences = [[a[doc] - b[doc] for doc in documents] for _, a, b in pairs]
+    return [unit for unit, _, _ in pairs], np.array(differences, float).reshape(len(pairs), len(documents))

@@ -1,0 +1,54 @@
+"""The command lines that make a run's compositions and judge them again.
+
+Knows a run's experts and settings, and the options of `compose` and `evaluate`; runs nothing.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from adapterswap.sweeps import Cell, Run
+
+__all__ = ["compose_command", "evaluate_command"]
+
+_NOT_OPTIONS = {"task", "language", "allow_negative"}
+_SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction")
+_FLAGS = ("apply_chat_template", "truncate")
+
+
+def compose_command(run: Run, cell: Cell) -> str | None:
+    """The `adapterswap compose` that writes a cell's adapter; None for what is no composition of two sides."""
+    content = cell.composition
+    if not cell.task_expert or not cell.language_expert or "allocation" in content:
+        return None
+    words = ["adapterswap", "compose"]
+    for option, names in (("-t", cell.task_expert), ("-l", cell.language_expert)):
+        for name in names:
+            words += [option, _source(run.described["experts"][name])]
+    words += ["--base-model", _source(run.described["base_model"])]
+    for key, value in {**content, **cell.output}.items():
+        if key not in _NOT_OPTIONS and (key, value) != ("method", "layer_swap"):
+            words += [f"--{key.replace('_', '-')}", str(value)]
+    words += ["--allow-negative"] if content.get("allow_negative") else []
+    return shlex.join([*words, "--out-path", cell.cell])
+
+
+def evaluate_command(run: Run, cell: Cell) -> str:
+    """The `adapterswap evaluate` that judges the adapter that `compose_command` writes, on the cell's tasks."""
+    settings: Mapping[str, Any] = run.described.get("settings", {})
+    words = ["adapterswap", "evaluate", "--base-model", _source(run.described["base_model"]), "--adapter", cell.cell]
+    words += ["--tasks", ",".join(cell.tasks)]
+    for key in _SETTINGS:
+        if settings.get(key) is not None:
+            words += [f"--{key.replace('_', '-')}", str(settings[key])]
+    words += [f"--{key.replace('_', '-')}" for key in _FLAGS if settings.get(key)]
+    if generation := settings.get("gen_kwargs"):
+        words += ["--gen-kwargs", ",".join(f"{key}={value}" for key, value in generation.items())]
+    return shlex.join(words)
+
+
+def _source(described: Mapping[str, Any]) -> str:
+    revision = described.get("revision")
+    return f"{described['source']}@{revision}" if revision else str(described["source"])

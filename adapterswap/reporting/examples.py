@@ -1,0 +1,154 @@
+"""Documents on which two methods disagree, with what each wrote: both ways round, picked by rule and not by taste.
+
+Reads a sweep's prompts and samples. What they hold was written by models and strangers: it is handed on as text, and
+whoever shows it must escape it. Knows nothing of statistics and pages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.files.smallfiles import exists
+from adapterswap.reporting.choosing import Choice, Unit, matching, reported
+from adapterswap.sweeps import CellResult, Run, TaskInfo, read_samples
+from adapterswap.sweeps.results import SAMPLES, prompts_file, read_prompts
+
+__all__ = ["Disagreements", "Example", "Output", "disagreements"]
+
+_EACH_WAY = 3
+_LONGEST = 1500  # characters of a text that is shown
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a method made of a document: its text, what filters took from it, and its primary score."""
+
+    method: str
+    text: str
+    answers: Mapping[str, str]
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document: the end of its prompt, the right answer, and the outputs."""
+
+    doc_id: int
+    question: str
+    target: str
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class Disagreements:
+    """Where one method does better than another in one unit, and the other way round.
+
+    Attributes:
+        task: the target task.
+        language: its code.
+        unit: the experts.
+        one, other: the two methods' rows.
+        better, worse: how many reported documents `one` scores higher on, and lower.
+        examples: some of each, evenly spaced among them.
+    """
+
+    task: str
+    language: str | None
+    unit: Unit
+    one: str
+    other: str
+    better: int
+    worse: int
+    examples: tuple[Example, ...]
+
+
+def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagreements | None:
+    """Where the first two of `shown` disagree, and what all of them wrote; None where that cannot be known.
+
+    Args:
+        shown: two methods that are compared, and others whose outputs are of interest beside.
+
+    Raises:
+        AdapterswapError: a file of samples or prompts is damaged.
+    """
+    found = _cells(shown, task)
+    if found is None:
+        return None
+    unit, cells = found
+    one, other = (cell.results[task.name].docs for cell in cells[:2])
+    sign = 1 if task.higher_is_better else -1
+    apart = {doc: sign * (one[doc] - other[doc]) for doc in reported(task) if doc in one and doc in other}
+    better = [doc for doc, difference in apart.items() if difference > 0]
+    worse = [doc for doc, difference in apart.items() if difference < 0]
+    chosen = [*_spaced(better), *_spaced(worse)]
+    folder = run.folder
+    files = [folder / SAMPLES / f"{cell.cell.cell}.jsonl" for cell in cells]
+    examples: list[Example] = []
+    if chosen and all(map(exists, [*files, prompts_file(folder, task.name)])):
+        prompts = read_prompts(folder, task.name)
+        samples = [
+            {row["doc_id"]: row for row in read_samples(folder, cell.cell.cell) if row["task"] == task.name}
+            for cell in cells
+        ]
+        labels = [choice.label for choice in shown]
+        examples = [
+            _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
+            for doc in chosen
+            if all(doc in rows for rows in samples)
+        ]
+    return Disagreements(
+        task.name, task.language, unit, shown[0].label, shown[1].label, len(better), len(worse), tuple(examples)
+    )
+
+
+def _cells(shown: Sequence[Choice], task: TaskInfo) -> tuple[Unit, list[CellResult]] | None:
+    """The first unit that all of `shown` have, and their cells in it."""
+    if len(shown) < 2:
+        return None
+    for unit in shown[0].cells:
+        cells = []
+        for choice in shown:
+            matched = next((other for _, _, other in matching([unit], choice.cells)), None)
+            if matched is not None and choice.cells[matched].results[task.name].docs:
+                cells.append(choice.cells[matched])
+        if len(cells) == len(shown):
+            return unit, cells
+    return None
+
+
+def _spaced(documents: list[int]) -> list[int]:
+    """A few of them, evenly spaced."""
+    if len(documents) <= _EACH_WAY:
+        return documents
+    return [documents[place * len(documents) // _EACH_WAY] for place in range(_EACH_WAY)]
+
+
+def _example(
+    doc: int, prompt: str, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], cells: Sequence[CellResult],
+    task: TaskInfo,
+) -> Example:  # fmt: skip
+    outputs = tuple(
+        Output(
+            label,
+            _text(row["output"]),
+            {str(name): _text(answer) for name, answer in row["answers"].items()},
+            cell.results[task.name].docs.get(doc),
+        )
+        for label, row, cell in zip(labels, rows, cells, strict=True)
+    )
+    return Example(doc, _question(prompt), _text(rows[0]["target"]), outputs)
+
+
+def _question(prompt: str) -> str:
+    """The end of a prompt: its last paragraph, where the question stands after the shots."""
+    last = prompt.rstrip().rpartition("\n\n")[2]
+    return last if len(last) <= _LONGEST else f"…{last[-_LONGEST:]}"
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = text.strip()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -1,0 +1,211 @@
+"""The main table of a target task: what each method scores over its units, what it keeps, and how it compares.
+
+Knows choices and statistics; knows nothing of ranks, examples and pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from adapterswap.reporting.choosing import (
+    Choice,
+    Unit,
+    choices,
+    has_split,
+    matching,
+    paired,
+    reported,
+    score,
+    table_choice,
+)
+from adapterswap.reporting.statistics import bootstrap, standard_error
+from adapterswap.sweeps import CellResult, Run, TaskInfo
+
+__all__ = ["Chosen", "Difference", "Row", "Spread", "Target", "benchmark_of", "is_english", "target_table"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A score over units.
+
+    Attributes:
+        units: how many.
+        min, mean, max: over them.
+        stderr: of the mean, for the documents alone: that of the documents' means over units; None where documents
+            have no scores of their own.
+    """
+
+    units: int
+    min: float
+    mean: float
+    max: float
+    stderr: float | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method's mean minus the reference's, paired by unit and document.
+
+    Attributes:
+        to: the reference's row.
+        units: how many units both have.
+        mean: the mean difference.
+        low, high: its 95 % interval over units and documents; None where documents have no scores of their own.
+    """
+
+    to: str
+    units: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The cell that stands for a method in one unit, and its score on the reported documents."""
+
+    unit: Unit
+    cell: str
+    configuration: str
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method on a target task.
+
+    Attributes:
+        family, kind, label: see `Choice`.
+        expected: how many units the run asks for.
+        spread: on the reported documents; None where nothing may be reported but `papers`.
+        difference: to the reference; None for the reference itself, and where no unit is common to both.
+        tasks: the same cells on every task of the run, reported documents.
+        english: their mean on the target's benchmark in English; None where the run does not have it.
+        all_languages: their mean over all languages of the target's benchmark; None where it has but one.
+        papers: the papers' protocol: on all documents, and the best configuration chosen on the same.
+        chosen: the cells.
+    """
+
+    family: str
+    kind: str
+    label: str
+    expected: int
+    spread: Spread | None
+    difference: Difference | None
+    tasks: Mapping[str, Spread]
+    english: float | None
+    all_languages: float | None
+    papers: Spread | None
+    chosen: tuple[Chosen, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The table of one target task.
+
+    Attributes:
+        task: its name.
+        language: its language's code.
+        metric: metric and filter of the score.
+        higher_is_better: whether more is better.
+        select, report: how many documents chose and reported; `select` is 0 where there is no split.
+        languages: the tasks that `all_languages` averages.
+        tasks: every task that a row has a score on, the target first.
+        rows: by family.
+    """
+
+    task: str
+    language: str | None
+    metric: str
+    higher_is_better: bool
+    select: int
+    report: int
+    languages: tuple[str, ...]
+    tasks: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def is_english(task: TaskInfo) -> bool:
+    return (task.language or "").replace("-", "_").split("_")[0] in ("en", "eng")
+
+
+def benchmark_of(task: TaskInfo) -> str | None:
+    """A task's name without its language, the same for all languages of a benchmark; None without a language."""
+    if task.language is None:
+        return None
+    place = task.name.rfind(task.language)
+    return task.name if place < 0 else task.name[:place] + task.name[place + len(task.language) :]
+
+
+def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: int) -> Target:
+    """The table of `task`, every method set against the family `reference`."""
+    found = choices(run, task)
+    benchmark = benchmark_of(task)
+    languages = [each for each in run.tasks.values() if benchmark is not None and benchmark_of(each) == benchmark]
+    rows = [_row(run, task, choice, found, languages, reference, draws, seed) for choice in found]
+    seen = {name for row in rows for name in row.tasks} - {task.name}
+    return Target(
+        task.name,
+        task.language,
+        ", ".join(part for part in task.primary if part != "none"),
+        task.higher_is_better,
+        len(task.select) if has_split(task) else 0,
+        len(reported(task)),
+        tuple(each.name for each in languages) if len(languages) > 1 else (),
+        (task.name, *(name for name in run.tasks if name in seen)),
+        tuple(rows),
+    )
+
+
+def _row(
+    run: Run, task: TaskInfo, choice: Choice, found: list[Choice], languages: Sequence[TaskInfo], reference: str,
+    draws: int, seed: int,
+) -> Row:  # fmt: skip
+    cells = list(choice.cells.values())
+    tasks = {each.name: spread for each in run.tasks.values() if (spread := _spread(cells, each)) is not None}
+    english = [tasks[each.name].mean for each in languages if is_english(each) and each.name in tasks]
+    over = [tasks[each.name].mean for each in languages if each.name in tasks]
+    return Row(
+        choice.family,
+        choice.kind,
+        choice.label,
+        choice.expected,
+        tasks.get(task.name),
+        _difference(task, choice, table_choice(found, reference, choice.kind), draws, seed),
+        tasks,
+        english[0] if english else None,
+        sum(over) / len(over) if len(over) > 1 and len(over) == len(languages) else None,
+        _spread(list(choice.best.values()), task, "all"),
+        tuple(
+            Chosen(unit, result.cell.cell, result.cell.configuration, score(result, task))
+            for unit, result in choice.cells.items()
+        ),
+    )
+
+
+def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -> Spread | None:
+    """A task's score over cells; None unless every one of them has it."""
+    values = [value for cell in cells if (value := score(cell, task, part)) is not None]
+    if not values or len(values) < len(cells):
+        return None
+    documents = [cell.results[task.name].docs for cell in cells]
+    asked = reported(task) if part == "report" else tuple(documents[0])
+    common = [doc for doc in asked if all(doc in docs for docs in documents)]
+    means = [sum(docs[doc] for docs in documents) / len(documents) for doc in common]
+    return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means))
+
+
+def _difference(task: TaskInfo, choice: Choice, reference: Choice | None, draws: int, seed: int) -> Difference | None:
+    if reference is None or not choice.cells or choice.family == reference.family:
+        return None
+    units, values = paired(choice.cells, reference.cells, task)
+    if not units:
+        return None
+    if not values.size:  # scores of a whole corpus, or no document in common
+        scores = [(score(choice.cells[a], task), score(reference.cells[b], task))
+                  for _, a, b in matching(choice.cells, reference.cells)]  # fmt: skip
+        apart = [one - other for one, other in scores if one is not None and other is not None]
+        return Difference(reference.label, len(apart), sum(apart) / len(apart), None, None) if apart else None
+    found = bootstrap(values, units, draws=draws, seed=seed)
+    return Difference(reference.label, len(units), found.mean, found.low, found.high)

@@ -1,0 +1,125 @@
+"""A report as one HTML page: no network, no external font or script, nothing in it that a model wrote is ever run.
+
+The templates, the style and the script are in `page/`. Text is escaped by Jinja, and a content security policy in the
+page allows its own script by hash and no other. Knows reports; knows nothing of runs and statistics.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from adapterswap import __version__
+from adapterswap.reporting import charts
+from adapterswap.reporting.report import Report
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = ["render_page"]
+
+
+def render_page(report: Report) -> str:
+    """The page. The same report gives the same text."""
+    from markupsafe import Markup
+
+    folder = files("adapterswap.reporting") / "page"
+    script = (folder / "script.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+    better = {target.task: target.higher_is_better for target in report.targets}
+    return _environment().get_template("report.html").render(
+        report=report,
+        version=__version__,
+        style=Markup((folder / "style.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        target_names=[target.task for target in report.targets],
+        bars=[charts.bars(target) for target in report.targets],
+        maps=[charts.heatmap(grid, higher_is_better=better[grid.task]) for grid in report.grids],
+        scatters=[charts.scatter(each) for each in _lead_indicators(report)],
+        ranked=_ranked(report),
+        lead_labels=_labels(report, report.lead),
+        recipe=_yaml(report.recipe),
+        width=charts.WIDTH, height=charts.HEIGHT, left=charts.LEFT, bottom=charts.BOTTOM,
+    )  # fmt: skip
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("adapterswap.reporting", "page"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters.update(score=_score, signed=_signed, p_value=_p_value, unit=_unit, minus=_minus)
+    return environment
+
+
+def _lead_indicators(report: Report) -> list[Any]:
+    merged = [each for each in report.indicators if each.merged in _labels(report, report.lead)]
+    return merged or list(report.indicators)
+
+
+def _labels(report: Report, family: str) -> list[str]:
+    """What a family's rows are called."""
+    return [row.label for target in report.targets for row in target.rows if row.family == family]
+
+
+def _ranked(report: Report) -> list[dict[str, Any]]:
+    """The methods by mean rank, each with its comparison with the reference, if that was ranked."""
+    if report.ranking is None:
+        return []
+    ranks = report.ranking.ranks
+    reference = next((label for label in _labels(report, report.reference) if label in ranks.mean_ranks), None)
+    rows = []
+    for label, mean_rank in sorted(ranks.mean_ranks.items(), key=lambda item: (item[1], item[0])):
+        found = next((each for each in ranks.comparisons if {each.one, each.other} == {label, reference}), None)
+        sign = 1 if found is not None and found.one == label else -1
+        rows.append(
+            {
+                "label": label,
+                "rank": mean_rank,
+                "difference": None if found is None else sign * found.difference,
+                "nemenyi": None if found is None else found.nemenyi,
+                "wilcoxon": None if found is None else found.wilcoxon,
+            }
+        )
+    return rows
+
+
+def _yaml(content: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100) if content else ""
+
+
+def _score(value: float | None) -> str:
+    """Shares with three decimals, scores on other scales with one."""
+    if value is None:
+        return "–"
+    return _minus(f"{value:.3f}" if abs(value) <= 1 else f"{value:.1f}")
+
+
+def _signed(value: float) -> str:
+    text = f"{value:+.3f}" if abs(value) <= 1 else f"{value:+.1f}"
+    return _minus("0.000" if float(text) == 0 else text)
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def _p_value(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
+
+
+def _unit(unit: Iterable[str | None]) -> str:
+    return " + ".join(part for part in unit if part is not None) or "–"

@@ -1,0 +1,129 @@
+"""Open what a report is about: the folder of a sweep or of a lab run, as the same data.
+
+A lab run becomes a run of cells without select documents: each seed is a unit of its own, its methods are families with
+one cell each, and its choices were made on a development set before. Knows nothing of statistics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.files.smallfiles import exists, open_regular, read_json
+from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, read_run
+
+__all__ = ["RESULTS", "Source", "lab_source", "open_source"]
+
+RESULTS, ANSWERS = "results.json", "answers.jsonl"
+_LAB = "adapterswap-lab/1"
+_SWEEP_FILE = "sweep.json"
+_MEND = "Give the folder that adapterswap sweep or adapterswap lab wrote"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run, and what a report says of it.
+
+    Attributes:
+        run: tasks and cells.
+        kind: `sweep` or `lab`.
+        name: the folder's own name.
+        units: what methods are averaged over: `pairs` of experts, or `seeds`.
+        commands: what was run to make it.
+        remarks: what its reader should know.
+        development: (bottom, top) → score on documents that no task of the run has; empty for a sweep.
+    """
+
+    run: Run
+    kind: str
+    name: str
+    units: str
+    commands: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+    development: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+
+def open_source(folder: str | Path) -> Source:
+    """The sweep or lab run in `folder`.
+
+    Raises:
+        AdapterswapError: it is neither, it is damaged, or no cell is finished.
+    """
+    folder = Path(folder)
+    if exists(folder / _SWEEP_FILE):
+        run = read_run(folder)
+        if not run.results:
+            raise AdapterswapError(f"no cell of {folder} is finished", "Run the sweep; it goes on where it was")
+        name = folder.resolve().name
+        return Source(run, "sweep", name, "pairs", (f"adapterswap sweep recipe.yaml --out-path {name}",))
+    if exists(folder / RESULTS) and exists(folder / ANSWERS):
+        content = read_json(folder / RESULTS, _MEND)
+        if content.get("format") == _LAB:
+            with open_regular(folder / ANSWERS, _MEND) as file:
+                return _damage_told(folder, content, file.read())
+    raise AdapterswapError(f"{folder} is the folder of no sweep and of no lab run", _MEND)
+
+
+def _damage_told(folder: Path, content: Mapping[str, Any], answers: bytes) -> Source:
+    try:
+        rows = [json.loads(line) for line in answers.splitlines()]
+        return lab_source(folder, content, rows)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterswapError(f"{folder} is damaged: {error!r}", "Run the lab again, --overwrite") from None
+
+
+def lab_source(folder: Path, content: Mapping[str, Any], answers: list[Mapping[str, Any]]) -> Source:
+    """A lab run from the content of its results.json and of the rows of its answers.jsonl.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: they are not what the lab writes.
+    """
+    number = int(content["problems"])
+    tasks = {
+        code: TaskInfo(f"maths, {code}", role, code, ("exact_match", "none"), True, number, (), tuple(range(number)))
+        for code, role in (("xx", "target"), ("en", "retention"))
+    }
+    chosen = {seed["seed"]: f"bottom={seed['bottom']},top={seed['top']}" for seed in content["seeds"]}
+    scales = {seed["seed"]: f"scale={seed['scale']:g}" for seed in content["seeds"]}
+    configurations = {"layer swap": chosen, "inverse swap": chosen, "reset": chosen, "tuned sum": scales}
+    right: dict[tuple[int, str], dict[str, TaskValue]] = {}
+    for row in answers:
+        docs = {place: float("01".index(mark)) for place, mark in enumerate(row["right"])}
+        if len(docs) != number:
+            raise ValueError(f"{len(docs)} answers of {number}")
+        mean = sum(docs.values()) / number
+        value = TaskValue(mean, None, {"exact_match,none": mean}, docs)
+        right.setdefault((row["seed"], row["method"]), {})[tasks[row["language"]].name] = value
+    results = []
+    for method in content["methods"]:
+        for seed in chosen:
+            configuration = configurations.get(method, {}).get(seed, "")
+            cell = Cell(
+                cell=f"seed-{seed}/{method}",
+                family=method,
+                task_expert=(),
+                language_expert=(),
+                composition={"chosen": configuration},
+                output={},
+                short=f"seed {seed}@{configuration}",
+                default=False,
+                tasks=tuple(task.name for task in tasks.values()),
+            )
+            results.append(CellResult(cell, right[seed, method], {}))
+    described = {"recipe": {"scene": content["scene"], "methods": content["methods"]}, "versions": content["versions"]}
+    named = {task.name: task for task in tasks.values()}
+    run = Run(folder, described, named, tuple(result.cell for result in results), tuple(results))
+    grids = [{(cell["bottom"], cell["top"]): cell["xx"] for cell in s["development"]["grid"]} for s in content["seeds"]]
+    return Source(
+        run,
+        "lab",
+        folder.resolve().name,
+        "seeds",
+        (f"adapterswap lab --seeds {len(chosen)} --scene {content['scene']['name']}",),
+        (content["caveat"], content["scene"]["question"]),
+        {zone: sum(grid[zone] for grid in grids) / len(grids) for zone in grids[0]},
+    )

@@ -1,0 +1,224 @@
+"""What holds across methods and settings: ranks, merging indicators, and the landscape of zones.
+
+Knows choices and statistics; knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from adapterswap.files.yamlfiles import validate
+from adapterswap.planning.compositions import Composition
+from adapterswap.reporting.choosing import Choice, Unit, choices, has_split, matching, score, table_choice, unit_of
+from adapterswap.reporting.ranks import Ranks, rank
+from adapterswap.reporting.statistics import Correlation, correlate
+from adapterswap.sweeps import Cell, Run, TaskInfo
+
+__all__ = ["Grid", "GridCell", "Indicator", "Ranking", "grids", "indicators", "is_single", "ranking"]
+
+_ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+_NAMES = {"method", "task", "language"}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Methods ranked over settings; a setting is a target task and a unit.
+
+    Attributes:
+        methods: the label of each family's row that was ranked.
+        left_out: families that fewer than half of the settings have.
+        dropped: settings that a ranked family lacks.
+        ranks: the tests.
+    """
+
+    methods: tuple[str, ...]
+    left_out: tuple[str, ...]
+    dropped: int
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Indicator:
+    """An expert's own score on a task, and what its compositions score on the target.
+
+    Attributes:
+        experts: whose scores: `task expert`, `language expert`.
+        signal: the task of the expert's own score.
+        target: the target task.
+        merged: the row of the compositions.
+        points: (expert, its own score, the mean of its compositions).
+        correlation: over the points.
+    """
+
+    experts: str
+    signal: str
+    target: str
+    merged: str
+    points: tuple[tuple[str, float, float], ...]
+    correlation: Correlation
+
+
+@dataclass(frozen=True)
+class GridCell:
+    """One choice of bottom and top layers: its mean on all documents over `units`, and in how many it was selected."""
+
+    bottom: int
+    top: int
+    mean: float
+    units: int
+    selected: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The landscape of b and u for one family, its transition zones and its other settings.
+
+    Attributes:
+        task: whose score it is.
+        family: the method.
+        settings: transition zones and what else is fixed: `bottom_transition=1, top_transition=0`.
+        cells: in order of bottom, then top.
+    """
+
+    task: str
+    family: str
+    settings: str
+    cells: tuple[GridCell, ...]
+
+
+def ranking(run: Run, targets: list[TaskInfo], reference: str) -> Ranking | None:
+    """Every family by its selected configuration (its default, or only one, where it has none), over all settings.
+
+    Wilcoxon's test sets them against the family `reference`.
+    """
+    table: dict[str, dict[tuple[str, Unit], float]] = {}
+    labels: dict[str, str] = {}
+    settings: list[tuple[str, Unit]] = []
+    for task in targets:
+        standing = _standing(choices(run, task))
+        units = dict.fromkeys(unit for choice in standing for unit in choice.cells)
+        most = max((_sides(unit) for unit in units), default=0)
+        whole = [unit for unit in units if _sides(unit) == most]
+        settings += [(task.name, unit) for unit in whole]
+        sign = 1 if task.higher_is_better else -1
+        for choice in standing:
+            labels.setdefault(choice.family, choice.label)
+            for unit in whole:
+                mean = _mean_at(unit, choice, task)
+                if mean is not None:
+                    table.setdefault(choice.family, {})[task.name, unit] = sign * mean
+    ranked = [family for family in labels if len(table.get(family, ())) * 2 >= len(settings)]
+    complete = [setting for setting in settings if all(setting in table[family] for family in ranked)]
+    scores = [[table[family][setting] for family in ranked] for setting in complete]
+    found = rank(scores, [labels[family] for family in ranked], labels.get(reference))
+    if found is None:
+        return None
+    left_out = tuple(labels[family] for family in labels if family not in ranked)
+    ranked_labels = tuple(labels[family] for family in ranked)
+    return Ranking(ranked_labels, left_out, len(settings) - len(complete), found)
+
+
+def _standing(found: list[Choice]) -> list[Choice]:
+    families = dict.fromkeys(choice.family for choice in found)
+    return [choice for family in families if (choice := table_choice(found, family)) is not None]
+
+
+def _sides(unit: Unit) -> int:
+    return sum(side is not None for side in unit)
+
+
+def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:
+    """The mean over a choice's cells that go with `unit`."""
+    values = [score(choice.cells[other], task) for _, _, other in matching([unit], choice.cells)]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
+    """Correlations of experts' own scores, on every task, with the mean of the compositions that they are in.
+
+    The experts' scores are taken on the select documents where there is a split, the compositions' on the reported
+    ones: chance that both share would look like a correlation. A point is an expert, since a point for every pair would
+    count each expert many times.
+    """
+    standing = _standing(choices(run, target))
+    found = []
+    for merged in standing:
+        if any(is_single(result.cell) for result in merged.cells.values()):
+            continue
+        for family in dict.fromkeys(result.cell.family for result in run.results):
+            if not family.endswith(" expert"):
+                continue
+            own = {unit_of(result.cell): result for result in run.results if result.cell.family == family}
+            means = {unit: mean for unit in own if (mean := _mean_at(unit, merged, target)) is not None}
+            for signal in run.tasks.values():
+                part = "select" if has_split(signal) else "all"
+                points = [
+                    ("+".join(filter(None, unit)), value, mean)
+                    for unit, mean in means.items()
+                    if (value := score(own[unit], signal, part)) is not None
+                ]
+                if len(points) > 1:
+                    numbers = correlate([x for _, x, _ in points], [y for _, _, y in points])
+                    found.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
+    return found
+
+
+def is_single(cell: Cell) -> bool:
+    """Whether a cell composes nothing: the base, an expert, another adapter."""
+    return cell.family == "base" or cell.family.endswith(" expert") or list(cell.composition) == ["allocation"]
+
+
+def grids(run: Run, target: TaskInfo) -> list[Grid]:
+    """Every landscape of bottom and top layers with two cells or more.
+
+    Raises:
+        AdapterswapError: a cell's composition is damaged.
+    """
+    values: dict[tuple[str, str], dict[tuple[int, int], list[float]]] = {}
+    votes: Counter[str] = Counter()
+    for choice in choices(run, target):
+        if choice.kind == "selected":
+            votes.update(result.cell.cell for result in choice.cells.values())
+    selected: Counter[tuple[str, str, int, int]] = Counter()
+    layers = run.described.get("num_layers")
+    for result in run.results:
+        mean = score(result, target, "all")
+        placed = _zones(result.cell, layers)
+        if mean is None or placed is None:
+            continue
+        (bottom, top), settings = placed
+        key = result.cell.family, settings
+        values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
+        selected[(*key, bottom, top)] += votes[result.cell.cell]
+    return [
+        Grid(
+            target.name,
+            family,
+            settings,
+            tuple(
+                GridCell(bottom, top, sum(found) / len(found), len(found), selected[family, settings, bottom, top])
+                for (bottom, top), found in sorted(by_zone.items())
+            ),
+        )
+        for (family, settings), by_zone in values.items()
+        if len(by_zone) > 1
+    ]
+
+
+def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | None:
+    """A layer swap's (bottom, top), and what else it sets, as text; None for what has no zones."""
+    if num_layers is None or not cell.task_expert or not cell.composition:
+        return None
+    composition = validate(dict(cell.composition), Composition, where=f"the cell {cell.short}")
+    if composition.method != "layer_swap" or composition.partition or composition.allocation is not None:
+        return None
+    bottom, top, *transition = composition.zones(num_layers)
+    rest: Mapping[str, object] = {
+        **dict(zip(_ZONES[2:], transition, strict=True)),
+        **{key: value for key, value in cell.composition.items() if key not in {*_ZONES, *_NAMES}},
+        **cell.output,
+    }
+    return (bottom, top), ", ".join(f"{key}={value}" for key, value in rest.items())

@@ -1,0 +1,204 @@
+"""A report as plain data: everything that its page, its tables and its JSON say.
+
+Knows what belongs into a report; knows nothing of how it is shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from adapterswap import __version__
+from adapterswap.errors import AdapterswapError
+from adapterswap.reporting.choosing import Choice, choices, table_choice
+from adapterswap.reporting.commands import compose_command, evaluate_command
+from adapterswap.reporting.examples import Disagreements, disagreements
+from adapterswap.reporting.headline import Target, target_table
+from adapterswap.reporting.reading import Source
+from adapterswap.reporting.relations import (
+    Grid,
+    GridCell,
+    Indicator,
+    Ranking,
+    grids,
+    indicators,
+    is_single,
+    ranking,
+)
+from adapterswap.sweeps import Run
+
+__all__ = ["DRAWS", "Report", "default_reference", "make_report"]
+
+DRAWS = 10_000
+_LIBRARIES = ("jinja2", "scipy")
+_LEADS = ("layer_swap", "layer swap")
+_REFERENCES = ("soup", "task expert", "math expert", "base")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report says.
+
+    Attributes:
+        name: of the run's folder.
+        kind, units, remarks: see `Source`.
+        reference: the family that the others are compared with.
+        lead: the family whose landscape, indicators and examples are shown first.
+        cells, finished: how many cells were asked for, and are there.
+        missing: family → how many of its cells are not there.
+        targets: a table for each target task.
+        ranking: over all targets and units; None where too few settings are complete.
+        indicators: correlations of experts' own scores with their compositions'.
+        grids: landscapes of bottom and top layers.
+        disagreements: by target task.
+        commands: to run it again.
+        compositions: (row, command to compose, command to judge) for each selected cell of the lead.
+        draws, seed: of the bootstrap.
+        experts, recipe, settings, versions: as the run describes them.
+    """
+
+    name: str
+    kind: str
+    units: str
+    remarks: tuple[str, ...]
+    reference: str
+    lead: str
+    cells: int
+    finished: int
+    missing: Mapping[str, int]
+    targets: tuple[Target, ...]
+    ranking: Ranking | None
+    indicators: tuple[Indicator, ...]
+    grids: tuple[Grid, ...]
+    disagreements: tuple[Disagreements, ...]
+    commands: tuple[str, ...]
+    compositions: tuple[tuple[str, str, str], ...]
+    draws: int
+    seed: int
+    experts: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    versions: Mapping[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """summary.json: all numbers, without the examples, which hold strangers' text."""
+        content = asdict(self)
+        content["disagreements"] = [
+            {key: value for key, value in each.items() if key != "examples"} for each in content["disagreements"]
+        ]
+        return {"format": "adapterswap-report/1", "adapterswap_version": __version__, **content}
+
+
+def default_reference(run: Run) -> str:
+    """What methods are compared with by default: soup, else the task expert, else the base, else the first."""
+    families = list(dict.fromkeys(result.cell.family for result in run.results))
+    return next((family for family in _REFERENCES if family in families), families[0])
+
+
+def make_report(source: Source, *, reference: str | None = None, draws: int = DRAWS, seed: int = 0) -> Report:
+    """Everything that can be said of a run.
+
+    Args:
+        source: from `open_source`.
+        reference: a family of the run.
+        draws: of the bootstrap.
+        seed: of the bootstrap; the same seed gives the same report.
+
+    Raises:
+        AdapterswapError: the `report` extra is not installed; the run has no such family, no finished target task, or
+            a damaged file of samples.
+    """
+    _require_libraries()
+    run = source.run
+    families = list(dict.fromkeys(result.cell.family for result in run.results))
+    reference = default_reference(run) if reference is None else reference
+    if reference not in families:
+        raise AdapterswapError(f"the run has no method {reference!r}", f"Give one of: {', '.join(families)}")
+    lead = _lead(run, families, reference)
+    targets = [task for task in run.tasks.values() if task.role == "target" and choices(run, task)]
+    if not targets:
+        raise AdapterswapError(f"no target task of {source.name} is finished", "Run the sweep; it goes on where it was")
+    tables = [target_table(run, task, reference, draws=draws, seed=seed) for task in targets]
+    landscapes = [grid for task in targets for grid in grids(run, task)]
+    if source.development:
+        landscapes.append(_development(source))
+    apart = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
+    described = run.described
+    return Report(
+        source.name,
+        source.kind,
+        source.units,
+        source.remarks,
+        reference,
+        lead,
+        len(run.cells),
+        len(run.results),
+        dict(Counter(cell.family for cell in run.unfinished)),
+        tuple(tables),
+        ranking(run, targets, reference),
+        tuple(indicator for task in targets for indicator in indicators(run, task)),
+        tuple(landscapes),
+        tuple(each for each in apart if each is not None),
+        (*source.commands, f"adapterswap report {source.name} --reference {reference!r} --seed {seed}"),
+        tuple(_compositions(run, tables, lead)),
+        draws,
+        seed,
+        described.get("experts", {}),
+        described.get("recipe", {}),
+        described.get("settings", {}),
+        described.get("versions", {}),
+    )
+
+
+def _require_libraries() -> None:
+    from importlib.util import find_spec
+
+    if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
+        raise AdapterswapError(
+            f"a report needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[report]'"
+        )
+
+
+def _lead(run: Run, families: list[str], reference: str) -> str:
+    """Layer swap by its usual names, else the composition with the most cells, else whatever is not the reference."""
+    if found := [name for name in _LEADS if name in families and name != reference]:
+        return found[0]
+    others = [family for family in families if family != reference] or families
+    single = {result.cell.family for result in run.results if is_single(result.cell)}
+    composed = [family for family in others if family not in single] or others
+    counts = Counter(result.cell.family for result in run.results)
+    return max(composed, key=lambda family: counts[family])
+
+
+def _shown(found: list[Choice], lead: str, reference: str) -> list[Choice]:
+    """Lead and reference, and what the lead is made for improving: the task expert, else the base."""
+    names = dict.fromkeys([lead, reference])
+    for name in ("task expert", "base"):
+        if len(names) < 3:
+            names[name] = None
+    standing = [table_choice(found, name) for name in names]
+    return [choice for choice in standing if choice is not None] if all(standing[:2]) else []
+
+
+def _development(source: Source) -> Grid:
+    task = next(iter(source.run.tasks))
+    votes = Counter(result.cell.configuration for result in source.run.results if result.cell.family in _LEADS)
+    cells = tuple(
+        GridCell(bottom, top, mean, sum(votes.values()), votes[f"bottom={bottom},top={top}"])
+        for (bottom, top), mean in sorted(source.development.items())
+    )
+    return Grid(task, "layer swap", "development problems", cells)
+
+
+def _compositions(run: Run, tables: list[Target], lead: str) -> list[tuple[str, str, str]]:
+    by_id = {result.cell.cell: result.cell for result in run.results}
+    found: dict[str, tuple[str, str, str]] = {}
+    for table in tables:
+        rows = [row for row in table.rows if row.family == lead]
+        for chosen in rows[-1].chosen if rows else ():
+            cell = by_id[chosen.cell]
+            if command := compose_command(run, cell):
+                found.setdefault(chosen.cell, (cell.short, command, evaluate_command(run, cell)))
+    return list(found.values())
