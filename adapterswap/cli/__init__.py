@@ -28,9 +28,12 @@ COMMANDS = {
     "verify": "Recompute a composed adapter from its sources and compare.",
     "diff": "Compare two adapters: distance and cosine of their ΔW.",
     "analyze": "Show where experts changed their base, layer by layer.",
+    "suggest": "Propose layers for two experts, with the reasons.",
     "train": "Train an expert from a recipe.",
     "recipes": "List, show, copy and check recipes.",
     "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",
+    "sweep": "Judge many compositions over one loaded base.",
+    "report": "Write one HTML page, LaTeX and CSV of a sweep or a lab run.",
     "serve": "Serve compositions by name with vLLM.",
     "lab": "Tell the whole story on an embedded pico model, offline.",
 }

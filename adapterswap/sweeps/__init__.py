@@ -1,11 +1,31 @@
 """Sweeps: many compositions judged over one loaded base, in a folder that can be gone on with and read back.
 
-`sweep` runs a recipe, `read_run` reads its folder. Imports neither torch nor lm-evaluation-harness until something is
-evaluated.
+`sweep` runs a recipe, `read_run` reads its folder, `summarize` makes a few rows of it. Imports neither torch nor
+lm-evaluation-harness until something is evaluated.
 """
 
 from __future__ import annotations
 
-from adapterswap.sweeps.results import Cell, CellResult, Run, TaskInfo, TaskValue, read_run, read_samples
+from adapterswap.sweeps.preparing import prepare
+from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
+from adapterswap.sweeps.results import Cell, CellResult, Run, TaskInfo, TaskValue, read_prompts, read_run, read_samples
+from adapterswap.sweeps.running import Progress, sweep
+from adapterswap.sweeps.summary import Row, summarize
 
-__all__ = ["Cell", "CellResult", "Run", "TaskInfo", "TaskValue", "read_run", "read_samples"]
+__all__ = [
+    "Cell",
+    "CellResult",
+    "Progress",
+    "Row",
+    "Run",
+    "SweepRecipe",
+    "TaskInfo",
+    "TaskValue",
+    "prepare",
+    "read_prompts",
+    "read_run",
+    "read_samples",
+    "read_sweep_recipe",
+    "summarize",
+    "sweep",
+]

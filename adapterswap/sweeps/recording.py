@@ -58,19 +58,20 @@ def check_out_path(
 
 
 def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to go on with another sweep; keys that `described` lacks are not compared."""
-    mend = f"Run it with the recipe and versions that {folder} was begun with, give another path, or --overwrite"
+    """Refuse to go on with another sweep; what `described` does not say yet is not compared.
+
+    The recipe may be worded differently, as long as it means the same.
+    """
+    mend = f"Run it as {folder} was begun, give another path, or --overwrite"
     problems = Problems()
-    for key, value in described.items():
-        other = stored.get(key)
-        if isinstance(value, dict) and isinstance(other, dict) and key in ("recipe", "settings", "versions"):
-            changed = [name for name in {**value, **other} if name in value and value[name] != other.get(name)]
-            changed += [name for name in other if key == "recipe" and name not in value]
+    for key in described.keys() - {"recipe"}:
+        value, other = described[key], stored.get(key)
+        if key in ("settings", "versions") and isinstance(other, dict):
+            changed = [f"{key}.{name}" for name in value if value[name] != other.get(name)]
         else:
             changed = [] if value == other else [key]
-        for name in changed:
-            where = name if name == key else f"{key}.{name}"
-            problems.add(f"{folder} holds another sweep: its {where} differs", mend)
+        for name in sorted(changed):
+            problems.add(f"{folder} holds another sweep, begun with other {name}", mend)
     problems.raise_if_any()
 
 

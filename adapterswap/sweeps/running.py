@@ -8,7 +8,7 @@ loaded beside the experts, and removed again. Prints nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from adapterswap.sweeps.preparing import Prepared, prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.recording import recording
 from adapterswap.sweeps.results import Cell, CellResult, Run, TaskValue, read_run
+from adapterswap.sweeps.summary import better, cell_value
 
 if TYPE_CHECKING:
     from adapterswap.evaluation import EvaluationResult
@@ -35,7 +36,8 @@ class Progress:
         done, total: cells.
         cell: the short name of the one that is being judged; empty when there is none.
         requests, requests_total: of that cell.
-        last: the cell that was just finished.
+        best: the best cell so far, by the mean of its target tasks.
+        value: that mean.
     """
 
     done: int
@@ -43,7 +45,8 @@ class Progress:
     cell: str = ""
     requests: int = 0
     requests_total: int = 0
-    last: CellResult | None = None
+    best: Cell | None = None
+    value: float | None = None
 
 
 Tell = Callable[[Progress], None]
@@ -86,8 +89,11 @@ def sweep(
             judge = _Judge(prepared, device, dtype)
             record.begin(judge.described)
         alike = {_identity(result.cell): result for result in record.results}
+        best: CellResult | None = None
+        for finished in record.results:
+            best = better(best, finished, prepared.tasks)
         for cell in pending:
-            now = Progress(len(record.results), len(cells), cell.short)
+            now = _progress(record.results, best, prepared, cell)
             tell(now)
             if (like := alike.get(_identity(cell))) is not None:
                 record.add_copy(replace(like, cell=cell, seconds={"switch": 0.0, "evaluate": 0.0}), like)
@@ -97,7 +103,8 @@ def sweep(
                     record.keep_prompts(task, {s.doc_id: s.prompt for s in found.samples if s.task == task})
                 record.add(result, _samples(found))
                 alike[_identity(cell)] = result
-            tell(Progress(len(record.results), len(cells), last=record.results[-1]))
+            best = better(best, record.results[-1], prepared.tasks)
+        tell(_progress(record.results, best, prepared))
     return read_run(out_path)
 
 
@@ -107,6 +114,14 @@ def is_live(prepared: Prepared, cell: Cell) -> bool:
 
     plan = prepared.plans[cell.cell]
     return plan is None or (not cell.output and why_not_live(plan) is None)
+
+
+def _progress(
+    results: Sequence[CellResult], best: CellResult | None, prepared: Prepared, cell: Cell | None = None
+) -> Progress:
+    value = None if best is None else cell_value(best, prepared.tasks)
+    total = len(prepared.grid.cells)
+    return Progress(len(results), total, cell.short if cell else "", best=best.cell if best else None, value=value)
 
 
 def _requests(now: Progress, tell: Tell) -> Callable[[int, int], None]:

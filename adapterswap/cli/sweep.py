@@ -1,0 +1,162 @@
+"""`adapterswap sweep`: a recipe → many compositions judged over one loaded base → a folder, and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterswap.cli.printing import note, print_json
+
+if TYPE_CHECKING:
+    from adapterswap.sweeps import Progress, Row, Run
+    from adapterswap.sweeps.estimating import Estimate
+
+
+@click.command("sweep")
+@click.argument("recipe")
+@click.option("-o", "--out-path", required=True, metavar="RUN", help="Folder to write, or to go on with.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value: settings.num_fewshot=2.")
+@click.option("--base-model", metavar="PATH|ID", help="The base, instead of the recipe's.")
+@click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")
+@click.option("--batch-size", type=int, metavar="N", help="Short for --set settings.batch_size=N.")
+@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda, cuda:N, mps.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Of the base; auto: as stored.",
+)
+@click.option("--overwrite", is_flag=True, help="Begin anew where the folder holds a sweep.")
+@click.option("--dry-run", is_flag=True, help="Check everything and count; load no weights, write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    recipe: str,
+    out_path: str,
+    overrides: tuple[str, ...],
+    base_model: str | None,
+    limit: float | None,
+    batch_size: int | None,
+    device: str,
+    dtype: str,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Judge many compositions over one loaded base.
+
+    RECIPE is a YAML file, or the name of a shipped recipe such as sweep/llama-3.1-8b/swahili. It names a base, task and
+    language experts, grids of compositions, and tasks as evaluate takes them. The base and the experts are loaded once,
+    and results are recorded as they come. Stopped or killed, the same command goes on where it was.
+    """
+    from pathlib import Path
+
+    from adapterswap.evaluation.subjects import choose_device
+    from adapterswap.shipped import find_recipe
+    from adapterswap.sweeps import prepare, read_sweep_recipe, summarize, sweep
+    from adapterswap.sweeps.estimating import estimate
+    from adapterswap.sweeps.recording import check_out_path
+
+    short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
+    settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    prepared = prepare(read_sweep_recipe(find_recipe(recipe, "sweep"), settings))
+    if dry_run:
+        choose_device(device)
+        finished = check_out_path(Path(out_path), prepared.described, overwrite=overwrite)
+        expected = estimate(prepared, finished)
+        print_json({"dry_run": True, **expected.as_json()}) if as_json else _print_estimate(expected)
+        note("nothing evaluated (--dry-run)")
+        return
+    with _progress() as tell:
+        run = sweep(prepared, out_path, device=device, dtype=dtype, overwrite=overwrite, tell=tell)
+    rows = summarize(run)
+    if as_json:
+        finished_rows = [row.as_json() for row in rows]
+        print_json({"dry_run": False, "cells": len(run.results), "families": finished_rows, "out_path": out_path})
+    else:
+        _print(rows, run)
+    note(f"written to {out_path}: adapterswap report {out_path} shows it")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr with the best so far; where that is no terminal, a line at every tenth."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    told = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+        cells, requests = bars.add_task("cells", total=None), bars.add_task("requests", total=None)
+
+        def tell(progress: Progress) -> None:
+            nonlocal told
+            best = "" if progress.best is None else f", best {progress.value:.3f} {progress.best.short}"
+            if console.is_terminal:
+                bars.update(cells, completed=progress.done, total=progress.total, description=f"cells{best}")
+                total = progress.requests_total or None
+                bars.update(requests, completed=progress.requests, total=total, description=progress.cell)
+            elif (tenths := progress.done * 10 // progress.total) > told:
+                told = tenths
+                note(f"{progress.done} of {progress.total} cells{best}")
+
+        yield tell
+
+
+def _print_estimate(expected: Estimate) -> None:
+    families = ", ".join(f"{count} {name}" for name, count in expected.families.items())
+    documents = ", ".join(f"{name} {count}" for name, count in expected.documents.items())
+    left = expected.cells - expected.finished
+    lines = {
+        "cells": f"{expected.cells:,}: {families}",
+        "left out": f"{expected.left_out:,} whose zones overlap",
+        "finished": f"{expected.finished:,}; {left:,} to judge",
+        "documents": documents,
+        "requests": f"{expected.requests:,}",
+        "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first",
+        "time": "not estimated: no cell is finished yet" if expected.seconds is None else _duration(expected.seconds),
+    }
+    if expected.repeated:
+        lines["repeated"] = f"{expected.repeated:,} compositions that a family holds twice, judged once"
+    for label, text in lines.items():
+        click.echo(f"{label:<12}{text}")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
+
+
+def _print(rows: list[Row], run: Run) -> None:
+    """A table of families on stdout, in full also where that is no terminal."""
+    from sys import stdout
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    table.add_column("family", overflow="fold")
+    for head in ("n", "min", "mean", "max"):
+        table.add_column(head, justify="right")
+    table.add_column("best configuration", overflow="fold")
+    table.add_column("chosen at", justify="right")
+    table.add_column("reported at", justify="right")
+    for row in rows:
+        values = [_number(value) for value in (row.minimum, row.mean, row.maximum)]
+        halves = [_number(value) for value in (row.chosen_at, row.reported_at)]
+        chosen = ["", "", halves[1]] if row.best is None else [row.best or "(defaults)", *halves]
+        table.add_row(row.family, str(row.n), *values, *chosen)
+    Console(file=stdout, width=None if stdout.isatty() else 120).print(table)
+    targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
+    click.echo(f"\nMeans over {', '.join(targets)}.")
+    click.echo("Configurations are chosen on one part of the documents, and reported on the other.")
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:.3f}"
