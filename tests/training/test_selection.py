@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval.tasks import TaskManager
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation import Settings, evaluate
+from adapterswap.evaluation.mgsm import mgsm_task_names
+from adapterswap.shipped import shipped_recipes
 from adapterswap.training import TrainRecipe, estimate, judging, train
 from adapterswap.training.selection import Judged, SelectionOptions, best_first, is_judged, worn_out
 
@@ -278,6 +282,16 @@ def test_maths_in_the_target_language_is_told_of() -> None:
     assert SelectionOptions(tasks=["belebele_swh_Latn", "mgsm_native_cot_en"]).notes() == []
     (note,) = SelectionOptions(tasks=["belebele_swh_Latn", "mgsm_native_cot_sw"]).notes()
     assert note.startswith("selection by mgsm_native_cot_sw: ")
+
+
+def test_shipped_selections_name_tasks_that_the_harness_has() -> None:
+    fragments = [path for name, path in shipped_recipes("regimes").items() if "/select-" in name]
+    assert len(fragments) == 5
+    known = {*TaskManager().all_tasks, *mgsm_task_names()}
+    for path in fragments:
+        options = SelectionOptions.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))["selection"])
+        assert known.issuperset(options.tasks), path
+        assert options.notes() == []
 
 
 def row(step: int, score: float) -> Judged:
