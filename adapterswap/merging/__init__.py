@@ -62,7 +62,7 @@ class Merged:
 
 def merge(
     plan: Plan | ModelPlan | Adapter | str | Path,
-    base_model: str | None = None,
+    base_model: str | Path | None = None,
     *,
     out_path: str | Path,
     max_shard_size: str | None = None,
@@ -94,6 +94,7 @@ def merge(
             result overflows its dtype; no such device.
     """
     form = ModelForm(max_shard_size, dtype)
+    base_model = None if base_model is None else str(base_model)
     check_target(Path(out_path), overwrite=overwrite)  # before the work, and again when it is published
     if isinstance(plan, Adapter | str | Path):
         plan = adapter_plan(plan, base_model)

@@ -1,0 +1,186 @@
+"""Checkpoints that are damaged, lie or do not belong together: an error with its mend, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from crafting import edit_header, snapshot
+
+import adapterswap
+from merging.conftest import save_like, weights
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def pair(model: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
+    """Two full experts; the second one is this test's own, in three shards, to be damaged."""
+    return model(seed=1), save_like(tmp_path / "own", model(), weights(model(seed=2)), shards=3)
+
+
+def refused(run: Run, pair: tuple[Path, Path], tmp_path: Path, *more: object) -> str:
+    """What is told; no folder is left behind."""
+    before = snapshot(tmp_path)
+    result = run("merge", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", "--bottom", 2, "--top", 1, *more)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert snapshot(tmp_path) == before
+    return result.stderr
+
+
+def change(folder: Path, name: str, tensor: torch.Tensor | None, **more: torch.Tensor) -> None:
+    state = weights(folder)
+    if tensor is None:
+        del state[name]
+    else:
+        state[name] = tensor
+    shutil.copytree(folder, folder.with_name("copy"))
+    shutil.rmtree(folder)
+    save_like(folder, folder.with_name("copy"), {**state, **more})
+    shutil.rmtree(folder.with_name("copy"))
+
+
+def test_a_missing_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (pair[1] / "model-00002-of-00003.safetensors").unlink()
+    told = refused(run, pair, tmp_path)
+    assert "model-00002-of-00003.safetensors" in told
+
+
+def test_a_truncated_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    path = pair[1] / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    assert "is truncated" in refused(run, pair, tmp_path)
+
+
+def test_an_index_that_lies(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    index = pair[1] / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
+    content["weight_map"]["lm_head.weight"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(content))
+    told = refused(run, pair, tmp_path)
+    assert "model.safetensors.index.json says that" in told
+    assert "Download or save the model again" in told
+
+
+def test_a_shard_outside_the_folder(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    index = pair[1] / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../other.safetensors"}}))
+    assert "is no index of safetensors shards" in refused(run, pair, tmp_path)
+
+
+def test_pickled_weights(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for path in [*pair[1].glob("*.safetensors"), pair[1] / "model.safetensors.index.json"]:
+        path.unlink()
+    (pair[1] / "pytorch_model.bin").write_bytes(b"\x80")
+    told = refused(run, pair, tmp_path)
+    assert "pickled weights (.bin)" in told
+    assert "save_pretrained writes safetensors" in told
+
+
+def test_another_architecture(run: Run, pair: tuple[Path, Path], model: Callable[..., Path], tmp_path: Path) -> None:
+    told = refused(run, (pair[0], model("qwen2", seed=1)), tmp_path)
+    assert "model_type is llama" in told
+    assert "fine-tuned from one base" in told
+
+
+def test_a_vocabulary_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    change(pair[1], "model.embed_tokens.weight", torch.zeros(100, 32), **{"lm_head.weight": torch.zeros(100, 32)})
+    told = refused(run, pair, tmp_path)
+    assert "model.embed_tokens.weight is [96, 32] in" in told
+    assert "their vocabularies differ in size" in told
+    assert "resize_token_embeddings" in told
+
+
+def test_a_tensor_that_only_one_has(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    change(pair[1], "model.norm.weight", None)
+    assert "holds model.norm.weight, and own does not" in refused(run, pair, tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
+def test_numbers_that_are_none(name: str, value: float, run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """In a tensor that is copied, and in one that is averaged."""
+    tensor = weights(pair[1])[name]
+    tensor.view(-1)[3] = value
+    change(pair[1], name, tensor)
+    assert f"{name} of the expert 'own' holds NaN or infinity" in refused(run, pair, tmp_path)
+
+
+def test_a_result_that_overflows(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    change(pair[1], name, weights(pair[1])[name] * 1e7)
+    told = refused(run, pair, tmp_path, "--dtype", "float16")
+    assert f"{name} overflows F16" in told
+    assert "--dtype bfloat16" in told
+
+
+def test_whole_numbers_cannot_be_averaged(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    change(pair[1], "model.norm.weight", torch.ones(32, dtype=torch.int64))
+    assert "model.norm.weight is I64" in refused(run, pair, tmp_path)
+
+
+def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    change(pair[1], "model.norm.weight", weights(pair[1])["model.norm.weight"])
+    (pair[1] / "model.safetensors").rename(pair[1] / "adapter_model.safetensors")
+    edit_header(pair[1], lambda header: header["model.norm.weight"].update(shape=[31]))
+    (pair[1] / "adapter_model.safetensors").rename(pair[1] / "model.safetensors")
+    assert "'model.norm.weight' is F32 [31]" in refused(run, pair, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--max-shard-size", "much"], "'much' is no size"),
+        (["--device", "nonsense"], "the device 'nonsense' cannot be used"),
+        (["--row-threshold", 0.1], "row_threshold is for rows of adapters"),
+        (["--method", "ties", "--density", 0.5], "--base-model"),
+        (["--weights", "magnitude"], "--base-model"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done(
+    options: list[object], told: str, run: Run, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before = snapshot(tmp_path)
+    result = run("merge", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", *options)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert told in result.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_an_adapter_of_another_base(
+    run: Run, expert: Callable[..., Path], model: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = run("merge", expert(seed=1), "--base-model", model("gpt2"), "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "the base stores no such weight" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_adapters_are_written_as_adapters_or_run_live(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    plan = adapterswap.layer_swap(*pair, bottom=2, top=1)
+    with pytest.raises(adapterswap.AdapterswapError, match=r"adapterswap merge.*adapterswap extract"):
+        adapterswap.write_adapter(plan, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_norms_belong_to_zones() -> None:
+    rules = (adapterswap.Rule(expert="math"),)
+    with pytest.raises(ValueError, match="norms cannot be given beside it"):
+        adapterswap.Composition(allocation=rules, norms="layer")
+    with pytest.raises(ValueError, match="norms belong to a layer swap"):
+        adapterswap.Composition(method="soup", norms="layer")
+
+
+def test_norms_change_nothing_for_adapters() -> None:
+    for norms in ("average", "layer"):
+        composition = adapterswap.Composition(bottom=2, top=1, norms=norms)  # type: ignore[arg-type]
+        assert composition.rules(6) == adapterswap.Composition(bottom=2, top=1).rules(6)

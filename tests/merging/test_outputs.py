@@ -1,0 +1,175 @@
+"""What lies beside the weights, what the command line says, and that the same inputs give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from crafting import snapshot
+from safetensors import safe_open
+
+import adapterswap
+from merging.conftest import equal, loaded, save_like, weights
+
+Run = Callable[..., Result]
+
+SMALL = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"]
+
+
+def test_the_folder(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
+    task, language = model(seed=1), model(seed=2)
+    result = run("merge", "-t", task, "-l", language, "-o", tmp_path / "out", "--bottom", 2, "--top", 1)
+    assert result.exit_code == 0
+    assert "llama" in result.stderr  # whose config and tokenizer they are
+    assert result.stdout.splitlines()[0].strip() == "012345"
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {*SMALL, "model.safetensors", "adapterswap.json", "README.md"}
+    for name in SMALL:
+        assert (tmp_path / "out" / name).read_bytes() == (task / name).read_bytes()
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front == {"library_name": "transformers", "tags": ["adapterswap", "merge"]}
+    everything = card + (tmp_path / "out" / "adapterswap.json").read_text()
+    assert str(tmp_path) not in everything
+
+
+def test_the_hashes_can_be_computed_again(model: Callable[..., Path], tmp_path: Path) -> None:
+    """Per expert: of what entered, and of nothing else."""
+    task, language = model(seed=1), model(seed=2)
+    out = adapterswap.merge(adapterswap.layer_swap(task, language, bottom=2, top=1), out_path=tmp_path / "out")
+    record = json.loads((out / "adapterswap.json").read_text())
+    entered = {name: expert["entered"] for name, expert in record["experts"].items()}
+    for folder, (name, told) in zip((task, language), entered.items(), strict=True):
+        lines, total = [], 0
+        for key, tensor in sorted(weights(folder).items()):
+            what = record["tensors"][key]
+            if what == name or isinstance(what, dict):
+                digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+                lines.append(f"{key} F32 {list(tensor.shape)} {digest}\n")
+                total += tensor.nbytes
+        wanted = {"tensors": len(lines), "bytes": total, "sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
+        assert told == wanted
+
+
+def test_the_same_inputs_give_the_same_bytes(
+    model: Callable[..., Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name, experts in (("full", (model(seed=1), model(seed=2))), ("mixed", (expert(seed=1), model(seed=2)))):
+        plan = adapterswap.layer_swap(*experts, bottom=2, top=1, bottom_transition=1)
+        one = adapterswap.merge(plan, out_path=tmp_path / name / "one")
+        two = adapterswap.merge(plan, out_path=tmp_path / name / "two")
+        assert snapshot(one) == snapshot(two)
+
+
+def test_compose_writes_full_weights_too(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
+    options = ["-t", model(seed=1), "-l", model(seed=2), "--bottom", 2, "--top", 1, "--norms", "layer"]
+    assert run("merge", *options, "-o", tmp_path / "merged").exit_code == 0
+    assert run("compose", *options, "-o", tmp_path / "composed").exit_code == 0
+    assert snapshot(tmp_path / "merged") == snapshot(tmp_path / "composed")
+    refused = run("compose", *options, "-o", tmp_path / "more", "--max-rank", 4)
+    assert refused.exit_code == 2
+
+
+def test_a_recipe_and_json(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = tmp_path / "swap.yaml"
+    recipe.write_text(
+        f"experts: {{math: {model(seed=1)}, swahili: {model(seed=2)}}}\n"
+        "allocation:\n  - {layers: 0-1, expert: swahili}\n  - {expert: math}\n"
+    )
+    result = run("merge", recipe, "-o", tmp_path / "out", "--json", "--dry-run")
+    assert result.exit_code == 0
+    told = json.loads(result.stdout)
+    assert (told["written"], told["tokenizer_from"], told["shards"]) == (False, "swahili", ["model.safetensors"])
+    assert told["copied"] == len(told["tensors"])
+    assert told["tensors"]["model.layers.1.input_layernorm.weight"] == "swahili"
+    assert not (tmp_path / "out").exists()
+    assert run("merge", recipe, "-o", tmp_path / "out").exit_code == 0
+    one, two = weights(model(seed=1)), weights(model(seed=2))
+    equal(
+        weights(tmp_path / "out"),
+        {name: (two if any(f"layers.{i}." in name for i in (0, 1)) else one)[name] for name in one},
+    )
+
+
+def test_an_adapter_by_its_path(
+    run: Run, expert: Callable[..., Path], base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The base is the one that the adapter names; untouched tensors are the base's bytes."""
+    result = run("merge", expert(seed=1, target_modules=["q_proj"]), "-o", tmp_path / "out")
+    assert result.exit_code == 0
+    assert "config and tokenizer are those of base" in result.stderr
+    original, merged = weights(base("llama")), weights(tmp_path / "out")
+    rest = {name: tensor for name, tensor in original.items() if "q_proj" not in name}
+    equal({name: merged[name] for name in rest}, rest)
+    loaded(tmp_path / "out")
+    again = run("merge", expert(seed=1), "-o", tmp_path / "out")
+    assert (again.exit_code, "exists, and is not replaced" in again.stderr) == (1, True)
+    assert run("merge", expert(seed=1), "-t", expert(seed=2), "-o", tmp_path / "x").exit_code == 2
+
+
+def test_another_tokenizer_is_told(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
+    other = save_like(tmp_path / "other", model(), weights(model(seed=2)))
+    (other / "tokenizer.json").write_text('{"version": "2.0"}')
+    result = run("merge", "-t", model(seed=1), "-l", other, "-o", tmp_path / "out", "--bottom", 2, "--top", 1)
+    assert result.exit_code == 0
+    assert "other has another tokenizer.json" in result.stderr
+
+
+def test_copying_imports_no_torch(model: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = tmp_path / "swap.yaml"
+    recipe.write_text(
+        f"experts: {{math: {model(seed=1)}, swahili: {model(seed=2)}}}\n"
+        "allocation:\n  - {layers: 0-1, expert: swahili}\n  - {expert: math}\n"
+    )
+    script = (
+        "import sys; from adapterswap.cli import main\n"
+        f"try: main(['merge', {str(recipe)!r}, '-o', {str(tmp_path / 'out')!r}])\n"
+        "except SystemExit as stop: assert not stop.code, stop.code\n"
+        "assert not {'torch', 'transformers', 'peft'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_a_full_disk(model: Callable[..., Path], tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the message says so, and nothing is left."""
+
+    def limit() -> None:
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    command = [sys.executable, "-m", "adapterswap", "merge", "-t", str(model(seed=1)), "-l", str(model(seed=2))]
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    done = subprocess.run(
+        [*command, "-o", str(outputs / "out"), "--bottom", "2", "--top", "1"],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+    )
+    assert done.returncode == 1
+    assert "Free some space" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(outputs.iterdir()) == []
+
+
+def test_a_device_that_is_not_there(run: Run, model: Callable[..., Path], tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    options = ["-t", model(seed=1), "-l", model(seed=2), "-o", tmp_path / "out", "--bottom", 2, "--top", 1]
+    result = run("merge", *options, "--device", "cuda")
+    assert (result.exit_code, "Give cpu, cuda for all GPUs, or cuda:N" in result.stderr) == (1, True)
+    assert not (tmp_path / "out").exists()
