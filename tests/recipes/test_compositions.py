@@ -1,0 +1,72 @@
+"""The shipped compositions run, on adapters of 32 layers made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import crafting
+import pytest
+from click.testing import Result
+
+from adapterswap.files.yamlfiles import read_recipe
+from adapterswap.planning.compositions import Composition
+from adapterswap.recipes import resolve_recipe
+from adapterswap.shipped import shipped_recipes
+
+COMPOSITIONS = shipped_recipes("compose")
+
+# Which layers of q_proj and of down_proj are the language's, out of 32; None for a blend. From the papers' own words.
+OUTER = {*range(5), 30, 31}
+A, B, C = {*range(6), 30, 31}, {*range(8), *range(28, 32)}, {*range(6), 30, 31}
+EXPECTED: dict[str, tuple[set[int], set[int]]] = {
+    "swahili": (OUTER, OUTER),
+    "bengali": (OUTER, OUTER),
+    "telugu": (OUTER, OUTER),
+    "japanese": (OUTER, OUTER),
+    "swahili-a": ({*range(32)}, A),
+    "swahili-b": (B, B),
+    "swahili-c": (C, C),
+    "partial-b-swahili": (B, B),
+    "math-reset": (OUTER, OUTER),
+}
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> dict[str, Path]:
+    """Adapters over the same 32 layers by the names that recipes give them: the task's and the language's."""
+    return {
+        side: crafting.adapter(tmp_path / side, crafting.tensors(layers=32, seed=seed))
+        for seed, side in enumerate(("task", "language"))
+    }
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_it_composes(name: str, run: Callable[..., Result], experts: dict[str, Path], tmp_path: Path) -> None:
+    asked = read_recipe(COMPOSITIONS[name], Composition)
+    places = {asked.task[0]: experts["task"], asked.language[0]: experts["language"]}
+    named = ", ".join(f"{expert}: {places[expert]}" for expert in asked.experts)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"extends: {name}\nexperts: {{{named}}}\nnum_layers: 32\n", encoding="utf-8")
+    result = run("compose", recipe, "-o", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    modules = json.loads(result.stdout)["modules"]
+    language = asked.language[0]
+    owned = {
+        kind: {int(module.split(".")[2]) for module, owner in modules.items() if kind in module and owner == language}
+        for kind in ("q_proj", "down_proj")
+    }
+    if name == "compose/llama-3.1-8b/swahili":
+        blended = {int(module.split(".")[2]) for module, owner in modules.items() if isinstance(owner, dict)}
+        assert blended == {5, 29}
+        assert owned["q_proj"] == owned["down_proj"] == OUTER
+        return
+    short = name.rpartition("/")[2]
+    assert (owned["q_proj"], owned["down_proj"]) == EXPECTED[short]
+
+
+def test_every_experts_folder_is_what_a_shipped_train_recipe_writes() -> None:
+    written = {resolve_recipe(path)[0]["out_path"] for path in shipped_recipes("train").values()}
+    for path in COMPOSITIONS.values():
+        assert set(resolve_recipe(path)[0]["experts"].values()) <= written
