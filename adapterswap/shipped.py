@@ -11,10 +11,7 @@ from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
 
-__all__ = ["KINDS", "find_recipe", "near_names", "shipped_recipes"]
-
-KINDS = ("train", "compose")
-"""Folders whose recipes are whole: what a command can be given."""
+__all__ = ["find_recipe", "near_names", "shipped_recipes"]
 
 
 def _folder() -> Path:
