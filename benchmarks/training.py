@@ -1,0 +1,241 @@
+"""Training steps beside a plain TRL script with the same settings: tokens per second, memory.
+
+    python benchmarks/training.py [--size pico|0.1b] [--steps 8] [--runs 3] [--json]
+    python benchmarks/training.py --size 8b --device cuda [--scratch DIR]
+
+Three routes train the same rows with the same rsLoRA: `adapterswap train`; TRL's SFTTrainer as its documentation shows
+it; `adapterswap train` with `simultaneous`, partition B in turns. Each run is a process of its own, and the routes take
+turns; a step is timed from the end of the last one, so that everything between two steps counts, and the first two are
+left out. Told are medians over runs of medians over steps, in wall seconds and in processor seconds: on a machine that
+does something else, believe the latter.
+
+Rows are of one length, so that no padding blurs the numbers. `8b` has the shape of Llama-3.1-8B in bfloat16 with random
+weights (16 GB of scratch), rank 64, 1,024 tokens to a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROUTES = ("adapterswap", "TRL", "in turns")
+VOCABULARY = 4096
+# hidden, intermediate, layers, heads, heads of keys and values; rank; rows on the device, batches to a step, tokens
+SIZES = {
+    "pico": ((64, 192, 8, 4, 2), 8, (4, 2, 64)),
+    "0.1b": ((768, 2048, 12, 12, 4), 16, (2, 2, 64)),
+    "8b": ((4096, 14336, 32, 32, 8), 64, (4, 2, 1024)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="pico")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--scratch", type=Path, help="A folder for base, rows and outputs; default: a temporary one.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument("--route", choices=ROUTES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.route:
+        clock = Clock.installed(options.device)
+        train_plainly(options) if options.route == "TRL" else train_here(options)
+        print(json.dumps(clock.found()))
+        return
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        options.scratch = Path(scratch)
+        make_base_and_rows(options)
+        found = {route: [] for route in ROUTES}  # type: dict[str, list[dict[str, float]]]
+        for _ in range(options.runs):
+            for route in ROUTES:
+                found[route].append(run(route, options))
+    tell(found, options)
+
+
+def run(route: str, options: argparse.Namespace) -> dict[str, float]:
+    """One run of one route, in a process of its own."""
+    command = [sys.executable, __file__, "--route", route, "--size", options.size, "--device", options.device]
+    command += ["--steps", str(options.steps), "--scratch", str(options.scratch)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{route} failed: {done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def tell(found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
+    _, _, (rows, batches, length) = SIZES[options.size]
+    medians = {
+        route: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for route, runs in found.items()
+    }
+    for numbers in medians.values():
+        numbers["tokens_per_second"] = rows * batches * length / numbers["wall"]
+    clocks = ("wall", "cpu") if options.device == "cpu" else ("wall",)
+    ratios = {
+        clock: {
+            "throughput_against_trl": medians["TRL"][clock] / medians["adapterswap"][clock],
+            "step_in_turns_against_normal": medians["in turns"][clock] / medians["adapterswap"][clock],
+        }
+        for clock in clocks
+    }
+    if options.json:
+        print(json.dumps({"size": options.size, "runs": found, "medians": medians, "ratios": ratios}, indent=2))
+        return
+    print("| route | tokens per second | seconds a step | processor seconds a step | peak MB |\n|---|---|---|---|---|")
+    for route, n in medians.items():
+        print(f"| {route} | {n['tokens_per_second']:.0f} | {n['wall']:.3f} | {n['cpu']:.3f} | {n['megabytes']:.0f} |")
+    for clock, numbers in ratios.items():
+        print(f"{clock}: " + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in numbers.items()))
+
+
+class Clock:
+    """Times from the end of one step to the end of the next, in whichever trainer runs in this process."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._ends: list[tuple[float, float]] = []
+
+    @classmethod
+    def installed(cls, device: str) -> Clock:
+        import transformers.trainer
+        from transformers import TrainerCallback
+
+        clock = cls(device)
+
+        class Told(TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                clock.tick()
+
+        transformers.trainer.DEFAULT_CALLBACKS.append(Told)  # every trainer has these
+        return clock
+
+    def tick(self) -> None:
+        if self._device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        self._ends.append((time.perf_counter(), time.process_time()))
+
+    def found(self) -> dict[str, float]:
+        """Median wall and processor seconds of a step; peak memory, of the GPU or of this process, in megabytes."""
+        import resource
+
+        import torch
+
+        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(self._ends[1:], self._ends[2:], strict=False)]
+        wall, cpu = (statistics.median(times) for times in zip(*steps, strict=True))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+        if self._device == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 1e6
+        return {"wall": wall, "cpu": cpu, "megabytes": peak}
+
+
+def make_base_and_rows(options: argparse.Namespace) -> None:
+    import random
+
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    (hidden, intermediate, layers, heads, kv), _, (rows, batches, length) = SIZES[options.size]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128256 if options.size == "8b" else VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+    )
+    with torch.device(options.device):
+        model = LlamaForCausalLM(config).to(torch.bfloat16 if options.device == "cuda" else torch.float32)
+    base = options.scratch / "base"
+    model.save_pretrained(base)
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(base)
+    chance = random.Random(0)
+    with (options.scratch / "rows.jsonl").open("w") as file:
+        for _ in range(rows * batches * (options.steps + 1)):
+            text = [f"w{chance.randrange(2, VOCABULARY)}" for _ in range(length - 1)]  # and the end-of-sequence token
+            half = length // 2
+            row = {"prompt": " ".join(text[:half]), "completion": " " + " ".join(text[half:])}
+            file.write(json.dumps(row) + "\n")
+
+
+def train_here(options: argparse.Namespace) -> None:
+    from adapterswap.training import TrainRecipe, train
+
+    _, rank, (rows, batches, length) = SIZES[options.size]
+    turns = options.route == "in turns"
+    source = {"path": str(options.scratch / "rows.jsonl"), "prompt": "{prompt}", "completion": "{completion}"}
+    recipe = TrainRecipe.model_validate(
+        {
+            "base_model": str(options.scratch / "base"),
+            "adapter": {"r": rank, "alpha": 16},
+            "datasets": [source | {"side": "task"}, source | {"side": "language"}] if turns else [source],
+            "simultaneous": {"partition": "B"} if turns else None,
+            "training": {
+                "max_steps": options.steps,
+                "batch_size": rows,
+                "gradient_accumulation": batches,
+                "max_length": length,
+                "gradient_checkpointing": options.size == "8b",
+                "device": options.device,
+                "save_every_samples": None,
+            },
+        }
+    )
+    train(recipe, out_path=options.scratch / "expert", overwrite=True, progress=False)
+
+
+def train_plainly(options: argparse.Namespace) -> None:
+    import torch
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    _, rank, (rows, batches, length) = SIZES[options.size]
+    cuda = options.device == "cuda"
+    base = options.scratch / "base"
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    trainer = SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16 if cuda else torch.float32),
+        args=SFTConfig(
+            output_dir=str(options.scratch / "plain"),
+            max_steps=options.steps,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=batches,
+            learning_rate=1e-4,
+            max_length=length,
+            gradient_checkpointing=options.size == "8b",
+            bf16=cuda,
+            use_cpu=not cuda,
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=load_dataset(
+            "json",
+            data_files=str(options.scratch / "rows.jsonl"),
+            split="train",
+            cache_dir=str(options.scratch / "cache"),
+        ),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        peft_config=LoraConfig(
+            task_type="CAUSAL_LM", r=rank, lora_alpha=16, use_rslora=True, target_modules=projections
+        ),
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
