@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -48,7 +50,9 @@ def test_options_that_pages_show_exist(page: str, line: str) -> None:
     if words[1].startswith("-"):
         return
     assert words[1] in COMMANDS, line
-    shown = CliRunner().invoke(main, [words[1], "--help"], terminal_width=300).output
+    command = importlib.import_module(f"adapterswap.cli.{words[1]}").command
+    below = words[2:3] if isinstance(command, click.Group) else []
+    shown = CliRunner().invoke(main, [words[1], *below, "--help"], terminal_width=300).output
     own = words[2 : words.index("--")] if "--" in words else words[2:]
     for option in (word.split("=")[0] for word in own if re.match(r"--?[a-z]", word)):
         assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", shown), f"{page}: {option} in {line}"
