@@ -39,7 +39,7 @@ FLOATS = ("F32", "F16", "BF16")  # the dtypes that take part in arithmetic
 # The small files that a model needs beside its config and weights.
 COMPANIONS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*",
-    "merges.txt", "*.jinja", "*processor_config.json", "LICENSE*", "NOTICE*",
+    "merges.txt", "*.jinja", "chat_template*", "*.tiktoken", "*processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 
 _WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", *COMPANIONS]

@@ -122,7 +122,10 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     total: Any = None
     for coefficient, part in weighted:
         numbers = _tensor(part, device)
-        total = numbers * coefficient if total is None else total.add_(numbers, alpha=coefficient)
+        if total is not None:
+            total.add_(numbers, alpha=coefficient)
+        else:
+            total = numbers if coefficient == 1 else numbers.mul_(coefficient)  # in place: the block is read for this
     columns = block.work.matrix[1]
     if product is not None:
         left = product.left[block.start : block.stop]

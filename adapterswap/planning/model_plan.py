@@ -165,9 +165,12 @@ def make_model_plan(
     skeleton_name, skeleton = ("the base", base) if base else next(iter(full.items()))
     for name, checkpoint in full.items():
         check_architecture(skeleton_name, skeleton, name, checkpoint, problems)
-    num_layers = composition.num_layers or num_layers_in_config(skeleton.config)
+    found = num_layers_in_config(skeleton.config)
+    num_layers = composition.num_layers or found
     if num_layers is None:
         problems.add(f"the config of {skeleton_name} does not say how many layers it has", "Give --num-layers")
+    elif found not in (None, num_layers):
+        problems.add(f"{num_layers} layers are asked for, and {skeleton_name} has {found}", "Leave --num-layers out")
     problems.raise_if_any()
     assert num_layers is not None
     check_depth(adapters, num_layers, problems)

@@ -140,6 +140,7 @@ def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: P
     [
         (["--max-shard-size", "much"], "'much' is no size"),
         (["--device", "nonsense"], "the device 'nonsense' cannot be used"),
+        (["--num-layers", 4], "4 layers are asked for"),
         (["--row-threshold", 0.1], "row_threshold is for rows of adapters"),
         (["--method", "ties", "--density", 0.5], "--base-model"),
         (["--weights", "magnitude"], "--base-model"),
