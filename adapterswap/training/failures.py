@@ -12,13 +12,18 @@ __all__ = ["told"]
 
 
 @contextmanager
-def told(checkpoints: Path) -> Iterator[None]:
-    """Tell of a device out of memory, and of checkpoints that cannot be written.
+def told(what: str, where: Path) -> Iterator[None]:
+    """Tell of a device out of memory, and of files that cannot be written.
+
+    Args:
+        what: is written in the block.
+        where: to which folder.
 
     Raises:
         AdapterswapError: for these.
     """
     import torch
+    from safetensors import SafetensorError
 
     try:
         yield
@@ -28,16 +33,16 @@ def told(checkpoints: Path) -> Iterator[None]:
             "Lower training.batch_size and raise gradient_accumulation, or set gradient_checkpointing: true",
         ) from None
     except OSError as error:
-        raise _unwritten(checkpoints, error.strerror or str(error)) from None
-    except RuntimeError as error:
-        # A full disk, as torch's zip writer and safetensors tell it.
-        if not any(sign in str(error) for sign in ("PytorchStreamWriter", "unexpected pos", "No space left")):
+        raise _unwritten(what, where, error.strerror or str(error)) from None
+    except (SafetensorError, RuntimeError) as error:
+        # A full disk, as safetensors and torch's zip writer tell it.
+        if not any(sign in str(error) for sign in ("I/O error", "PytorchStreamWriter", "unexpected pos")):
             raise
-        raise _unwritten(checkpoints, str(error).partition("\n")[0]) from None
+        raise _unwritten(what, where, str(error).partition("\n")[0]) from None
 
 
-def _unwritten(checkpoints: Path, reason: str) -> AdapterswapError:
+def _unwritten(what: str, where: Path, reason: str) -> AdapterswapError:
     return AdapterswapError(
-        f"a checkpoint cannot be written to {checkpoints}: {reason}",
+        f"{what} cannot be written to {where}: {reason}",
         "Free some space, or choose another --out-path; earlier checkpoints are kept for --resume",
     )

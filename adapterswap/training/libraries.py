@@ -9,6 +9,8 @@ from adapterswap.training.recipe import TrainRecipe
 
 __all__ = ["check_libraries"]
 
+_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
 
 def check_libraries(recipe: TrainRecipe) -> None:
     """Tell of every library that the recipe needs and that is not installed.
@@ -33,12 +35,18 @@ def check_libraries(recipe: TrainRecipe) -> None:
                 f"training.optimizer {options.optimizer} needs bitsandbytes, which is not installed",
                 "pip install bitsandbytes, or choose adamw_torch_fused",
             )
+    package = _ATTENTION.get(options.attn_implementation)
+    if package and find_spec(package) is None:
+        problems.add(
+            f"training.attn_implementation {options.attn_implementation} needs {package}, which is not installed",
+            "Install FlashAttention for your CUDA version, or choose sdpa",
+        )
     if options.report_to:
         from transformers.integrations import get_available_reporting_integrations
 
         for name in sorted(set(options.report_to) - set(get_available_reporting_integrations())):
             problems.add(
                 f"training.report_to: {name!r} is no tracker that transformers knows and finds installed",
-                f"pip install {name}, or correct the name",
+                "Install it, or correct the name",
             )
     problems.raise_if_any()

@@ -115,7 +115,7 @@ def train(
             trainer.add_callback(stopping)
             listening = stopping.listening()
         began = time.monotonic()
-        with told(checkpoints.folder), listening:
+        with told("a checkpoint", checkpoints.folder), listening:
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         if stopping.stopped is not None:
             raise AdapterswapError(
@@ -143,7 +143,11 @@ def train(
         # With FSDP the weights are spread over the processes, and all have to bring theirs.
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
         if processes.main:
-            with atomic_folder(target, overwrite=overwrite, inputs=[base.source.folder]) as folder:
+            inputs = [base.source.folder]
+            with (
+                atomic_folder(target, overwrite=overwrite, inputs=inputs) as folder,
+                told("the expert", target),
+            ):
                 for step in judge.restored() if judge else ():
                     write_weights(folder / f"checkpoint-{step}", trainer.model, recipe, base, targets)
                 write_expert(folder, trainer.model, recipe, base, targets, report, weights=weights)
