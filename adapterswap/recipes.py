@@ -21,6 +21,7 @@ from adapterswap.files.yamlfiles import read_content, validate
 from adapterswap.files.yamltext import load_yaml
 from adapterswap.planning.compositions import Composition
 from adapterswap.shipped import near_names, shipped_recipes
+from adapterswap.sweeps.recipe import SWEEP_PATHS, SweepRecipe
 from adapterswap.training.recipe import ROW_PATHS, TrainRecipe
 
 __all__ = ["Kind", "ShippedRecipe", "check_recipe", "list_recipes", "resolve_recipe", "standalone_copy"]
@@ -44,6 +45,7 @@ class Kind:
 _KINDS = {
     "train": Kind(TrainRecipe, "datasets", ROW_PATHS),
     "compose": Kind(Composition, "experts", ("experts.*",)),
+    "sweep": Kind(SweepRecipe, "task_experts", SWEEP_PATHS),
 }
 
 
@@ -57,7 +59,7 @@ class ShippedRecipe:
 
 
 def list_recipes() -> list[ShippedRecipe]:
-    """What is shipped: whole recipes, of kind train and compose; fragments, of kind models, data and regimes."""
+    """What is shipped: whole recipes, of kind train, compose and sweep; fragments, of kind models, data and regimes."""
     return [
         ShippedRecipe(name, name.partition("/")[0], path.read_text("utf-8").partition("\n")[0].removeprefix("# "))
         for name, path in shipped_recipes().items()
@@ -74,9 +76,9 @@ def check_recipe(path: Path) -> str:
     said = {key for layer in layers for key in layer.content}
     kinds = [name for name, kind in _KINDS.items() if kind.mark in said]
     if len(kinds) != 1:
-        marks = " or ".join(f"`{kind.mark}` ({name})" for name, kind in _KINDS.items())
+        marks = ", ".join(f"`{kind.mark}` ({name})" for name, kind in _KINDS.items())
         raise AdapterswapError(
-            f"{path} is no recipe of one kind: it has {'both' if kinds else 'none'} of {marks}",
+            f"{path} is no recipe of one kind: it has {'several' if kinds else 'none'} of {marks}",
             "Give a whole recipe: a fragment is checked with the recipes that extend it",
         )
     kind = _KINDS[kinds[0]]

@@ -1,7 +1,7 @@
 """Recipes that come with adapterswap, by name: `train/llama-3.1-8b-instruct/math`.
 
-They lie in `recipes/` of a checkout, and in the package itself once installed. Those in `train/` and `compose/` are
-whole; the other folders hold the fragments that they extend. Knows nothing of what recipes say.
+They lie in `recipes/` of a checkout, and in the package itself once installed. Those in `train/`, `compose/` and
+`sweep/` are whole; the other folders hold the fragments that they extend. Knows nothing of what recipes say.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from adapterswap.cli.printing import note, print_json
 def command() -> None:
     """List, show, copy and check recipes.
 
-    Recipes of train/ and compose/ are whole: give their name to `adapterswap train` or `adapterswap compose`. Those of
-    models/, data/ and regimes/ are fragments, for the `extends:` of recipes.
+    Recipes of train/, compose/ and sweep/ are whole: give their name to the command of that name. Those of models/,
+    data/ and regimes/ are fragments, for the `extends:` of recipes.
     """
 
 
 @command.command("ls")
-@click.option("--kind", metavar="KIND", help="Only train, compose, models, data or regimes.")
+@click.option("--kind", metavar="KIND", help="Only train, compose, sweep, models, data or regimes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(kind: str | None, as_json: bool) -> None:
     """List the shipped recipes, each with what it is for."""

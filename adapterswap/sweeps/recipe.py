@@ -20,7 +20,7 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Method, Partition
 from adapterswap.sweeps.settings import Selection, SweepSettings
 
-__all__ = ["BASELINES", "GRID_FIELDS", "Baseline", "Family", "Pair", "SweepRecipe", "read_sweep_recipe"]
+__all__ = ["BASELINES", "GRID_FIELDS", "SWEEP_PATHS", "Baseline", "Family", "Pair", "SweepRecipe", "read_sweep_recipe"]
 
 Baseline = Literal["base", "task", "language", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
 BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -194,7 +194,8 @@ class SweepRecipe(StrictModel):
         return self
 
 
-_PATHS = ("base_model", "task_experts.*", "language_experts.*", "extra.*", "extra.*.*", "settings.include_path")
+SWEEP_PATHS = ("base_model", "task_experts.*", "language_experts.*", "extra.*", "extra.*.*", "settings.include_path")
+"""Keys that may be local paths."""
 
 
 def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepRecipe:
@@ -203,7 +204,7 @@ def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepR
     Raises:
         AdapterswapError: with every mistake in it.
     """
-    recipe = read_recipe(path, SweepRecipe, overrides, paths=_PATHS)
+    recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS)
     beside = Path(path).parent
 
     def found(reference: str) -> str:

@@ -82,7 +82,7 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
 def _called(source: DatasetSource) -> str:
     """How a source is told of; `path: json` says only how its files are read."""
     if f".{source.path}" in _BUILDERS and source.data_files:
-        return ", ".join(_as_list(source.data_files))
+        return ", ".join(name if "://" in name else Path(name).name for name in _as_list(source.data_files))
     return source.path
 
 

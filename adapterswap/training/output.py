@@ -99,6 +99,8 @@ def describe(recipe: TrainRecipe, base: Base, targets: Targets, report: TrainRep
     resolved["base_model"] = str(base.source)
     for source in [*resolved["datasets"], *((resolved["validation"] or {}).get("datasets") or [])]:
         source["path"] = _public(source["path"])
+    if resolved["hygiene"]:
+        resolved["hygiene"]["overlap"] = [_public(name) for name in resolved["hygiene"]["overlap"]]
     if resolved["selection"] and resolved["selection"]["include_path"]:
         resolved["selection"]["include_path"] = _public(resolved["selection"]["include_path"])
     rows = asdict(report.rows)

@@ -15,7 +15,7 @@ from adapterswap.recipes import check_recipe, list_recipes, resolve_recipe, stan
 from adapterswap.shipped import shipped_recipes
 
 Run = Callable[..., Result]
-WHOLE = [recipe.name for recipe in list_recipes() if recipe.kind in ("train", "compose")]
+WHOLE = [recipe.name for recipe in list_recipes() if recipe.kind in ("train", "compose", "sweep")]
 
 
 def test_everything_shipped_is_listed_with_what_it_is_for(run: Run) -> None:
@@ -146,7 +146,8 @@ def test_validate_tells_every_mistake_in_every_file(run: Run, tmp_path: Path) ->
         "bad.yaml: base_model is missing",
         "bad.yaml: training.seed is -1: input should be greater than or equal to 0",
         "bad.yaml: training.epoch is not a known key",
-        "both.yaml is no recipe of one kind: it has both of `datasets` (train) or `experts` (compose)",
+        "both.yaml is no recipe of one kind: "
+        "it has several of `datasets` (train), `experts` (compose), `task_experts` (sweep)",
     ]
     assert "it has none of" in errors[4]
     assert len(errors) == 5
