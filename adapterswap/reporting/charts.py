@@ -6,13 +6,13 @@ Knows scores; knows nothing of HTML.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adapterswap.reporting.headline import Target
-from adapterswap.reporting.relations import Grid, Indicator
+from adapterswap.reporting.relations import Grid, GridCell, Indicator
 
-__all__ = ["Bar", "Bars", "Heatmap", "Scatter", "bars", "heatmap", "scatter", "ticks"]
+__all__ = ["Bar", "Bars", "Heatmap", "Scatter", "bars", "heatmaps", "scatter", "ticks"]
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 300, 210, 46, 34, 12
 
@@ -47,7 +47,7 @@ class Heatmap:
 
     grid: Grid
     bottoms: tuple[int, ...]
-    rows: tuple[tuple[int, tuple[tuple[object, float] | None, ...]], ...]
+    rows: tuple[tuple[int, tuple[tuple[GridCell, float] | None, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,28 @@ def bars(target: Target) -> list[Bars]:
     return found
 
 
-def heatmap(grid: Grid, *, higher_is_better: bool = True) -> Heatmap:
-    """The table of a landscape."""
-    cells = {(cell.bottom, cell.top): cell for cell in grid.cells}
-    means = [cell.mean for cell in grid.cells]
-    low, high = min(means), max(means)
-    bottoms = sorted({bottom for bottom, _ in cells})
-    rows = []
-    for top in sorted({top for _, top in cells}, reverse=True):
-        row: list[tuple[object, float] | None] = []
-        for bottom in bottoms:
-            cell = cells.get((bottom, top))
-            share = 0.5 if cell is None or high == low else (cell.mean - low) / (high - low)
-            row.append(None if cell is None else (cell, round(share if higher_is_better else 1 - share, 3)))
-        rows.append((top, tuple(row)))
-    return Heatmap(grid, tuple(bottoms), tuple(rows))
+def heatmaps(grids: Sequence[Grid], higher_is_better: Mapping[str, bool]) -> list[Heatmap]:
+    """The landscapes as tables, all of a task and family on one scale; `higher_is_better` is told of each task."""
+    means: dict[tuple[str, str], list[float]] = {}
+    for grid in grids:
+        means.setdefault((grid.task, grid.family), []).extend(cell.mean for cell in grid.cells)
+    found = []
+    for grid in grids:
+        seen = means[grid.task, grid.family]
+        low, high = min(seen), max(seen)
+        worst, best = (low, high) if higher_is_better[grid.task] else (high, low)
+        cells = {(cell.bottom, cell.top): cell for cell in grid.cells}
+        bottoms = tuple(sorted({bottom for bottom, _ in cells}))
+        rows = []
+        for top in sorted({top for _, top in cells}, reverse=True):
+            row = [cells.get((bottom, top)) for bottom in bottoms]
+            rows.append((top, tuple(None if cell is None else (cell, _shade(cell.mean, worst, best)) for cell in row)))
+        found.append(Heatmap(grid, bottoms, tuple(rows)))
+    return found
+
+
+def _shade(value: float, worst: float, best: float) -> float:
+    return 0.5 if worst == best else round((value - worst) / (best - worst), 3)
 
 
 def scatter(indicator: Indicator) -> Scatter:

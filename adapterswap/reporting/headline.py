@@ -113,6 +113,7 @@ class Target:
         languages: the tasks that `all_languages` averages.
         tasks: every task that a row has a score on, the target first.
         rows: by family.
+        chosen: whether any family has configurations to choose from.
     """
 
     task: str
@@ -124,6 +125,7 @@ class Target:
     languages: tuple[str, ...]
     tasks: tuple[str, ...]
     rows: tuple[Row, ...]
+    chosen: bool
 
 
 def is_english(task: TaskInfo) -> bool:
@@ -155,6 +157,7 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
         tuple(each.name for each in languages) if len(languages) > 1 else (),
         (task.name, *(name for name in run.tasks if name in seen)),
         tuple(rows),
+        any(row.kind != "only" for row in rows),
     )
 
 

@@ -29,7 +29,6 @@ def render_page(report: Report) -> str:
     folder = files("adapterswap.reporting") / "page"
     script = (folder / "script.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-    better = {target.task: target.higher_is_better for target in report.targets}
     return _environment().get_template("report.html").render(
         report=report,
         version=__version__,
@@ -38,10 +37,11 @@ def render_page(report: Report) -> str:
         script_hash=f"sha256-{digest}",
         target_names=[target.task for target in report.targets],
         bars=[charts.bars(target) for target in report.targets],
-        maps=[charts.heatmap(grid, higher_is_better=better[grid.task]) for grid in report.grids],
+        maps=charts.heatmaps(report.grids, {target.task: target.higher_is_better for target in report.targets}),
         scatters=[charts.scatter(each) for each in _lead_indicators(report)],
         ranked=_ranked(report),
         lead_labels=_labels(report, report.lead),
+        disagreements=[each for each in report.disagreements if each.examples],
         recipe=_yaml(report.recipe),
         width=charts.WIDTH, height=charts.HEIGHT, left=charts.LEFT, bottom=charts.BOTTOM,
     )  # fmt: skip
@@ -57,7 +57,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(score=_score, signed=_signed, p_value=_p_value, unit=_unit, minus=_minus)
+    environment.filters.update(score=_score, signed=_signed, p_value=_p_value, p_text=_p_text, unit=_unit, minus=_minus)
     return environment
 
 
@@ -118,7 +118,13 @@ def _minus(text: str) -> str:
 def _p_value(value: float | None) -> str:
     if value is None:
         return "–"
-    return "< 0.001" if value < 0.001 else f"= {value:.3f}"
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _p_text(value: float) -> str:
+    """In running text, on one line."""
+    text = _p_value(value)
+    return f"p\u00a0{text}".replace("< ", "<\u00a0") if text.startswith("<") else f"p\u00a0=\u00a0{text}"
 
 
 def _unit(unit: Iterable[str | None]) -> str:

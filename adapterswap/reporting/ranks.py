@@ -82,6 +82,7 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
         statistic, p = float(found[0]), float(found[1])
         step = (number * (number + 1) / (6 * settings)) ** 0.5
     pairs = list(combinations(range(number), 2))
+    methods = list(methods)
     tested = [pair for pair in pairs if reference not in methods or reference in (methods[pair[0]], methods[pair[1]])]
     corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
     wilcoxon = dict(zip(tested, corrected, strict=True))

@@ -5,6 +5,7 @@ Knows what belongs into a report; knows nothing of how it is shown.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -141,7 +142,7 @@ def make_report(source: Source, *, reference: str | None = None, draws: int = DR
         tuple(indicator for task in targets for indicator in indicators(run, task)),
         tuple(landscapes),
         tuple(each for each in apart if each is not None),
-        (*source.commands, f"adapterswap report {source.name} --reference {reference!r} --seed {seed}"),
+        (*source.commands, _command(source, reference, seed)),
         tuple(_compositions(run, tables, lead)),
         draws,
         seed,
@@ -159,6 +160,10 @@ def _require_libraries() -> None:
         raise AdapterswapError(
             f"a report needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[report]'"
         )
+
+
+def _command(source: Source, reference: str, seed: int) -> str:
+    return shlex.join(["adapterswap", "report", source.name, "--reference", reference, "--seed", str(seed)])
 
 
 def _lead(run: Run, families: list[str], reference: str) -> str:

@@ -25,7 +25,7 @@ class Interval:
 
     Attributes:
         mean: of all values, as they are.
-        low, high: the percentiles of the resampled means.
+        low, high: between which the mean lies with the level asked for.
     """
 
     mean: float
@@ -67,12 +67,17 @@ def bootstrap(
 ) -> Interval:
     """The interval of a mean over units and documents, all of them resampled.
 
-    A unit is known by its factors: (task expert, language expert) in a sweep, (seed,) in the lab. The levels of each
+    A unit is known by its factors: (task expert, language expert) in a sweep, a seed in the lab. The levels of each
     factor are drawn with replacement, and so are the documents, each independently of the others; a value then counts
     as often as its documents and all levels of its unit were drawn together. So experts that occur in several pairs,
     and documents that all pairs are asked, count as what they are: one draw. This is the pigeonhole bootstrap (Owen
-    2007, Annals of Applied Statistics 1(2)), which errs on the wide side. A factor with one level is not resampled:
-    the interval then speaks of that level only. With few levels it is too narrow, by √((n−1)/n) of that factor's part.
+    2007, Annals of Applied Statistics 1(2)). A factor with one level is not resampled: the interval then speaks of that
+    level only.
+
+    Percentiles of few levels lie too close together: by √((n-1)/n) of a factor's part, and as if its spread were known.
+    The interval is stretched about the mean for both, by t_ν / z · √(Σ V_f n_f/(n_f - 1) / Σ V_f), where V_f is the
+    variance of the mean that factor f brings, and ν has Σ V_f² / (n_f - 1) = (Σ V_f)² / ν (Welch and Satterthwaite).
+    With 125 documents and nothing else that is 1 %.
 
     For a paired interval, `values` are differences on the same documents.
 
@@ -80,26 +85,43 @@ def bootstrap(
         values: (units, documents), or (documents,) for one unit.
         units: the factors of each unit; by default each unit is a level of its own.
         draws: how often to resample.
-        level: the share of resampled means inside the interval.
+        level: how often the interval should hold the true mean.
         seed: of the generator: the same seed gives the same interval.
     """
     array = np.atleast_2d(np.asarray(values, float))
     number, documents = array.shape
     units = units or [(str(index),) for index in range(number)]
-    factors = [np.unique([str(unit[i]) for unit in units], return_inverse=True) for i in range(len(units[0]))]
+    places = [np.unique([str(unit[i]) for unit in units], return_inverse=True)[1] for i in range(len(units[0]))]
     generator = np.random.default_rng(seed)
     means: list[NDArray[np.float64]] = []
     for start in range(0, draws, _CHUNK):
         size = min(_CHUNK, draws - start)
         weights = np.ones((size, number))
-        for names, place in factors:
-            weights *= _counts(generator, len(names), size)[:, place]
+        for place in places:
+            weights *= _counts(generator, place.max() + 1, size)[:, place]
         per_unit = _counts(generator, documents, size) @ array.T / documents
         total = weights.sum(1)
         drawn = total > 0  # where the grid of units has holes, a draw may hit nothing but them
         means.append((weights * per_unit).sum(1)[drawn] / total[drawn])
-    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(array.mean()), round(float(low), 12), round(float(high), 12))  # 0, not -1e-18
+    mean = float(array.mean())
+    per_level = [np.bincount(place, array.mean(1)) / np.bincount(place) for place in places]
+    apart = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2]) - mean
+    low, high = mean + _stretch([*per_level, array.mean(0)], level) * apart
+    return Interval(mean, round(float(low), 12), round(float(high), 12))  # rounded: 0, not -1e-18
+
+
+def _stretch(factors: Sequence[NDArray[np.float64]], level: float) -> float:
+    """The factor of `bootstrap`'s last step, from the means of each factor's levels."""
+    from scipy import stats
+
+    parts = [(values.var() / len(values), len(values)) for values in factors if len(values) > 1]
+    plain = sum(part for part, _ in parts)
+    if plain <= 1e-18:
+        return 1.0
+    freedom = plain**2 / sum(part**2 / (number - 1) for part, number in parts)
+    corrected = sum(part * number / (number - 1) for part, number in parts)
+    quantile = (1 + level) / 2
+    return float(stats.t.ppf(quantile, freedom) / stats.norm.ppf(quantile) * (corrected / plain) ** 0.5)
 
 
 def _counts(generator: np.random.Generator, number: int, size: int) -> NDArray[np.float64]:

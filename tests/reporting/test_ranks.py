@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -105,6 +105,7 @@ def test_all_equal() -> None:
     assert all((each.nemenyi, each.wilcoxon, each.difference) == (1, 1, 0) for each in found.comparisons)
 
 
+@settings(deadline=None)  # the studentized range takes its time
 @given(
     st.integers(2, 4).flatmap(
         lambda k: st.lists(
