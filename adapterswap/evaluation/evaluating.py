@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.evaluation.isolation import restored_modes, seeded, silenced
+from adapterswap.evaluation.isolation import compiled_once, restored_modes, seeded, silenced
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
@@ -70,6 +70,7 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(restored_modes(model))
         stack.enter_context(silenced())
+        stack.enter_context(compiled_once())
         stack.enter_context(seeded(settings.seed))
         stack.enter_context(code_allowed(settings.confirm_run_unsafe_code))
         harness_model = EvaluatedModel(
@@ -133,9 +134,9 @@ def _collect(found: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[
             _add_filter(sample, row)
             truncated[task] = truncated.get(task, 0) + (first and key in model.truncated)
         samples[task] = merged
-    names = found["results"].keys() - found.get("groups", {}).keys()
+    # A group that asks for no means of its own stands among the results too, with nothing in it.
     tasks = {
-        name: _task_result(name, found, samples[name], truncated[name]) for name in found["results"] if name in names
+        name: _task_result(name, found, samples[name], truncated[name]) for name in found["results"] if name in samples
     }
     groups = {name: _task_result(name, found, {}, 0) for name in found.get("groups", {})}
     ordered = tuple(sample for merged in samples.values() for _, sample in sorted(merged.items()))

@@ -9,9 +9,10 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
-__all__ = ["restored_modes", "seeded", "silenced"]
+__all__ = ["compiled_once", "restored_modes", "seeded", "silenced"]
 
 
 @contextmanager
@@ -27,18 +28,37 @@ def restored_modes(model: Any) -> Iterator[None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """No bars, and no remarks on what is done here on purpose (a model passed as an object); errors stay."""
-    from lm_eval.api import task
+    """No bars, no prints, and no remarks on what is done here on purpose (a model passed as an object); errors stay."""
+    import tqdm
+    from lm_eval.api import metrics, task
 
-    logger, bar = logging.getLogger("lm_eval"), task.tqdm
+    class NoBar(tqdm.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))
+
+    logger, bar = logging.getLogger("lm_eval"), tqdm.tqdm
     level = logger.level
     logger.setLevel(logging.ERROR)
-    task.tqdm = lambda iterable, total: iterable
+    task.tqdm = tqdm.tqdm = NoBar  # bootstrapped standard errors bring a bar of their own, and print
+    metrics.print = lambda *_: None
     try:
         yield
     finally:
         logger.setLevel(level)
-        task.tqdm = bar
+        task.tqdm = tqdm.tqdm = bar
+        del metrics.print
+
+
+@contextmanager
+def compiled_once() -> Iterator[None]:
+    """Compile each template of a task once: the harness does so anew for every field of every document."""
+    from lm_eval.utils import env
+
+    env.from_string = lru_cache(maxsize=256)(env.from_string)
+    try:
+        yield
+    finally:
+        del env.from_string  # the class's own again
 
 
 @contextmanager
