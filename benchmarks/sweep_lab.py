@@ -46,8 +46,7 @@ dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 output_type: loglikelihood
 doc_to_text: "{{{{prompt}}}}"
-doc_to_target: "{{{{answer}}}}"
-target_delimiter: " "
+doc_to_target: "{{{{' ' + answer}}}}"
 num_fewshot: 0
 metric_list:
   - {{metric: acc, aggregation: mean, higher_is_better: true}}

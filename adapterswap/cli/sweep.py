@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Of the base; auto: as stored.",
 )
+@click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks run code that the model wrote (MBPP).")
 @click.option("--overwrite", is_flag=True, help="Begin anew where the folder holds a sweep.")
 @click.option("--dry-run", is_flag=True, help="Check everything and count; load no weights, write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -42,6 +43,7 @@ def command(
     batch_size: int | None,
     device: str,
     dtype: str,
+    confirm_run_unsafe_code: bool,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -62,7 +64,8 @@ def command(
 
     short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    prepared = prepare(read_sweep_recipe(find_recipe(recipe, "sweep"), settings))
+    chosen = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
+    prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code)
     if dry_run:
         choose_device(device)
         finished = check_out_path(Path(out_path), prepared.described, overwrite=overwrite)

@@ -32,14 +32,13 @@ def language_of(task: str) -> str | None:
     return ends[0] if ends else None
 
 
-def find_tasks(recipe: SweepRecipe) -> tuple[Asked, dict[str, TaskInfo]]:
+def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[Asked, dict[str, TaskInfo]]:
     """The tasks that a recipe names, and which of them each language expert's pairs are judged on.
 
     Raises:
         AdapterswapError: see `load_tasks` and `target_groups`; a task that is both a target and retention; a primary
             score of a task that is not asked for, or that it does not have.
     """
-    settings = recipe.settings.as_settings()
     groups = target_groups(recipe)
     problems = Problems()
     loaded: dict[str, dict[str, Any]] = {}  # the names that the recipe gives, joined → tasks

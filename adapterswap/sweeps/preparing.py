@@ -57,8 +57,12 @@ class Prepared:
     described: Mapping[str, Any]
 
 
-def prepare(recipe: SweepRecipe) -> Prepared:
+def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False) -> Prepared:
     """Open what a recipe names, and plan every cell.
+
+    Args:
+        recipe: what is asked for.
+        confirm_run_unsafe_code: tasks may run code that the model wrote (MBPP).
 
     Raises:
         AdapterswapError: with all mistakes that can be found together: a base or an expert that cannot be opened, tasks
@@ -77,11 +81,11 @@ def prepare(recipe: SweepRecipe) -> Prepared:
     with problems.collect():
         base = open_base(recipe.base_model)
     problems.raise_if_any()
-    settings = recipe.settings.as_settings()
+    settings = recipe.settings.as_settings(confirm_run_unsafe_code=confirm_run_unsafe_code)
     with problems.collect():
         settings.check(base.tokenizer)
     with problems.collect():
-        asked, tasks = find_tasks(recipe)
+        asked, tasks = find_tasks(recipe, settings)
     with problems.collect():
         num_layers = _num_layers(base, recipe.num_layers)
     problems.raise_if_any()

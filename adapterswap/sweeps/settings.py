@@ -30,8 +30,9 @@ class SweepSettings(StrictModel):
     include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
     seed: int = Field(default=SEED, ge=0, description="For shots and sampling.")
 
-    def as_settings(self) -> Settings:
-        return Settings(**self.model_dump())
+    def as_settings(self, *, confirm_run_unsafe_code: bool = False) -> Settings:
+        """As `evaluate` takes them; to run code that a model wrote, the user consents, never a recipe."""
+        return Settings(**self.model_dump(), confirm_run_unsafe_code=confirm_run_unsafe_code)
 
 
 class Selection(StrictModel):

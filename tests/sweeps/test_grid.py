@@ -1,0 +1,267 @@
+"""From a recipe to cells, beside the grid written out by hand; and recipes that cannot be meant."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapterswap import AdapterswapError
+from adapterswap.evaluation import Settings
+from adapterswap.planning.compositions import Composition, parse_composition
+from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
+from adapterswap.sweeps.grid import Asked, Grid, composition_of, make_cells, target_groups
+from adapterswap.sweeps.judges import language_of
+from adapterswap.sweeps.recipe import GRID_FIELDS, Family
+from adapterswap.sweeps.settings import Selection, SweepSettings
+
+SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
+
+
+def recipe_of(**content: Any) -> SweepRecipe:
+    return SweepRecipe.model_validate({"base_model": "base", "tasks": ["t"], "baselines": [], **SIDES, **content})
+
+
+def grid_of(num_layers: int = 32, **content: Any) -> Grid:
+    recipe = recipe_of(**content)
+    target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
+    return make_cells(recipe, Asked(target, tuple(recipe.retention)), num_layers)
+
+
+def test_the_first_papers_grid_has_81_configurations_of_9_pairs() -> None:
+    zones = {"bottom": [3, 4, 5], "top": [0, 1, 2], "bottom_transition": [0, 1, 2], "top_transition": [0, 1, 2]}
+    sides = {"task_experts": dict.fromkeys(("m1", "m2", "m3"), "x"), "language_experts": SIDES["language_experts"]}
+    found = grid_of(compositions=[zones], **sides)
+    assert (len(found.cells), found.left_out, found.repeated) == (9 * 81, 0, 0)
+    assert len({cell.cell for cell in found.cells}) == 729
+    default = [cell for cell in found.cells if cell.default]
+    assert len(default) == 9
+    assert {cell.configuration for cell in default} == {"bottom=5,top=2,bottom_transition=0,top_transition=0"}
+
+
+@given(st.integers(2, 12), *[st.lists(st.integers(0, 5), min_size=1, max_size=3) for _ in range(4)])
+def test_a_grid_is_every_combination_that_fits(
+    num_layers: int, bottom: list[int], top: list[int], above: list[int], below: list[int]
+) -> None:
+    family = {"bottom": bottom, "top": top, "bottom_transition": above, "top_transition": below}
+    combinations = set(product(bottom, top, above, below))
+    fitting = {zones for zones in combinations if sum(zones) <= num_layers}
+    if not fitting:
+        with pytest.raises(AdapterswapError, match="all zones overlap"):
+            grid_of(num_layers, compositions=[family])
+        return
+    found = grid_of(num_layers, compositions=[family])
+    assert found.left_out == 6 * (len(combinations) - len(fitting))
+    for pair in product(("m1", "m2"), ("s1", "s2", "s3")):
+        cells = [cell for cell in found.cells if (*cell.task_expert, *cell.language_expert) == pair]
+        asked = [composition_of(cell) for cell in cells]
+        assert {c.zones(num_layers) for c in asked if c is not None} == fitting
+        assert len(cells) == len(fitting)
+
+
+def test_short_names_mean_what_is_composed() -> None:
+    families = [
+        {"bottom": [3], "top": [0, 1]},
+        {"partition": ["A", "Z"]},
+        {"method": ["soup", "slerp"], "task_weight": 2.5},
+        {"method": "task_arithmetic", "scale": [0.5, 0.75]},
+        {},
+    ]
+    cells = grid_of(compositions=families, baselines=["soup", "magnitude_soup"]).cells
+    assert len(cells) == 6 * (2 + 2 + 2 + 2 + 1 + 2)
+    for cell in cells:
+        assert composition_of(cell) == parse_composition(cell.short)
+    assert len({cell.short for cell in cells}) == len(cells)
+
+
+def test_rows_are_called_after_what_is_done() -> None:
+    families = [
+        {"bottom": 3},
+        {"partition": ["A", "B"]},
+        {"method": "ties", "density": 0.2, "max_rank": 8},
+        {"language": "base", "bottom": 3},
+        {"name": "mine", "bottom": 4},
+        {"weights": "magnitude", "bottom_transition": 1},
+    ]
+    found = grid_of(compositions=families, baselines=["base", "task", "language", "magnitude_soup"], extra={"sft": "x"})
+    rows = {cell.family: len([c for c in found.cells if c.family == cell.family]) for cell in found.cells}
+    assert rows == {
+        "base": 1, "task expert": 2, "language expert": 3, "sft": 1, "magnitude soup": 6, "layer_swap": 6,
+        "partition A": 6, "partition B": 6, "ties": 6, "reset": 2, "mine": 6, "magnitude layer_swap": 6,
+    }  # fmt: skip
+    reset = next(cell for cell in found.cells if cell.family == "reset")
+    assert (reset.language_expert, reset.short) == ((), "m1+base@bottom=3")
+
+
+def test_families_may_have_names_as_keys() -> None:
+    found = grid_of(compositions={"one": {"bottom": 1}, "two": {"bottom": 2}, "gone": None})
+    assert {cell.family for cell in found.cells} == {"one", "two"}
+
+
+@pytest.mark.parametrize(
+    ("family", "defaults"),
+    [
+        ({"bottom": [4, 5], "top": 2}, {"bottom=5,top=2"}),
+        ({"bottom": [5], "top_transition": [0, 1]}, {"bottom=5,top_transition=0"}),
+        ({"bottom": [5], "task_weight": [1, 2]}, {"bottom=5,task_weight=1"}),
+        ({"bottom": [4]}, set()),
+        ({"method": "soup"}, {"method=soup"}),
+        ({"method": "task_arithmetic", "scale": [0.5, 1]}, {"method=task_arithmetic,scale=1"}),
+        (
+            {"method": "ties", "density": [0.2, 0.5], "max_rank": 4},
+            {"method=ties,density=0.2,max_rank=4"},
+        ),
+        ({"method": "dare_ties", "density": [0.2, 0.5], "max_rank": 4}, set()),
+        ({"method": "dare_ties", "density": [0.3], "max_rank": 4}, {"method=dare_ties,density=0.3,max_rank=4"}),
+        ({"partition": ["A", "B"]}, {"partition=A", "partition=B"}),
+    ],
+)
+def test_which_configuration_is_the_papers_default(family: dict[str, Any], defaults: set[str]) -> None:
+    cells = grid_of(compositions=[family]).cells
+    assert {cell.configuration for cell in cells if cell.default} == defaults
+
+
+def test_sides_are_souped_as_rows_of_their_own() -> None:
+    cells = grid_of(compositions=[{"bottom": 3}], soup_sides=True, baselines=["soup"]).cells
+    souped = [cell for cell in cells if len(cell.task_expert) > 1]
+    assert [cell.family for cell in souped] == ["soup of soups", "layer_swap of soups"]
+    assert souped[1].as_json()["language_expert"] == ["s1", "s2", "s3"]
+    assert composition_of(souped[1]) == Composition(task=("m1", "m2"), language=("s1", "s2", "s3"), bottom=3)
+
+
+def test_pairs_restrict_and_soup() -> None:
+    pairs = [{"task": "m1", "language": "s3"}, {"task": ["m1", "m2"], "language": "s1"}]
+    cells = grid_of(compositions=[{"bottom": 3}], pairs=pairs).cells
+    assert [(cell.task_expert, cell.language_expert) for cell in cells] == [(("m1",), ("s3",)), (("m1", "m2"), ("s1",))]
+
+
+def test_each_language_is_judged_on_its_own_tasks() -> None:
+    tasks = {"s[12]": ["swahili"], "s3": ["telugu", "hindi"]}
+    content = {"compositions": [{"bottom": 3}], "retention": ["english"], "soup_sides": True}
+    found = grid_of(tasks=tasks, baselines=["base", "task", "language"], **content)
+    asked = {cell.short: cell.tasks for cell in found.cells}
+    everything = ("swahili", "telugu", "hindi", "english")
+    assert asked["base"] == asked["m2"] == everything
+    assert asked["s2"] == asked["m1+s1@bottom=3"] == asked["m1&m2+s1&s2@bottom=3"] == ("swahili", "english")
+    assert asked["s3"] == asked["m1&m2+s3@bottom=3"] == ("telugu", "hindi", "english")
+    groups = [cell.tasks for cell in found.cells]
+    assert sum(one != other for one, other in pairwise(groups)) == 2  # each set of tasks once
+
+
+def test_cells_and_what_they_hold_can_be_read_back() -> None:
+    for cell in grid_of(compositions=[{"bottom": 3}, {"method": "ties", "density": 0.2, "max_rank": 8}]).cells:
+        assert Cell.from_json(cell.as_json()) == cell
+
+
+def test_the_split_is_seeded_and_takes_parallel_documents_alike() -> None:
+    select, report = Selection().split(250)
+    assert (len(select), len(report)) == (125, 125)
+    assert sorted([*select, *report]) == list(range(250))
+    assert Selection().split(250) == (select, report)
+    assert Selection(seed=1).split(250)[0] != select
+    assert len(Selection(fraction=0.2).split(250)[0]) == 50
+    assert Selection().split(1) == ((), (0,))
+    assert Selection(fraction=0.01).split(10)[0] != ()
+
+
+def test_settings_are_those_of_evaluate() -> None:
+    """But for running a model's code, to which no recipe can consent."""
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    assert SweepSettings.model_fields.keys() == fields - {"confirm_run_unsafe_code"}
+    assert SweepSettings().as_settings() == Settings()
+
+
+def test_a_family_takes_the_fields_of_a_composition() -> None:
+    elsewhere = {"experts", "base_model", "num_layers", "task", "language", "norms", "allocation", "allow_negative"}
+    assert set(GRID_FIELDS) == Composition.model_fields.keys() - elsewhere
+    assert set(GRID_FIELDS) <= Family.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("task", "language"),
+    [
+        ("mgsm_native_cot_sw", "sw"),
+        ("belebele_swh_Latn", "swh_Latn"),
+        ("flores_eng_Latn-swh_Latn", "swh_Latn"),
+        ("flores_dev_swh_Latn-eng_Latn", "eng_Latn"),
+        ("xcopa_sw", "sw"),
+        ("arc_easy", None),
+        ("gsm8k", None),
+    ],
+)
+def test_a_tasks_language_is_in_its_name(task: str, language: str | None) -> None:
+    assert language_of(task) == language
+
+
+BAD = {
+    "unknown keys": ({"botom": 1}, "botom"),
+    "an unknown field of a family": ({"compositions": [{"botom": 3}]}, "Did you mean 'bottom'"),
+    "a value out of range": ({"compositions": [{"bottom": [1, -1]}]}, "greater than or equal to 0"),
+    "an empty grid": ({"compositions": [{"bottom": []}]}, "at least one value"),
+    "two bounds": ({"compositions": [{"max_rank": 4, "max_error": 0.1}]}, "give one of them"),
+    "an expert with a dot": ({"task_experts": {"m.1": "a"}}, "'m.1' cannot name an expert"),
+    "an expert called base": ({"language_experts": {"base": "a"}}, "'base' cannot name an expert"),
+    "a name on both sides": ({"task_experts": {"s1": "a"}}, "rename one"),
+    "a pair of strangers": ({"pairs": [{"task": "m1", "language": "m2"}]}, "'m2' is no language expert"),
+    "no task": ({"tasks": []}, "tasks"),
+    "a language without tasks": ({"tasks": {"s1": []}}, "s1 has no task"),
+    "nothing to judge": ({"baselines": [], "compositions": []}, "nothing to judge"),
+    "a row that is there": ({"extra": {"base": "x"}}, "a row of its own already"),
+    "a share above 1": ({"selection": {"fraction": 1.5}}, "less than 1"),
+    "an unknown baseline": ({"baselines": ["nothing"]}, "baselines"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_recipes_are_told_with_their_key(name: str, tmp_path: Path) -> None:
+    changes, told = BAD[name]
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"base_model": "base", "tasks": ["t"], **SIDES, **changes}))
+    with pytest.raises(AdapterswapError) as error:
+        read_sweep_recipe(file)
+    assert told in str(error.value)
+
+
+def test_mistakes_of_the_grid_are_told_together() -> None:
+    families = [
+        {"method": "soup", "density": 0.5},
+        {"method": "ties", "density": 0.5},
+        {"method": "soup", "bottom": 3},
+        {"task_weight": [1, -2]},
+    ]
+    with pytest.raises(AdapterswapError) as error:
+        grid_of(compositions=families)
+    told = str(error.value)
+    for part in ("density belongs to", "Give the family max_rank", "belong to a layer swap by zones", "negative"):
+        assert part in told
+    assert grid_of(compositions=[{"task_weight": [1, -2], "allow_negative": True}]).cells
+
+
+def test_patterns_of_languages_must_match() -> None:
+    with pytest.raises(AdapterswapError) as error:
+        target_groups(recipe_of(tasks={"te*": ["x"], "s1": ["y"]}, compositions=[{}]))
+    assert "'te*' is no language expert" in str(error.value)
+    assert "'s2' has no task" in str(error.value)
+
+
+def test_what_lies_beside_the_recipe_is_taken_from_there(
+    content: Callable[..., dict[str, Any]], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "math").symlink_to(world / "math1")
+    (tmp_path / "here" / "tasks").mkdir()
+    file = tmp_path / "here" / "recipe.yaml"
+    changes = {"task_experts": {"math": "math"}, "extra": {"one": "math", "two": ["math", "org/hub"]}}
+    file.write_text(yaml.safe_dump(content(**changes, settings={"include_path": "tasks"})))
+    monkeypatch.chdir(tmp_path)
+    recipe = read_sweep_recipe("here/recipe.yaml", ["settings.limit=5"])
+    assert recipe.task_experts == {"math": "here/math"}
+    assert recipe.extra == {"one": ["here/math"], "two": ["here/math", "org/hub"]}
+    assert (recipe.settings.include_path, recipe.settings.limit) == ("here/tasks", 5)
