@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CONFIGS, LAYERS
+from conftest import CONFIGS, LAYERS, LLAMA_PROJECTIONS
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from adapterswap.bases import quiet_peft
 
 ARCHITECTURES = ["llama", "qwen2", "gpt2", "neox", "gemma", "mixtral"]
 
@@ -28,6 +31,9 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+
+TARGETS = {name: targets for name, (_, _, targets) in CONFIGS.items()}
+TARGETS |= {"gemma": LLAMA_PROJECTIONS, "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 State = dict[str, torch.Tensor]
 
@@ -113,3 +119,30 @@ def equal(one: State, other: State) -> None:
     for name in one:
         assert one[name].dtype == other[name].dtype, name
         assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+@pytest.fixture
+def lora(model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """`lora("gpt2", seed=1, …)` is a random adapter of the pico base; options are LoraConfig's."""
+
+    def make(architecture: str = "llama", *, seed: int = 1, name: str = "", **options: Any) -> Path:
+        settings = {"r": 4, "lora_alpha": 9, "use_rslora": True, "target_modules": TARGETS[architecture]}
+        settings |= {"fan_in_fan_out": architecture == "gpt2", "task_type": "CAUSAL_LM"}
+        folder = tmp_path / (name or f"expert-{seed}")
+        with quiet_peft():
+            adapted = get_peft_model(loaded(model(architecture)), LoraConfig(**(settings | options)))
+        generator = torch.Generator().manual_seed(seed)
+        for key, parameter in adapted.named_parameters():
+            if "lora_" in key or "modules_to_save" in key:
+                parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        adapted.save_pretrained(folder, save_embedding_layers=False)
+        return folder
+
+    return make
+
+
+def by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """The state dict of base + adapter, by PEFT's own merge."""
+    with quiet_peft():
+        merged = PeftModel.from_pretrained(loaded(base), adapter).merge_and_unload()
+    return {name: tensor.clone() for name, tensor in merged.state_dict().items()}

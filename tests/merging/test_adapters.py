@@ -8,45 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS, LLAMA_PROJECTIONS, logits
-from peft import LoraConfig, PeftModel, get_peft_model
+from conftest import logits
+from peft import PeftModel
 
 import adapterswap
 from adapterswap.bases import quiet_peft
 from adapterswap.live import LiveComposer, load_experts
-from merging.conftest import ARCHITECTURES, equal, loaded, weights
-
-TARGETS = {name: targets for name, (_, _, targets) in CONFIGS.items()}
-TARGETS |= {"gemma": LLAMA_PROJECTIONS, "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+from merging.conftest import ARCHITECTURES, by_peft, equal, loaded, weights
 
 Expert = Callable[..., Path]
-
-
-@pytest.fixture
-def lora(model: Callable[..., Path], tmp_path: Path) -> Expert:
-    """`lora("gpt2", seed=1, …)` is a random adapter of the pico base; options are LoraConfig's."""
-
-    def make(architecture: str = "llama", *, seed: int = 1, name: str = "", **options: Any) -> Path:
-        settings = {"r": 4, "lora_alpha": 9, "use_rslora": True, "target_modules": TARGETS[architecture]}
-        settings |= {"fan_in_fan_out": architecture == "gpt2", "task_type": "CAUSAL_LM"}
-        folder = tmp_path / (name or f"expert-{seed}")
-        with quiet_peft():
-            adapted = get_peft_model(loaded(model(architecture)), LoraConfig(**(settings | options)))
-        generator = torch.Generator().manual_seed(seed)
-        for key, parameter in adapted.named_parameters():
-            if "lora_" in key or "modules_to_save" in key:
-                parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        adapted.save_pretrained(folder, save_embedding_layers=False)
-        return folder
-
-    return make
-
-
-def by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """The state dict of base + adapter, by PEFT's own merge."""
-    with quiet_peft():
-        merged = PeftModel.from_pretrained(loaded(base), adapter).merge_and_unload()
-    return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

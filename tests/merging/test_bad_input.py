@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from conftest import load_base
 from crafting import edit_header, snapshot
+from peft import PeftModel
 
 import adapterswap
+from adapterswap.bases import quiet_peft
+from adapterswap.live import load_experts
 from merging.conftest import save_like, weights
 
 Run = Callable[..., Result]
@@ -166,11 +170,22 @@ def test_an_adapter_of_another_base(
     assert not (tmp_path / "out").exists()
 
 
-def test_only_adapters_are_written_as_adapters_or_run_live(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_only_adapters_are_written_as_adapters_or_run_live(
+    pair: tuple[Path, Path], base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
     plan = adapterswap.layer_swap(*pair, bottom=2, top=1)
     with pytest.raises(adapterswap.AdapterswapError, match=r"adapterswap merge.*adapterswap extract"):
         adapterswap.write_adapter(plan, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+    with quiet_peft():
+        live = PeftModel.from_pretrained(load_base(base("llama")), expert(seed=1), adapter_name="math")
+    with (
+        pytest.raises(adapterswap.AdapterswapError, match="is a full checkpoint"),
+        adapterswap.LiveComposer(live).use(plan),
+    ):
+        pass
+    with pytest.raises(adapterswap.AdapterswapError, match="is a full checkpoint"):
+        load_experts(load_base(base("llama")), plan)
 
 
 def test_norms_belong_to_zones() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 
 import adapterswap
 from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
+from adapterswap.merging import ModelForm, prepare_model, write_model
 from adapterswap.planning.allocation import Rule
-from merging.conftest import equal, loaded, save_like, weights
-from merging.test_adapters import by_peft
+from merging.conftest import by_peft, equal, loaded, save_like, weights
 from merging.test_full_experts import algorithm_1, close, is_transformer, layer_of
 
 
@@ -39,6 +40,45 @@ def test_an_adapter_and_a_full_checkpoint(
         torch.testing.assert_close(close_to[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
     for name in (name for name in wanted if is_transformer(name) and layer_of(name) in {0, 5}):
         assert torch.equal(merged[name], weights(swahili)[name])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "slerp"}, {"method": "ties", "density": 1.0, "scale": 0.7}, {"method": "soup", "weights": "magnitude"}],
+    ids=lambda options: options["method"],
+)
+def test_methods_on_both_kinds(
+    options: dict[str, Any], architecture: str, model: Callable[..., Path], lora: Callable[..., Path], tmp_path: Path
+) -> None:
+    """An adapter gives what its full weights give. GPT-2's are stored the other way round than ΔW."""
+    math, language = lora(architecture, seed=1), model(architecture, seed=2)
+    full = save_like(tmp_path / "full", model(architecture), weights(adapterswap.merge(math, out_path=tmp_path / "m")))
+    composition = adapterswap.Composition(
+        task="math", language="swahili", base_model=str(model(architecture)), **options
+    )
+    results = []
+    for name, expert in (("mixed", math), ("whole", full)):
+        plan = adapterswap.compose(composition, {"math": expert, "swahili": language})
+        assert isinstance(plan, adapterswap.ModelPlan)
+        results.append(prepare_model(plan, ModelForm()))
+        write_model(results[-1], tmp_path / name)
+    if options["method"] == "soup":
+        # The full expert has rows that the adapter does not change, so its mean is the smaller one; both are recorded.
+        deltas = {
+            name: weights(full)[name] - tensor
+            for name, tensor in weights(model(architecture)).items()
+            if tensor.ndim > 1
+        }
+        if architecture == "gpt2":
+            deltas = {name: delta.T for name, delta in deltas.items()}
+        changed = [delta.abs().mean(1) for delta in deltas.values() if delta.any()]
+        assert results[0].magnitudes["math"] == pytest.approx(float(torch.cat(changed).mean()), rel=1e-4)
+        assert results[1].magnitudes["math"] < results[0].magnitudes["math"]
+        return
+    mixed, whole = weights(tmp_path / "mixed"), weights(tmp_path / "whole")
+    for key, tensor in whole.items():
+        torch.testing.assert_close(mixed[key], tensor, rtol=1e-5, atol=2e-6, msg=key)
 
 
 def test_shards_that_differ(model: Callable[..., Path], tmp_path: Path) -> None:
