@@ -189,6 +189,10 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         """See the harness."""
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
+        # Rolling likelihoods ask for a bar whatever they were told.
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         tokens = super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
         written = tokens[:, context.shape[1] :]

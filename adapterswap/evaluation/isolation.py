@@ -29,7 +29,7 @@ def restored_modes(model: Any) -> Iterator[None]:
 @contextmanager
 def silenced() -> Iterator[None]:
     """No bars, no prints, and no remarks on what is done here on purpose (a model passed as an object); errors stay."""
-    import tqdm
+    import tqdm  # type: ignore[import-untyped]
     from lm_eval.api import metrics, task
 
     class NoBar(tqdm.tqdm):  # type: ignore[misc]

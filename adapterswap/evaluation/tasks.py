@@ -161,8 +161,12 @@ def _load(
             )
         tasks |= loaded["tasks"]
         groups = loaded["groups"]
-    for task in tasks.values():
+    problems = Problems()
+    for name, task in tasks.items():
         _configure(task, num_fewshot, json.loads(settings))
+        with problems.collect():
+            _check_pool(name, task)
+    problems.raise_if_any()
     return {"tasks": tasks, "groups": groups}
 
 
@@ -205,3 +209,13 @@ def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -
         task.set_config("num_fewshot", 0)
     if gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config("generation_kwargs", gen_kwargs, update=True)
+
+
+def _check_pool(name: str, task: Any) -> None:
+    """Refuse more shots than the task has rows to show, the one that is asked about left out."""
+    if not (shots := task.get_config("num_fewshot")):
+        return
+    config = task.config
+    left_out = config.test_split is not None and config.fewshot_config.split == config.test_split
+    if shots > (most := len(task.sampler.df) - left_out):
+        raise AdapterswapError(f"{shots} shots are asked for, and {name} has {most}", f"Give 0 to {most}")

@@ -1,0 +1,81 @@
+"""How often each scorer agrees with labels written before it saw the rows: the figures in docs/evaluate.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from decimal import Decimal
+
+import pytest
+
+from adapterswap.evaluation.answers import is_correct
+from adapterswap.evaluation.harness import build_mgsm_task
+from adapterswap.evaluation.mgsm import LANGUAGES
+
+from .answer_forms import FORMS
+from .answer_table import TABLE
+from .answer_witness import WITNESS
+from .test_answers import verdicts
+
+# Rows on which our score is wrong. Number words are not read; nor are ranges and negations in words.
+UNREAD = {
+    "উত্তর হলো আঠারো।",
+    "Antwort: achtzehn",
+    "The answer is eighteen.",
+    "La respuesta es dieciocho.",
+    "La réponse est dix-huit.",
+    "答えは十八です。",
+    "Ответ: восемнадцать.",
+    "Jibu ni kumi na nane.",
+    "సమాధానం పద్దెనిమిది.",
+    "คำตอบคือสิบแปด",
+    "答案是七万美元。",
+    "答案是十八。",
+    "She earns between 15 and 20 dollars.",
+    "Il y en a entre 10 et 18.",
+    "The answer is not 17 but 18.",
+}
+UNREAD_WITNESS = {
+    "Sie haben insgesamt 1.430 g Zucker verbraucht, also 1,43 kg.",
+    "It takes him 4 hours, so he gets home at 8:00 PM. He drove for 45 miles in the last 1.5 hours.",
+    "Le total s'élève à 1 430 grammes, soit environ 1,4 kg.",
+    "彼女は25歳です。10年後は35歳になります。",
+}
+Rows = dict[str, list[tuple[str, int, bool]]]
+
+
+@pytest.mark.parametrize(("rows", "unread"), [(FORMS, UNREAD), (WITNESS, UNREAD_WITNESS)])
+def test_where_our_score_is_wrong(rows: Rows, unread: set[str]) -> None:
+    wrong = {
+        output
+        for language, labelled in rows.items()
+        for output, gold, right in labelled
+        if is_correct(output, Decimal(gold), language) is not right
+    }
+    assert wrong == unread
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (FORMS, {"normalized": 176, "flexible-extract": 102, "strict-match": 38}),
+        (WITNESS, {"normalized": 51, "flexible-extract": 34, "strict-match": 7}),
+    ],
+)
+def test_how_often_each_scorer_agrees(rows: Rows, expected: dict[str, int]) -> None:
+    assert set(rows) == set(LANGUAGES)
+    agreed: Counter[str] = Counter()
+    for language, labelled in rows.items():
+        task = build_mgsm_task(f"mgsm_native_cot_{language}")
+        for output, gold, right in labelled:
+            found = verdicts(task, output, gold)
+            agreed.update(name for name, verdict in found.items() if verdict is right)
+    assert agreed == expected
+
+
+def test_no_row_stands_in_two_collections() -> None:
+    rows = [(language, output, gold) for language, output, gold, _ in TABLE]
+    rows += [
+        (language, *row[:2]) for table in (FORMS, WITNESS) for language, labelled in table.items() for row in labelled
+    ]
+    assert len(rows) == 342
+    assert len(set(rows)) == 342

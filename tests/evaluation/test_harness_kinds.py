@@ -1,0 +1,199 @@
+"""Every kind of task that lm-evaluation-harness knows, from files of the user's own, beside plain loops."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapterswap import AdapterswapError
+from adapterswap.evaluation import EvaluationResult, Settings, evaluate
+from adapterswap.evaluation.flores import is_flores
+from adapterswap.evaluation.mgsm import mgsm_task_names
+from adapterswap.evaluation.tasks import _manager, load_tasks
+
+Model = tuple[Any, Any]
+
+ROWS = [{"text": "Maji ni uhai. Haraka haraka haina baraka."}, {"text": "Haba na haba"}, {"text": "Asiyesikia la mkuu"}]
+HEAD = """
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+fewshot_split: test
+metadata: {{version: 1}}
+"""
+TASKS = {
+    "perplexity": """
+task: pico_perplexity
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list:
+  - {{metric: word_perplexity}}
+  - {{metric: byte_perplexity}}
+  - {{metric: bits_per_byte}}
+""",
+    "write": """
+task: pico_write
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{text}}}}"
+generation_kwargs: {{until: ["."], do_sample: false, max_gen_toks: 6}}
+filter_list:
+  - {{name: first-word, filter: [{{function: regex, regex_pattern: "(\\\\w+)"}}, {{function: take_first}}]}}
+  - {{name: as-is, filter: [{{function: take_first}}]}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+""",
+    "last": """
+task: pico_last
+output_type: loglikelihood
+doc_to_text: "{{{{text.split(' ')[:-1]|join(' ')}}}}"
+doc_to_target: "{{{{' ' + text.split(' ')[-1]}}}}"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: perplexity, aggregation: perplexity, higher_is_better: false}}
+""",
+}
+CHOICE = """
+task: pico_choice_{name}
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: ["ndiyo", "hapana kabisa"]
+doc_to_target: 0
+process_docs: !function pico_docs.{name}
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+DOCS = "def short(docs):\n    return docs.select([1])\n\n\ndef all(docs):\n    return docs\n"
+GROUP = """
+group: pico_all
+task:
+  - pico_choice_short
+  - group: pico_inner
+    task: [pico_choice_all]
+    aggregate_metric_list: [{metric: acc}]
+aggregate_metric_list:
+  - {metric: acc, weight_by_size: true}
+  - {metric: acc_norm, weight_by_size: false}
+metadata: {version: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, data = tmp_path_factory.mktemp("kinds"), tmp_path_factory.mktemp("data")
+    (data / "rows.json").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
+    texts = TASKS | {name: CHOICE.replace("{name}", name) for name in ("short", "all")}
+    for name, text in texts.items():
+        content = (HEAD + text).format(data=data / "rows.json", cache=data / "cache")
+        (folder / f"{name}.yaml").write_text(content, encoding="utf-8")
+    (folder / "pico_docs.py").write_text(DOCS, encoding="utf-8")
+    (folder / "group.yaml").write_text(GROUP, encoding="utf-8")
+    return folder
+
+
+def run(byte_model: Model, kinds: Path, *names: str, **options: Any) -> EvaluationResult:
+    return evaluate(*byte_model, names, Settings(include_path=kinds, **options))
+
+
+def likelihoods(model: Any, tokenizer: Any, context: str, text: str) -> tuple[float, bool]:
+    """log p(text | context), summed over tokens, and whether greedy decoding would write it; no harness."""
+    begin = len(tokenizer(context)["input_ids"]) if context else 1
+    before = tokenizer(context)["input_ids"] if context else [tokenizer.bos_token_id]
+    ids = torch.tensor([before + tokenizer(text)["input_ids"]])
+    with torch.no_grad():
+        logs = model(ids).logits[0].log_softmax(-1)
+    greedy = all(int(logs[i - 1].argmax()) == int(ids[0, i]) for i in range(begin, ids.shape[1]))
+    return sum(float(logs[i - 1, ids[0, i]]) for i in range(begin, ids.shape[1])), greedy
+
+
+def test_perplexity_of_whole_texts(byte_model: Model, kinds: Path) -> None:
+    task = run(byte_model, kinds, "pico_perplexity").tasks["pico_perplexity"]
+    totals = [likelihoods(*byte_model, "", row["text"])[0] for row in ROWS]
+    words = sum(len(re.split(r"\s+", row["text"])) for row in ROWS)
+    size = sum(len(row["text"].encode()) for row in ROWS)
+    assert task.score(metric="word_perplexity").value == pytest.approx(math.exp(-sum(totals) / words), rel=1e-4)
+    assert task.score(metric="byte_perplexity").value == pytest.approx(math.exp(-sum(totals) / size), rel=1e-5)
+    assert task.score(metric="bits_per_byte").value == pytest.approx(-sum(totals) / size / math.log(2), rel=1e-5)
+    assert not any(score.higher_is_better for score in task.scores)
+    assert (task.num_docs, task.cut) == (3, None)
+
+
+def test_the_likelihood_of_a_last_word(byte_model: Model, kinds: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_tasks(["pico_last", "pico_perplexity"], Settings(include_path=kinds))
+    capfd.readouterr()
+    result = run(byte_model, kinds, "pico_last", "pico_perplexity")
+    assert capfd.readouterr() == ("", "")  # the standard error of a perplexity is bootstrapped, with a bar
+    result = run(byte_model, kinds, "pico_last")
+    found = []
+    for row, sample in zip(ROWS, result.samples, strict=True):
+        context, _, word = row["text"].rpartition(" ")
+        found.append(likelihoods(*byte_model, context, f" {word}"))
+        assert sample.output[0] == pytest.approx(found[-1][0], abs=1e-3)
+    task = result.tasks["pico_last"]
+    assert task.score(metric="acc").value == sum(greedy for _, greedy in found) / 3
+    assert task.score(metric="perplexity").value == pytest.approx(
+        math.exp(-sum(total for total, _ in found) / 3), rel=1e-4
+    )
+
+
+def test_outputs_under_filters_of_the_task_s_own(byte_model: Model, kinds: Path) -> None:
+    result = run(byte_model, kinds, "pico_write", batch_size=1)
+    assert [score.filter for score in result.tasks["pico_write"].scores] == ["first-word", "as-is"]
+    for sample in result.samples:
+        word = re.search(r"\w+", sample.output)
+        assert sample.answers == {"first-word": word[0] if word else "[invalid]", "as-is": sample.output}
+        assert "." not in sample.output
+    assert result.tasks["pico_write"].cut is not None
+
+
+def test_groups_within_groups_and_both_kinds_of_means(byte_model: Model, kinds: Path) -> None:
+    result = run(byte_model, kinds, "pico_all")
+    right: dict[str, list[tuple[bool, bool]]] = {"pico_choice_short": [], "pico_choice_all": []}
+    for sample in result.samples:
+        totals = [
+            likelihoods(*byte_model, sample.doc["text"], f" {choice}")[0] for choice in ("ndiyo", "hapana kabisa")
+        ]
+        per_character = totals[0] / len("ndiyo") > totals[1] / len("hapana kabisa")
+        right[sample.task].append((totals[0] > totals[1], per_character))
+    assert [len(found) for found in right.values()] == [1, 3]
+    means = {name: [sum(column) / len(found) for column in zip(*found, strict=True)] for name, found in right.items()}
+    for name, (accuracy, normalised) in means.items():
+        assert result.tasks[name].score(metric="acc").value == pytest.approx(accuracy)
+        assert result.tasks[name].score(metric="acc_norm").value == pytest.approx(normalised)
+    outer = result.groups["pico_all"]
+    by_size = (means["pico_choice_short"][0] + 3 * means["pico_choice_all"][0]) / 4
+    by_task = (means["pico_choice_short"][1] + means["pico_choice_all"][1]) / 2
+    assert outer.score(metric="acc").value == pytest.approx(by_size)
+    assert outer.score(metric="acc_norm").value == pytest.approx(by_task)
+    assert outer.num_docs == 4
+    (inner,) = [group for name, group in result.groups.items() if name.endswith("pico_inner")]
+    assert inner.score(metric="acc").value == pytest.approx(means["pico_choice_all"][0])
+
+
+def test_more_shots_than_there_are_rows_is_told(byte_model: Model, kinds: Path) -> None:
+    run(byte_model, kinds, "pico_choice_all", num_fewshot=2)
+    told = "3 shots are asked for, and pico_choice_all has 2. Give 0 to 2"
+    with pytest.raises(AdapterswapError, match=told):
+        run(byte_model, kinds, "pico_choice_all", num_fewshot=3)
+
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "evaluate.md"
+
+
+def test_the_names_that_the_page_gives_are_known(kinds: Path) -> None:
+    """The table of the papers' benchmarks: names in its second column, shots in its third."""
+    section = PAGE.read_text(encoding="utf-8").partition("### The papers' benchmarks")[2].partition("\n### ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")][1:]
+    names = [name for row in rows for name in re.findall(r"`([a-z]\w+(?:-\w+)?)`", row[1])]
+    assert len(names) >= 12
+    known = {*_manager(str(kinds)).all_tasks, *mgsm_task_names()}
+    assert [name for name in names if name not in known and not is_flores(name)] == []
+    assert all(re.search(r"\d", row[2]) for row in rows)
