@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.tasks import TaskManager
@@ -276,6 +277,22 @@ def test_mistakes_are_told_before_anything_is_trained(
         make_recipe(selection={"tasks": ["pico_last"]})
     monkeypatch.setattr("adapterswap.training.libraries.find_spec", lambda name: None if name == "lm_eval" else name)
     refuse(selecting(), r"pip install 'adapterswap\[eval\]'")
+
+
+def test_the_command_line_tells_of_it(tmp_path: Path, selecting: MakeRecipe, run: Callable[..., Result]) -> None:
+    recipe = selecting(keep_best=2, training={"max_steps": 4}).model_dump(mode="json", exclude_unset=True)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))  # JSON is YAML
+    shown = run("train", path, "--dry-run", "--set", "selection.tasks=[pico_last, mgsm_direct_sw]")
+    assert shown.exit_code == 0, shown.stderr
+    assert "selection   2 checkpoints to evaluate, 290 documents in " in shown.stdout
+    assert "selection by mgsm_direct_sw: the second paper found maths in the target language a weaker" in shown.stderr
+    told = run("train", path, "-o", tmp_path / "expert")
+    assert told.exit_code == 0, told.stderr
+    rows = [line for line in told.stdout.splitlines() if line.startswith("checkpoint  ")]
+    assert len(rows) == 2
+    assert sorted(row.rpartition(", ")[2] for row in rows) == ["kept", "written"]
+    assert all("(pico_last 0." in row for row in rows)
 
 
 def test_maths_in_the_target_language_is_told_of() -> None:
