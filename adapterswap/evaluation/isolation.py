@@ -46,7 +46,7 @@ def silenced() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         task.tqdm = tqdm.tqdm = bar
-        del metrics.print
+        vars(metrics).pop("print", None)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from adapterswap import AdapterswapError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.shipped_tasks import build_shipped_task
-from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.evaluation.tasks import _resolve, load_tasks
 from adapterswap.evaluation.tydiqa import LooseAnswer, read_tydiqa, score_answer, tydiqa_prompt, tydiqa_task_names
 from adapterswap.evaluation.xcopa import read_xcopa, xcopa_choices, xcopa_prompt
 
@@ -239,6 +239,13 @@ def test_shots_by_default_and_too_many() -> None:
         "101 shots are asked for, and tydiqa_goldp_sw has 8",
         "101 shots are asked for, and xcopa_sw has 100",
     ]
+
+
+def test_whole_names_are_ours_and_patterns_the_harness_s() -> None:
+    asked = _resolve(["xcopa_sw", "xcopa_*", "tydiqa_goldp_te", "tydiqa_goldp_fi", "tydiqa_goldp", "mgsm_direct_s?"])
+    assert asked.shipped == ("xcopa_sw", "tydiqa_goldp_te")
+    assert asked.theirs == ("xcopa_*", "tydiqa_goldp_fi", "tydiqa_goldp")
+    assert asked.mgsm == ("mgsm_direct_sw",)
 
 
 def test_the_command_line(run: Callable[..., Result], byte_base: Path) -> None:
