@@ -21,7 +21,8 @@ from adapterswap.experts.checkpoints import Checkpoint
 
 __all__ = ["Interference", "ModuleInterference", "interfere"]
 
-_DIRECTIONS = 16  # of a dense ΔW, which has as many as it has rows: the largest ones, up to an error of 0.1 %, stand for it
+# A dense ΔW has as many directions as rows; so many of the largest, or those that reach this error, stand for it.
+_DIRECTIONS, _ERROR = 16, 1e-3
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,9 @@ def _bases(delta: Delta) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.float
     """Orthonormal bases (as columns) of the space that ΔW writes into, and of the one that it reads from."""
     if isinstance(delta, Factors):
         return _orthonormal(delta.b), _orthonormal(delta.a.T)
-    from adapterswap.arithmetic.reduction import approximate
+    from adapterswap.arithmetic.approximation import approximate
 
-    factors = approximate(np.ascontiguousarray(delta), rank=_DIRECTIONS, error=1e-3).factors
+    factors = approximate(np.ascontiguousarray(delta), rank=_DIRECTIONS, error=_ERROR).factors
     return _orthonormal(factors.b), _orthonormal(factors.a.T)
 
 

@@ -1,0 +1,157 @@
+"""How much each layer of an expert changes what the base predicts on texts: importance by activations.
+
+With one layer's attention or MLP of one expert active and everything else as in the base, KL(p_base ‖ p), summed over
+the tokens of the texts, says what that part does there, in nats. Knows a running model and texts; decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.analysis.suggesting import Block, Importance
+from adapterswap.errors import AdapterswapError
+from adapterswap.files.smallfiles import read_small
+from adapterswap.live import LiveComposer
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+
+__all__ = ["blocks_of", "importance_of_activations", "read_texts"]
+
+MAX_TOKENS = 512  # of a text; the rest is cut off
+BATCH = 8  # texts at once
+
+
+def read_texts(path: str | Path, limit: int) -> list[str]:
+    """The first `limit` texts of a file: .jsonl rows with `text`, or `prompt` and `completion`; else one to a line.
+
+    Raises:
+        AdapterswapError: the file cannot be read, is larger than 16 MiB, or holds no text.
+    """
+    path = Path(path)
+    mend = "Give a .jsonl file with `text`, or `prompt` and `completion`, or a text file with a text to a line"
+    texts = []
+    for number, line in enumerate(read_small(path, mend).decode("utf-8", "replace").splitlines(), 1):
+        text = line.strip()
+        if text and path.suffix == ".jsonl":
+            try:
+                row = json.loads(text)
+                text = row["text"] if "text" in row else _joined(row["prompt"], row["completion"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise AdapterswapError(f"{path}, line {number} is no row of texts: {error!r}", mend) from None
+        if text:
+            texts.append(str(text))
+        if len(texts) == limit:
+            break
+    if not texts:
+        raise AdapterswapError(f"{path} holds no text", mend)
+    return texts
+
+
+def _joined(prompt: str, completion: str) -> str:
+    return (
+        prompt + completion if prompt[-1:].isspace() or completion[:1].isspace() else f"{prompt} {completion}".strip()
+    )
+
+
+def blocks_of(plan: Plan, expert: str) -> list[Block]:
+    """The layers and kinds that an expert of the plan adapts, in order."""
+    found = {(module.layer, module.kind) for module in plan.experts[expert].modules.values()}
+    return sorted((layer, kind) for layer, kind in found if layer is not None)
+
+
+def importance_of_activations(
+    model: PeftModel,
+    tokenizer: Any,
+    plan: Plan,
+    *,
+    sides: Mapping[str, str],
+    texts: Mapping[str, Sequence[str]],
+    progress: Callable[[], None] = lambda: None,
+) -> Importance:
+    """Measure each expert on its own side's texts.
+
+    Args:
+        model: with the plan's experts loaded under their names.
+        tokenizer: the base's.
+        plan: any plan of the two experts.
+        sides: `task` and `language` → the expert's name in the plan.
+        texts: `task` and `language` → texts.
+        progress: called after every batch of texts.
+
+    Raises:
+        AdapterswapError: an expert changes no prediction on its texts, or the texts have no two tokens.
+    """
+    composer = LiveComposer(model)
+    shares = {}
+    for side, expert in sides.items():
+        alone = {block: _alone(plan, expert, block) for block in blocks_of(plan, expert)}
+        effects = dict.fromkeys(alone, 0.0)
+        for batch in _batches(tokenizer, texts[side], model.device):
+            with composer.use(BASE):
+                before = _predictions(model, batch)
+            for block, only in alone.items():
+                with composer.use(only):
+                    effects[block] += _divergence(before, _predictions(model, batch), batch["attention_mask"])
+            progress()
+        total = sum(effects.values())
+        if not total > 0:
+            raise AdapterswapError(
+                f"the expert {expert!r} changes no prediction on the {side} texts",
+                "Give texts of what it was trained on",
+            )
+        shares[side] = {block: value / total for block, value in effects.items()}
+    return Importance("activations", plan.num_layers, shares["task"], shares["language"])
+
+
+def _alone(plan: Plan, expert: str, block: Block) -> Plan:
+    """One layer's attention or MLP of one expert, everything else as in the base."""
+    layer, kind = block
+    rules = [{"layers": layer, "modules": kind, "expert": expert}, {"expert": BASE}]
+    composition = Composition.model_validate({"allocation": rules, "num_layers": plan.num_layers})
+    return make_plan(composition, plan.experts)
+
+
+def _batches(tokenizer: Any, texts: Sequence[str], device: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Texts of like length together, padded on the right, where causal attention does not see it."""
+    import torch
+
+    encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"] for text in texts]
+    encoded = sorted((ids for ids in encoded if len(ids) > 1), key=len)
+    if not encoded:
+        raise AdapterswapError("no text has two tokens", "Give longer texts")
+    for start in range(0, len(encoded), BATCH):
+        rows = encoded[start : start + BATCH]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        yield {"input_ids": ids, "attention_mask": mask}
+
+
+def _predictions(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of the next token (rows, tokens, vocabulary)."""
+    import torch
+
+    with torch.inference_mode():
+        logits: torch.Tensor = model(**batch).logits
+    return logits
+
+
+def _divergence(before: torch.Tensor, now: torch.Tensor, mask: torch.Tensor) -> float:
+    """Σ over the batch's tokens of KL(before ‖ now), a row at a time: a vocabulary is wide."""
+    import torch
+
+    total = 0.0
+    with torch.inference_mode():
+        for one, other, kept in zip(before, now, mask, strict=True):
+            base = one.float().log_softmax(-1)
+            divergence = (base.exp() * (base - other.float().log_softmax(-1))).sum(-1)
+            total += float((divergence * kept).sum())
+    return total

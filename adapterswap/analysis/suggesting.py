@@ -1,0 +1,158 @@
+"""Propose which layers to take from whom, from how much each layer matters to each expert.
+
+An importance is a share: of all that an expert does, how much does this layer (or its attention, or its MLP)? A layer
+goes to the language expert where the language's share is larger than the task's, among the allocations that the wanted
+form allows. The task is judged by task texts and the language by texts in the language; no task data in the target
+language is needed. Knows shares; how they are measured, `changes` (weights) and `effects` (activations) know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from adapterswap.analysis.changes import Changes
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.layers import format_layers
+
+__all__ = ["Block", "Form", "Importance", "Suggestion", "importance_of_weights", "suggest"]
+
+Form = Literal["zones", "modules"]
+Block = tuple[int, str]  # a layer, and `attention` or `mlp`
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Each expert's shares by layer and kind; an expert's shares sum to 1.
+
+    Attributes:
+        measured: `weights` or `activations`.
+        num_layers: L.
+        task, language: block → share; a block that an expert does not adapt has none.
+    """
+
+    measured: Literal["weights", "activations"]
+    num_layers: int
+    task: Mapping[Block, float]
+    language: Mapping[Block, float]
+
+    def gain(self, block: Block) -> float:
+        """What is won, in shares, when the block goes to the language: its share there less its share for the task."""
+        return self.language.get(block, 0.0) - self.task.get(block, 0.0)
+
+    def of_layer(self, layer: int) -> tuple[float, float]:
+        """(task, language): the shares of a whole layer."""
+        task, language = (
+            sum(share for (where, _), share in shares.items() if where == layer)
+            for shares in (self.task, self.language)
+        )
+        return task, language
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A proposal.
+
+    Attributes:
+        form: zones (b and u), or an owner for each layer's attention and MLP.
+        composition: the fields of a `Composition`, without the experts.
+        kept: (task, language): the shares of each expert that the proposal keeps.
+        reasons: in words.
+    """
+
+    form: Form
+    composition: Mapping[str, Any]
+    kept: tuple[float, float]
+    reasons: tuple[str, ...]
+
+
+def importance_of_weights(task: Changes, language: Changes, num_layers: int) -> Importance:
+    """Shares of ‖ΔW‖² (Frobenius), which add up over matrices."""
+    return Importance("weights", num_layers, _shares(_energies(task)), _shares(_energies(language)))
+
+
+def suggest(importance: Importance, *, form: Form = "zones") -> Suggestion:
+    """The allocation of the wanted form that keeps most: the language's shares where it owns, the task's elsewhere.
+
+    Args:
+        importance: of both experts.
+        form: `zones` for a bottom and a top of whole layers, at least one and at most half of all (shares sum to 1, so
+            that the complement of a bad choice would look good); `modules` for any owner of any layer's attention or
+            MLP.
+
+    Raises:
+        AdapterswapError: there is one layer only; or one expert would own everything.
+    """
+    if form == "modules":
+        return _by_modules(importance)
+    layers = importance.num_layers
+    if layers < 2:
+        raise AdapterswapError("the model has one layer, which cannot be shared", "Blend the experts: --method soup")
+    gains = [language - task for task, language in map(importance.of_layer, range(layers))]
+    zones = [(b, u) for b in range(layers) for u in range(layers - b) if 0 < b + u <= layers / 2]
+    # Of equals the one that takes fewest layers from the task, and of those the one with the larger bottom.
+    bottom, top = max(zones, key=lambda z: (sum(gains[: z[0]]) + sum(gains[layers - z[1] :]), -sum(z), z[0]))
+    outer = {*range(bottom), *range(layers - top, layers)}
+    owned = {block for block in {*importance.task, *importance.language} if block[0] in outer}
+    reasons = [_reason(importance, outer)]
+    if sum(gains[layer] for layer in outer) <= 0:
+        reasons.append("no outer layer matters more to the language than to the task: this takes the least harmful one")
+    inside = [layer for layer in range(layers) if layer not in outer and gains[layer] > 0]
+    if inside:
+        reasons.append(
+            f"layers {format_layers(inside)} matter more to the language too, and lie inside: --form modules"
+        )
+    return Suggestion("zones", {"bottom": bottom, "top": top}, _kept(importance, owned), tuple(reasons))
+
+
+def _by_modules(importance: Importance) -> Suggestion:
+    blocks = sorted({*importance.task, *importance.language})
+    owned = {block for block in blocks if importance.gain(block) > 0}
+    if not owned or len(owned) == len(blocks):
+        whose = "language" if owned else "task"
+        raise AdapterswapError(
+            f"everything would go to the {whose} expert",
+            "Check that two different experts, and texts of both, are given",
+        )
+    rules = []
+    for kind in dict.fromkeys(kind for _, kind in blocks):
+        layers = [layer for layer, of in owned if of == kind]
+        if layers:
+            rules.append({"layers": format_layers(layers), "modules": kind, "expert": "language"})
+    blend = {"layers": "none", "blend": {"task": 1, "language": 1}, "optional": True}
+    reasons = [f"{rule['modules']} of layers {rule['layers']}: a larger share of the language than of the task"
+               for rule in rules]  # fmt: skip
+    allocation = [*rules, blend, {"expert": "task"}]
+    return Suggestion("modules", {"allocation": allocation}, _kept(importance, owned), tuple(reasons))
+
+
+def _energies(changes: Changes) -> dict[Block, float]:
+    found: dict[Block, float] = {}
+    for change in changes.modules:
+        if change.matrix.layer is not None:
+            block = (change.matrix.layer, change.matrix.source.kind)
+            found[block] = found.get(block, 0.0) + change.norm**2
+    return found
+
+
+def _shares(values: Mapping[Block, float]) -> dict[Block, float]:
+    total = sum(values.values())
+    if not total > 0:
+        raise AdapterswapError("an expert changes nothing", "Check that the right expert, base and texts are given")
+    return {block: value / total for block, value in values.items()}
+
+
+def _kept(importance: Importance, language_owns: set[Block]) -> tuple[float, float]:
+    task = sum(share for block, share in importance.task.items() if block not in language_owns)
+    language = sum(share for block, share in importance.language.items() if block in language_owns)
+    return task, language
+
+
+def _reason(importance: Importance, outer: set[int]) -> str:
+    shares = [importance.of_layer(layer) for layer in sorted(outer)]
+    task, language = (sum(share[side] for share in shares) for side in (0, 1))
+    return (
+        f"layers {format_layers(outer)} hold {language:.0%} of what the language expert does and {task:.0%} of what "
+        f"the task expert does, by {importance.measured}"
+    )

@@ -1,0 +1,178 @@
+"""`adapterswap suggest`: which layers to take from which of two experts, with the reasons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterswap.cli.printing import note, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from adapterswap.analysis.suggesting import Importance, Suggestion
+    from adapterswap.planning.plan import Plan
+
+
+@click.command("suggest")
+@click.option("-t", "--task-expert", required=True, metavar="PATH|ID", help="Its middle layers are to be kept.")
+@click.option("-l", "--language-expert", required=True, metavar="PATH|ID", help="Gives the outer layers.")
+@click.option("--base-model", metavar="PATH|ID", help="The base: needed for texts.")
+@click.option("--num-layers", type=click.IntRange(min=1), metavar="N", help="The base's layers, where it is not named.")
+@click.option("--task-texts", metavar="FILE", help="Texts of the task: .jsonl, or a text to a line.")
+@click.option("--language-texts", metavar="FILE", help="Texts in the language, without the task.")
+@click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, metavar="N", help="Texts of each.")
+@click.option(
+    "--form",
+    type=click.Choice(["zones", "modules"]),
+    default="zones",
+    show_default=True,
+    help="Bottom and top layers, or an owner for each layer's attention and MLP.",
+)
+@click.option("--device", default="auto", show_default=True, metavar="NAME", help="For texts: auto, cpu, cuda, mps.")
+@click.option("-o", "--out-path", metavar="FILE", help="Write the proposal as a recipe for compose.")
+@click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
+@click.option("--dry-run", is_flag=True, help="Check everything, measure nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    task_expert: str,
+    language_expert: str,
+    base_model: str | None,
+    num_layers: int | None,
+    task_texts: str | None,
+    language_texts: str | None,
+    limit: int,
+    form: Any,
+    device: str,
+    out_path: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Propose layers for two experts, with the reasons.
+
+    A layer goes to the language expert where it holds a larger share of what that expert does than of what the task
+    expert does: by the size of ΔW, or, with texts of both sides, by how much it changes the base's predictions on them.
+    """
+    from adapterswap.analysis.effects import read_texts
+    from adapterswap.analysis.suggesting import suggest
+    from adapterswap.planning.composing import soup
+    from adapterswap.planning.model_plan import adapters_only
+
+    texts = {"task": task_texts, "language": language_texts}
+    if (task_texts is None) != (language_texts is None):
+        raise click.UsageError("Give both --task-texts and --language-texts, or neither.")
+    if task_texts is not None and base_model is None:
+        raise click.UsageError("Texts are read by the base: give --base-model.")
+    target = Path(out_path) if out_path is not None else None
+    if target is not None:
+        _check_file(target, overwrite=overwrite)
+    plan = adapters_only(soup(task_expert, language_expert, num_layers=num_layers, base_model=base_model))
+    read = {side: read_texts(path, limit) for side, path in texts.items() if path is not None}
+    if dry_run:
+        click.echo(f"{' and '.join(plan.experts)}: {plan.num_layers} layers")
+        for side, rows in read.items():
+            click.echo(f"{side}: {len(rows)} texts")
+        note("nothing measured (--dry-run)")
+        return
+    importance = _by_texts(plan, str(base_model), read, device) if read else _by_weights(plan)
+    suggestion = suggest(importance, form=form)
+    content = {
+        "form": suggestion.form,
+        "measured": importance.measured,
+        "composition": suggestion.composition,
+        "kept": dict(zip(("task", "language"), suggestion.kept, strict=True)),
+        "reasons": list(suggestion.reasons),
+        "layers": [
+            dict(zip(("task", "language"), importance.of_layer(layer), strict=True))
+            for layer in range(importance.num_layers)
+        ],
+    }
+    if target is not None:
+        _write_recipe(target, suggestion, task_expert, language_expert, base_model, overwrite=overwrite)
+    if as_json:
+        print_json(content)
+    else:
+        _print(importance, suggestion)
+    if target is not None:
+        note(f"written to {target}")
+
+
+def _by_weights(plan: Plan) -> Importance:
+    from adapterswap.analysis.changes import measure
+    from adapterswap.analysis.suggesting import importance_of_weights
+
+    with progress_bar("matrices", sum(len(adapter.modules) for adapter in plan.experts.values())) as step:
+        task, language = (measure(adapter, name=name, progress=step) for name, adapter in plan.experts.items())
+    return importance_of_weights(task, language, plan.num_layers)
+
+
+def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str) -> Importance:
+    from adapterswap.analysis.effects import BATCH, importance_of_activations
+    from adapterswap.bases import load_weights, open_base
+    from adapterswap.evaluation.subjects import choose_device
+    from adapterswap.live import load_experts
+
+    target = choose_device(device)
+    base = open_base(base_model)
+    model = load_experts(load_weights(base).to(target), plan).eval()
+    sides = dict(zip(("task", "language"), plan.experts, strict=True))
+    batches = sum(-(-len(rows) // BATCH) for rows in texts.values())
+    with progress_bar("batches of texts", batches) as step:
+        return importance_of_activations(model, base.tokenizer, plan, sides=sides, texts=texts, progress=step)
+
+
+def _check_file(target: Path, *, overwrite: bool) -> None:
+    from adapterswap.errors import AdapterswapError
+
+    if target.is_dir():
+        raise AdapterswapError(f"{target} is a folder, and a recipe is a file", "Give a path that ends in .yaml")
+    if target.exists() and not overwrite:
+        raise AdapterswapError(f"{target} exists, and is not replaced unasked", "Give another path, or --overwrite")
+
+
+def _write_recipe(
+    target: Path, suggestion: Suggestion, task: str, language: str, base_model: str | None, *, overwrite: bool
+) -> None:
+    """A recipe that `adapterswap compose` takes, whole or not at all."""
+    import os
+
+    import yaml
+
+    from adapterswap.errors import AdapterswapError
+
+    content: dict[str, Any] = {"experts": {"task": task, "language": language}}
+    if base_model is not None:
+        content["base_model"] = base_model
+    content |= dict(suggestion.composition)
+    text = "".join(f"# {reason}\n" for reason in suggestion.reasons)
+    text += yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    building = target.with_name(f".{target.name}.tmp")
+    try:
+        building.write_text(text, encoding="utf-8")
+        _check_file(target, overwrite=overwrite)
+        os.replace(building, target)
+    except OSError as error:
+        building.unlink(missing_ok=True)
+        raise AdapterswapError(f"{target} cannot be written: {error.strerror}", "Check the path and the disk") from None
+
+
+def _print(importance: Importance, suggestion: Suggestion) -> None:
+    from sys import stdout
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("layer", box=None, header_style="bold")
+    for name in ("task", "language"):
+        table.add_column(name, justify="right")
+    for layer in range(importance.num_layers):
+        task, language = importance.of_layer(layer)
+        table.add_row(str(layer), f"{task:.1%}", f"{language:.1%}")
+    Console(width=None if stdout.isatty() else 120).print(table)
+    for reason in suggestion.reasons:
+        click.echo(reason)
+    task, language = suggestion.kept
+    click.echo(f"kept: {task:.0%} of the task expert, {language:.0%} of the language expert")
+    if suggestion.form == "zones":
+        click.echo(" ".join(f"--{name} {count}" for name, count in suggestion.composition.items()))

@@ -1,0 +1,193 @@
+"""What suggest proposes, against every allocation tried out, and its measurements against PEFT alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import PeftModel
+
+from adapterswap import AdapterswapError, Composition, open_adapter
+from adapterswap.analysis.changes import measure
+from adapterswap.analysis.effects import importance_of_activations, read_texts
+from adapterswap.analysis.suggesting import Importance, importance_of_weights, suggest
+from adapterswap.live import load_experts
+from adapterswap.planning.composing import soup
+from adapterswap.planning.plan import Plan
+from tests.conftest import load_base, merged_weights
+
+KINDS = ("attention", "mlp")
+
+
+def importance(task: list[float], language: list[float]) -> Importance:
+    """Shares of whole layers, all of them in the attention."""
+    sides = [{(layer, "attention"): share / sum(row) for layer, share in enumerate(row)} for row in (task, language)]
+    return Importance("weights", len(task), *sides)
+
+
+def kept(shares: Importance, bottom: int, top: int) -> float:
+    outer = {*range(bottom), *range(shares.num_layers - top, shares.num_layers)}
+    sides = [shares.of_layer(layer) for layer in range(shares.num_layers)]
+    return sum(language if layer in outer else task for layer, (task, language) in enumerate(sides))
+
+
+shares = st.integers(2, 9).flatmap(
+    lambda n: st.tuples(*[st.lists(st.floats(0.01, 1), min_size=n, max_size=n)] * 2).map(lambda rows: importance(*rows))
+)
+
+
+@given(shares)
+def test_no_other_zones_keep_more(measured: Importance) -> None:
+    layers = measured.num_layers
+    proposal = suggest(measured)
+    bottom, top = proposal.composition["bottom"], proposal.composition["top"]
+    assert 0 < bottom + top <= layers / 2
+    assert sum(proposal.kept) == pytest.approx(kept(measured, bottom, top))
+    every = (kept(measured, b, u) for b in range(layers) for u in range(layers - b) if 0 < b + u <= layers / 2)
+    assert sum(proposal.kept) >= max(every) - 1e-9
+
+
+@given(shares)
+def test_owners_of_modules_keep_at_least_what_zones_keep(measured: Importance) -> None:
+    try:
+        proposal = suggest(measured, form="modules")
+    except AdapterswapError:
+        gains = [measured.gain((layer, "attention")) for layer in range(measured.num_layers)]
+        assert max(gains) <= 0 or min(gains) > 0
+        return
+    assert sum(proposal.kept) >= sum(suggest(measured).kept) - 1e-9
+    Composition.model_validate({**proposal.composition, "num_layers": measured.num_layers})
+
+
+def test_reasons_say_what_was_weighed() -> None:
+    proposal = suggest(importance([1, 3, 1, 3, 2], [5, 1, 2, 1, 1]))
+    assert proposal.composition == {"bottom": 1, "top": 0}
+    assert proposal.kept == pytest.approx((0.9, 0.5))
+    assert proposal.reasons[0] == (
+        "layers 0 hold 50% of what the language expert does and 10% of what the task expert does, by weights"
+    )
+    assert proposal.reasons[1] == "layers 2 matter more to the language too, and lie inside: --form modules"
+    unwilling = suggest(importance([6, 1, 1, 1, 6], [1, 1, 3, 1, 1]))
+    assert "least harmful" in unwilling.reasons[1]
+
+
+def test_one_layer_cannot_be_shared() -> None:
+    with pytest.raises(AdapterswapError, match="has one layer"):
+        suggest(importance([1], [1]))
+
+
+def test_weights_are_shares_of_the_squared_norm(base: Callable[[str], Path], math: Path, swahili: Path) -> None:
+    found = importance_of_weights(*(measure(open_adapter(path), name="x") for path in (math, swahili)), 6)
+    own = load_base(base("llama")).state_dict()
+    for adapter, side in ((math, found.task), (swahili, found.language)):
+        merged = merged_weights(base("llama"), adapter)
+        energy = {
+            (layer, kind): sum(
+                float((merged[name] - own[name]).double().norm() ** 2)
+                for name in merged
+                if f"layers.{layer}." in name and {"attention": "self_attn", "mlp": ".mlp."}[kind] in name
+            )
+            for layer in range(6)
+            for kind in KINDS
+        }
+        assert side == pytest.approx({block: value / sum(energy.values()) for block, value in energy.items()}, rel=1e-4)
+
+
+class Characters:
+    """A tokenizer of single characters."""
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) % 90 for character in text][: options["max_length"]]}
+
+
+def test_activations_are_shares_of_the_divergence(base: Callable[[str], Path], math: Path, swahili: Path) -> None:
+    texts = {"task": ["two and two", "is four, they say", "ten"], "language": ["habari yako", "nzuri sana, asante"]}
+    plan = soup(math, swahili, num_layers=6)
+    assert isinstance(plan, Plan)
+    sides = dict(zip(("task", "language"), plan.experts, strict=True))
+    model = load_experts(load_base(base("llama")), plan)
+    found = importance_of_activations(model, Characters(), plan, sides=sides, texts=texts)
+    assert sum(found.task.values()) == pytest.approx(1)
+    assert {kind for _, kind in found.task} == set(KINDS)
+    for side, adapter, block in (("task", math, (2, "mlp")), ("language", swahili, (0, "attention"))):
+        effects = [divergence(base("llama"), adapter, texts[side], each) for each in (block, (4, "mlp"))]
+        measured = getattr(found, side)
+        assert measured[block] / measured[4, "mlp"] == pytest.approx(effects[0] / effects[1], rel=1e-3)
+
+
+def divergence(base_folder: Path, adapter: Path, texts: list[str], block: tuple[int, str]) -> float:
+    """Σ KL(base ‖ base + one block of the adapter), with the other factors of a PEFT model set to zero."""
+    layer, kind = block
+    model = PeftModel.from_pretrained(load_base(base_folder), adapter)
+    inside = {"attention": "self_attn", "mlp": "mlp"}[kind]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name and f"layers.{layer}.{inside}" not in name:
+                parameter.zero_()
+    total = 0.0
+    for text in texts:
+        ids = torch.tensor([Characters()(text, max_length=99)["input_ids"]])
+        with torch.no_grad():
+            changed = model(ids).logits.double().softmax(-1)
+            with model.disable_adapter():
+                own = model(ids).logits.double().softmax(-1)
+        total += float(torch.nn.functional.kl_div(changed.log(), own, reduction="sum"))
+    return total
+
+
+def test_texts_are_read(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n\n{"prompt": "two", "completion": "three"}\n{"text": "four"}\n')
+    assert read_texts(rows, 2) == ["one", "two three"]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("moja\n\n mbili \n", encoding="utf-8")
+    assert read_texts(lines, 9) == ["moja", "mbili"]
+    for name, content, told in (
+        ("empty.txt", "\n", "holds no text"),
+        ("bad.jsonl", '{"text": "a"}\n{"question": 1}\n', "line 2 is no row of texts"),
+        ("torn.jsonl", '{"text": ', "line 1 is no row of texts"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(AdapterswapError, match=told):
+            read_texts(tmp_path / name, 9)
+
+
+@pytest.mark.parametrize("form", ["zones", "modules"])
+def test_the_command_writes_a_recipe_that_composes(
+    form: str, run: Callable[..., Result], base: Callable[[str], Path], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    experts = ("-t", math, "-l", swahili, "--base-model", base("llama"))
+    result = run("suggest", *experts, "--form", form, "-o", recipe, "--json")
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["form"] == form
+    assert len(told["layers"]) == 6
+    assert sum(layer["task"] for layer in told["layers"]) == pytest.approx(1)
+    assert told["reasons"][0] in recipe.read_text()
+    composed = run("compose", recipe, "--out-path", tmp_path / "out", "--json")
+    assert composed.exit_code == 0, composed.stderr
+    assert run("suggest", *experts, "--form", form, "-o", recipe).exit_code == 1
+    assert run("suggest", *experts, "--form", form, "-o", recipe, "--overwrite").exit_code == 0
+
+
+def test_mistakes_are_told(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
+    experts = ("-t", math, "-l", swahili)
+    for arguments, code, told in (
+        (("--task-texts", "a"), 2, "Give both --task-texts and --language-texts"),
+        (("--task-texts", "a", "--language-texts", "b"), 2, "give --base-model"),
+        (("-o", tmp_path), 1, "is a folder"),
+    ):
+        result = run("suggest", *experts, *arguments)
+        assert result.exit_code == code, result.output
+        assert told in result.stderr
+    dry = run("suggest", *experts, "--dry-run", "-o", tmp_path / "absent.yaml")
+    assert dry.exit_code == 0
+    assert not (tmp_path / "absent.yaml").exists()
