@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -107,8 +108,17 @@ def _begin(news: Any) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _news = news
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(scene: Scene, seed: int, folder: Path, rebuild_base: bool, sizes: Sizes) -> SeedResult:
