@@ -23,6 +23,7 @@ from shapes import llama_projections
 
 SIZES = {
     "pico": {"hidden": 64, "intermediate": 128, "layers": 4, "heads": 4, "kv_heads": 2, "vocab": 256},
+    "0.1b": {"hidden": 768, "intermediate": 2048, "layers": 12, "heads": 12, "kv_heads": 12, "vocab": 8192},
     "0.4b": {"hidden": 1024, "intermediate": 2816, "layers": 32, "heads": 16, "kv_heads": 16, "vocab": 8192},
     "1.1b": {"hidden": 2048, "intermediate": 5632, "layers": 22, "heads": 32, "kv_heads": 4, "vocab": 32000},
 }

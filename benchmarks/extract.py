@@ -1,6 +1,6 @@
 """Cutting an adapter out of a full fine-tune, beside mergekit-extract-lora on the same pair: time, memory and error.
 
-    python benchmarks/extract.py [--mergekit PATH/TO/mergekit-extract-lora] [--size 0.4b] [--rank 64] [--runs 1]
+    python benchmarks/extract.py [--mergekit PATH/TO/mergekit-extract-lora] [--size 0.1b] [--rank 64] [--runs 1]
 
 The fine-tune is random: 16 strong directions of falling size per matrix, over noise. The error is ‖ΔW - s·B·A‖ / ‖ΔW‖
 over all matrices of the layers, in float64, read from what each wrote; the best that a rank allows is numpy's.
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mergekit", type=Path, help="mergekit-extract-lora in its own environment; left out without.")
-    parser.add_argument("--size", default="0.4b", help="pico, 0.4b or 1.1b.")
+    parser.add_argument("--size", default="0.1b", help="pico, 0.1b, 0.4b or 1.1b.")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=1)

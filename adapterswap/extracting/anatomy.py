@@ -108,9 +108,7 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
             kind_of(name),
             transposed=not isinstance(module, torch.nn.Linear),
             embedding=isinstance(module, torch.nn.Embedding),
-            heads=tuple(
-                other for other in modules if other != name and parameters[f"{other}.weight"] == f"{name}.weight"
-            ),
+            heads=tuple(other for other in sharing[f"{name}.weight"] if other != name),
         )
         for name, module in modules.items()
         if f"{name}.weight" in sharing
@@ -119,6 +117,7 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
 
 
 def _renaming(model: Any) -> Callable[[str], str | None]:
+    """What `from_pretrained` does with a checkpoint's keys."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -129,6 +128,6 @@ def _renaming(model: Any) -> Callable[[str], str | None]:
 
     def rename(key: str) -> str | None:
         name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-        return name if converter is None else None
+        return None if converter else name
 
     return rename

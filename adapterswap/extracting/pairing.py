@@ -23,6 +23,7 @@ Reason = Literal[
     "norms", "biases", "embeddings and heads", "vocabulary", "experts and routers", "not selected", "other"
 ]
 
+_MEND = "Give the base that it was fine-tuned from"
 _FUSED = {"experts", "router", "gate"}  # parts of names in a mixture of experts whose weights are no Linear's
 
 
@@ -114,12 +115,11 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
         if not _check_numbers(one, other, full, base, problems):
             continue
         if one.tensor.shape != other.tensor.shape:
+            shapes = f"{name} is {list(one.tensor.shape)} in {full.name} and {list(other.tensor.shape)} in {base.name}"
             if slot is None or slot.layer is not None or one.tensor.shape[1:] != other.tensor.shape[1:]:
-                shapes = f"{list(one.tensor.shape)} in {full.name} and {list(other.tensor.shape)} in {base.name}"
-                problems.add(f"{name} is {shapes}", "Give the base that it was fine-tuned from")
+                problems.add(shapes, _MEND)
             elif selection.embeddings:
-                rows = f"{one.tensor.shape[0]} rows in {full.name} and {other.tensor.shape[0]} in {base.name}"
-                problems.add(f"{name} has {rows}: the vocabulary changed", "Leave --embeddings out, or merge instead")
+                problems.add(f"{shapes}: the vocabulary changed", "Leave --embeddings out, or keep the full checkpoint")
             else:
                 left_out.append(LeftOut(name, "vocabulary", one, other))
         elif slot is not None and selection.wants(slot):
@@ -144,7 +144,7 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
     if kinds[0] != kinds[1]:
         problems.add(
             f"{full.name} is a {kinds[0]} model, and the base {base.name} a {kinds[1]}",
-            "Give the base that it was fine-tuned from",
+            _MEND,
         )
     problems.raise_if_any()
     anatomies = [read_anatomy(checkpoint) for checkpoint in (full, base)]
@@ -152,7 +152,7 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
         told = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
         raise AdapterswapError(
             f"{full.name} {told[0]} to the embedding, and the base {base.name} {told[1]}",
-            "An adapter cannot hold that: give the base that it was fine-tuned from",
+            "Give the base that it was fine-tuned from, or keep the full checkpoint",
         )
     return anatomies[1]
 
@@ -172,12 +172,11 @@ def _check_names(
     ours: Mapping[str, Parameter], theirs: Mapping[str, Parameter], full: Checkpoint, base: Checkpoint,
     anatomy: Anatomy, problems: Problems,
 ) -> None:  # fmt: skip
-    mend = "Give the base that it was fine-tuned from"
     known = set(anatomy.parameters.values())
     for one, other, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
         for name in sorted(one.keys() - other.keys()):
             if name in known or len(one[name].tensor.shape) > 1:  # else a buffer that one version saved
-                problems.add(f"{has.name} holds {name}, and {lacks.name} does not", mend)
+                problems.add(f"{has.name} holds {name}, and {lacks.name} does not", _MEND)
     for name in sorted(anatomy.slots.keys() - ours.keys() - theirs.keys()):
         problems.add(
             f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
