@@ -31,24 +31,25 @@ MATH = "math"
 Turn = tuple[str, str]
 """A prompt and its completion; plain text is a completion without a prompt."""
 
-_NUMBER = r"[$€£¥₹]?\d[\d.,]*(?:/\d+)?\s?%?"
+# Repetition is bounded and numbers begin where digits do, so that the time grows with a text's length and no faster.
+_NUMBER = r"[$€£¥₹]?(?<![\d.,])\d[\d.,]{0,20}(?:/\d{1,9})?\s?%?"
 _UNIT = r"(?:\s?[^\W\d_]{1,12}\.?){0,2}"  # 3 cups, 12 sq. metres
 _ARITHMETIC = re.compile(
     "|".join(
         (
-            rf"{_NUMBER}{_UNIT}\s*[+×÷*=✕·]\s*\(?{_NUMBER}",
+            rf"{_NUMBER}{_UNIT}\s{{0,3}}[+×÷*=✕·]\s{{0,3}}\(?{_NUMBER}",
             # Hyphens, slashes and colons also stand in dates, ranges and scores, so these need a result.
-            rf"{_NUMBER}{_UNIT}\s*[-−–/:x]\s*{_NUMBER}{_UNIT}\s*=\s*{_NUMBER}",
-            r"\b\d*[a-z]\s*[+\-*/^=]\s*\d+\s*[=<>]",
-            r"[a-z]\s*=\s*-?\d",
-            r"\d\s*[a-z]\s*[+\-=]\s*\d",
+            rf"{_NUMBER}{_UNIT}\s{{0,3}}[-−–/:x]\s{{0,3}}{_NUMBER}{_UNIT}\s{{0,3}}=\s{{0,3}}{_NUMBER}",
+            r"\b\d{0,9}[a-z]\s{0,3}[+\-*/^=]\s{0,3}\d{1,20}\s{0,3}[=<>]",
+            r"[a-z]\s{0,3}=\s{0,3}-?\d",
+            r"\d\s{0,3}[a-z]\s{0,3}[+\-=]\s{0,3}\d",
             r"\\(?:frac|sqrt|boxed|times|cdot|sum|int)\b",
-            r"<<[^<>]*=|####",
+            r"<<[^<>]{0,200}=|####",
         )
     )
 )
 _NUMERAL = re.compile(r"\d+(?:[.,]\d+)*")
-_BARE = re.compile(r"\W*\d[\d.,]*\W*")
+_BARE = re.compile(r"\W{0,9}\d[\d.,]{0,20}\W{0,9}")
 
 
 def looks_like_math(turns: Sequence[Turn]) -> bool:
@@ -86,12 +87,13 @@ class Screen:
     def __init__(self, options: Hygiene, folder: Path) -> None:
         self.refuses = options.on_overlap == "refuse"
         self._exclude_math = options.exclude_math
-        self._evaluations: dict[str, Grams] = {}
+        self._evaluations: list[tuple[str, Grams]] = []
         problems = Problems()
         for name in dict.fromkeys(options.overlap):
             with problems.collect():
                 # Told by a file's own name: a report holds no path of this machine.
-                self._evaluations[Path(name).name] = _SHIPPED[name]() if name in _SHIPPED else _file(folder / name)
+                grams = _SHIPPED[name]() if name in _SHIPPED else _file(folder / name)
+                self._evaluations.append((Path(name).name, grams))
         problems.raise_if_any()
 
     def judge(self, turns: Sequence[Turn], *, is_task: bool) -> str | None:
@@ -103,7 +105,7 @@ class Screen:
         """
         if self._evaluations:
             hashes = np.concatenate([hash_grams(text) for turn in turns for text in turn])
-            for name, grams in self._evaluations.items():
+            for name, grams in self._evaluations:
                 if grams.meet(hashes):
                     return name
         return MATH if self._exclude_math and not is_task and looks_like_math(turns) else None

@@ -211,16 +211,22 @@ def _named_columns(source: DatasetSource) -> list[tuple[str, str]]:
 
 
 def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) -> Any:
-    values = _values(allowed)
-    found = table[column][:]
-    if any(isinstance(value, list | dict) for value in found):
+    import numpy
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.compute  # type: ignore[import-untyped]
+
+    found = table.with_format("arrow")[column][:]
+    if pyarrow.types.is_nested(found.type):
         raise AdapterswapError(
             f"the dataset {source.path}: `filter` names {column}, which does not hold plain values",
             "Filter another column",
         )
-    keep = [index for index, value in enumerate(found) if value in values]
-    if not keep:
-        seen = ", ".join(repr(value) for value in sorted(set(map(str, found)))[:8])
+    # A source may have millions of rows, and its column few values.
+    different, values = found.unique().to_pylist(), _values(allowed)
+    wanted = pyarrow.array([value for value in different if value in values], found.type)
+    keep = numpy.flatnonzero(pyarrow.compute.is_in(found, value_set=wanted))
+    if not len(keep):
+        seen = ", ".join(repr(value) for value in sorted(set(map(str, different)))[:8])
         raise AdapterswapError(
             f"the dataset {source.path}: no row has {column} in {allowed}", f"Values that occur there: {seen}"
         )

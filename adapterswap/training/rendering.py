@@ -135,9 +135,10 @@ def _turns(source: DatasetSource) -> Conversation:
     pair = _pairs(source)
 
     def conversation(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
-        found = pair(row)
-        roles = ("user", "assistant")
-        return [{"role": role, "content": text} for role, text in zip(roles, found, strict=True)] if found else None
+        if (found := pair(row)) is None:
+            return None
+        # A template such as "{instruction}\n\n{input}" ends in line ends where there is no input.
+        return [{"role": "user", "content": found[0].strip()}, {"role": "assistant", "content": found[1]}]
 
     return conversation
 

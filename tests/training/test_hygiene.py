@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,16 @@ def test_what_is_maths(turn: tuple[str, str]) -> None:
 )
 def test_what_is_no_maths(turn: tuple[str, str]) -> None:
     assert not looks_like_math([turn])
+
+
+@pytest.mark.parametrize(
+    "piece", ["1", "1,", "1 ", "1 a", ".", "1/", "a=", "<<", "3 x ", "\n", "1" + " " * 50, "9" * 25]
+)
+def test_no_text_takes_long_to_judge(piece: str) -> None:
+    text = piece * (50_000 // len(piece))
+    began = time.process_time()
+    looks_like_math([(text, text)])
+    assert time.process_time() - began < 2  # about 0.01; what is quadratic takes minutes
 
 
 def test_worked_solutions_are_maths_in_every_language() -> None:
