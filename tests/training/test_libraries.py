@@ -1,0 +1,77 @@
+"""What a recipe asks of other libraries: told before any work where it is not there, and used where it is."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import open_adapter
+from adapterswap.training import TrainRecipe, estimate, train
+
+from .conftest import echo_rows
+
+MakeRecipe = Callable[..., TrainRecipe]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"quantization": {"bits": 4}}, r"`quantization` needs bitsandbytes.*pip install bitsandbytes"),
+        ({"training": {"optimizer": "paged_adamw_8bit"}}, r"paged_adamw_8bit needs bitsandbytes.*pip install"),
+        ({"training": {"attn_implementation": "flash_attention_2"}}, r"needs flash_attn, which.*or choose sdpa"),
+        ({"training": {"report_to": ["nobody"]}}, r"training.report_to: 'nobody' is no tracker"),
+    ],
+)
+def test_what_is_not_installed_is_told(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], told: str
+) -> None:
+    find, absent = importlib.util.find_spec, ("bitsandbytes", "flash_attn")
+    monkeypatch.setattr("adapterswap.training.libraries.find_spec", lambda name: None if name in absent else find(name))
+    recipe = make_recipe(**changes)
+    for attempt in (lambda: estimate(recipe), lambda: train(recipe, out_path=tmp_path / "expert")):
+        with pytest.raises(AdapterswapError, match=f"(?s){told}"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("training", "told"),
+    [
+        ({"optimizer": "sgd"}, "optimizer"),
+        ({"attn_implementation": "flash"}, "attn_implementation"),
+        ({"weight_dtype": "float16"}, "weight_dtype"),
+    ],
+)
+def test_unknown_choices_are_refused(make_recipe: MakeRecipe, training: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make_recipe(training=training)
+
+
+def test_optimizers_and_attentions_compute_the_same(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    curves = []
+    for name, choice in {
+        "fused": {}, "plain": {"optimizer": "adamw_torch"}, "eager": {"attn_implementation": "eager"}
+    }.items():  # fmt: skip
+        report = train(make_recipe(training={"max_steps": 3} | choice), out_path=tmp_path / name)
+        curves.append([loss for _, loss in report.train_losses])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes tells of kernels that CPUs lack
+def test_an_adapter_on_a_base_in_few_bits(tmp_path: Path, make_recipe: MakeRecipe, bits: int) -> None:
+    pytest.importorskip("bitsandbytes")
+    recipe = make_recipe(quantization={"bits": bits}, rows=echo_rows(256), training={"epochs": 3})
+    report = train(recipe, out_path=tmp_path / "expert")
+    assert report.train_losses[-1][1] < 0.6 * report.train_losses[0][1]
+    saved = load_file(report.path / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert len(open_adapter(report.path).modules) == 6 * 7
+    assert estimate(recipe).memory["base"] == estimate(recipe).base_parameters * bits // 8
