@@ -62,7 +62,7 @@ def skill(cell: Cell, task: str) -> float:
 def craft(
     folder: Path, asked: SweepRecipe | None = None, *, documents: int = 40, skill: Skill = skill,
     finished: Callable[[Cell], bool] = lambda cell: True, split: bool = True, corpus: tuple[str, ...] = (),
-    values: Callable[[Cell, str], list[float]] | None = None, text: str = "Jibu ni {}.",
+    values: Callable[[Cell, str], list[float]] | None = None, text: str = "Jibu ni",
 ) -> Path:  # fmt: skip
     """Write a sweep's folder.
 
@@ -116,7 +116,7 @@ def craft(
             name = ",".join(tasks[task].primary)
             results[task] = TaskValue(mean, None, {name: mean}, docs)
             samples += [
-                {"task": task, "doc_id": doc, "target": str(doc), "output": text.format(doc if score else doc + 1),
+                {"task": task, "doc_id": doc, "target": str(doc), "output": f"{text} {doc if score else doc + 1}",
                  "answers": {"normalized": str(doc if score else doc + 1)}, "scores": {name: score}}
                 for doc, score in enumerate(scores)
             ]  # fmt: skip

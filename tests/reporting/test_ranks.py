@@ -105,7 +105,7 @@ def test_all_equal() -> None:
     assert all((each.nemenyi, each.wilcoxon, each.difference) == (1, 1, 0) for each in found.comparisons)
 
 
-@settings(deadline=None)  # the studentized range takes its time
+@settings(deadline=None, max_examples=25)  # the studentized range takes its time
 @given(
     st.integers(2, 4).flatmap(
         lambda k: st.lists(

@@ -1,0 +1,56 @@
+"""One crafted sweep, its report and its page, for all tests of this folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from adapterswap.reporting import Report, make_report, open_source, write_report
+
+from .crafting import HOSTILE, craft, recipe
+
+# What shows Chromium's answers, where the package and a system's browser are installed.
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@dataclass(frozen=True)
+class Written:
+    run: Path
+    report: Report
+    folder: Path
+
+    @property
+    def page(self) -> str:
+        return (self.folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Nine pairs, a grid with transition zones, a corpus score, and outputs that try to break out of the page."""
+    place = tmp_path_factory.mktemp("reporting")
+    asked = recipe(
+        compositions=[
+            {"bottom": [3, 4, 5], "top": [0, 1, 2], "bottom_transition": [0, 1]}, {"partition": "B"},
+        ],
+        retention=["mgsm_native_cot_en", "mgsm_native_cot_te", "belebele_swh_Latn"],
+        extra={"joint SFT": ["experts/joint1", "experts/joint2"]},
+    )  # fmt: skip
+    run = craft(place / "run", asked, corpus=("belebele_swh_Latn",), text=HOSTILE)
+    report = make_report(open_source(run), draws=300)
+    write_report(report, place / "report", run=run)
+    return Written(run, report, place / "report")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[object]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -1,0 +1,29 @@
+"""What the tests of this folder ask of a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from adapterswap.reporting import Report, make_report, open_source
+from adapterswap.reporting.headline import Row
+from adapterswap.reporting.page import render_page
+from adapterswap.reporting.tables import csv_table, latex_tables
+
+SW, EN, TE = "mgsm_native_cot_sw", "mgsm_native_cot_en", "mgsm_native_cot_te"
+
+
+def row(report: Report, label: str) -> Row:
+    return next(row for row in report.targets[0].rows if row.label == label)
+
+
+def reported(folder: Path, **content: Any) -> Report:
+    return make_report(open_source(folder), draws=200, **content)
+
+
+def strict(report: Report) -> None:
+    """No NaN anywhere, and a page, tables and JSON all the same."""
+    text = json.dumps(report.as_json(), allow_nan=False)
+    for content in (text, render_page(report), csv_table(report), latex_tables(report)):
+        assert "nan" not in content.lower().replace("finance", "")

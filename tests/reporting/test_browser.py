@@ -1,0 +1,165 @@
+"""The page in headless Chromium: it sorts, picks, fits a phone, asks for nothing, and runs nothing that a model wrote.
+
+Skipped where Chromium or playwright is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from .conftest import Written
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def show(browser: Any, written: Written) -> Iterator[Open]:
+    """`show(width, scheme)` is the report's page, watched: what it asks for and what goes wrong fails the test."""
+    said: list[str] = []
+    pages = []
+
+    def opened(width: int = 1200, scheme: str = "light", **options: Any) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, **options)
+        page.on("console", lambda message: said.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
+        page.on("request", lambda request: said.append(request.url))
+        page.goto((written.folder / "report.html").as_uri())
+        pages.append(page)
+        return page
+
+    yield opened
+    asked = [line for line in said if not line.endswith("/report.html")]
+    for page in pages:
+        page.close()
+    assert asked == []
+
+
+def column(page: Any, number: int) -> list[str]:
+    cells = page.locator("#target-1 table").first.locator(f"tbody tr > :nth-child({number + 1})")
+    return [value for value in cells.evaluate_all("cells => cells.map(cell => cell.dataset.value)") if value]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_the_page_fits_and_is_quiet(show: Open, width: int, scheme: str) -> None:
+    page = show(width, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator("h1").inner_text() == "run"
+    assert page.title() == "run: adapterswap report"
+    wide = page.locator(".scroll").first
+    assert wide.evaluate("box => getComputedStyle(box).overflowX") == "auto"
+    if width == 360:
+        assert wide.evaluate("box => box.scrollWidth > box.clientWidth")  # the table, in its own box
+        wide.evaluate("box => { box.scrollLeft = 200 }")
+        assert page.locator("#target-1 tbody th").first.bounding_box()["x"] < 40  # the method's name stays
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_heading_sorts_by_click_and_by_keyboard(show: Open, width: int) -> None:
+    page = show(width)
+    before = column(page, 3)
+    heading = page.locator("#target-1 thead th", has_text="mean").first
+    assert heading.get_attribute("aria-sort") == "none"
+    heading.get_by_role("button").click()
+    assert heading.get_attribute("aria-sort") == "descending"
+    assert column(page, 3) == sorted(before, key=float, reverse=True) != before
+    heading.get_by_role("button").focus()
+    page.keyboard.press("Enter")
+    assert heading.get_attribute("aria-sort") == "ascending"
+    assert column(page, 3) == sorted(before, key=float)
+    name = page.locator("#target-1 thead th", has_text="method").first
+    name.get_by_role("button").focus()
+    page.keyboard.press("Space")
+    assert heading.get_attribute("aria-sort") == "none"
+    assert column(page, 0) == sorted(column(page, 0), key=str.lower)
+
+
+def test_what_has_no_value_sorts_last(show: Open) -> None:
+    page = show()
+    button = page.locator("#target-1 thead th", has_text="difference").get_by_role("button")
+    for _ in range(2):
+        button.click()
+        last = page.locator("#target-1 table").first.locator("tbody tr").last
+        assert last.locator("th").inner_text() == "soup"
+
+
+def test_one_landscape_is_shown_and_another_can_be_picked(show: Open) -> None:
+    page = show()
+    maps = page.locator(".map")
+    assert maps.count() == 2
+    assert [maps.nth(i).is_visible() for i in range(2)] == [True, False]
+    page.get_by_label("Show").select_option(index=1)
+    assert [maps.nth(i).is_visible() for i in range(2)] == [False, True]
+    assert maps.nth(1).locator("td[style]").count() == 9
+
+
+def test_without_scripts_nothing_is_hidden(browser: Any, written: Written) -> None:
+    with browser.new_context(java_script_enabled=False) as context:
+        page = context.new_page()
+        page.goto((written.folder / "report.html").as_uri())
+        assert page.locator(".map").last.is_visible()
+        assert not page.locator(".picker").first.is_visible()
+
+
+def test_outputs_are_text(show: Open, written: Written) -> None:
+    page = show()
+    (found,) = written.report.disagreements
+    assert found.examples
+    assert page.locator(".example").count() == len(found.examples)
+    text = page.locator(".output pre").first.inner_text()
+    assert text == found.examples[0].outputs[0].text
+    assert "<script>" in text
+    assert page.locator("script").count() == 1
+    assert page.locator("img").count() == 0
+    assert page.title() != "owned"
+    question = page.locator(".question").first
+    assert (question.get_attribute("lang"), question.get_attribute("dir")) == ("sw", "auto")
+
+
+def test_a_script_that_slipped_in_would_not_run(browser: Any, written: Written) -> None:
+    """The content security policy, should escaping ever fail."""
+    page = browser.new_page()
+    page.route("**/report.html", lambda route: route.fulfill(
+        body=written.page.replace("</main>", '<script>document.title="owned"</script></main>'), content_type="text/html"
+    ))  # fmt: skip
+    page.goto("http://localhost/report.html")
+    assert page.title() != "owned"
+    assert page.evaluate("document.scripts.length") == 2
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_told_from_its_ground(show: Open, scheme: str) -> None:
+    """Contrast of at least 4.5 (WCAG AA) for text in every ground that it stands on."""
+    page = show(scheme=scheme)
+    worst = page.evaluate(
+        """() => {
+          const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+          const luminance = (colour) => {
+            canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+            const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3)
+              .map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+          };
+          const ground = (node) => {
+            for (; node; node = node.parentElement) {
+              const colour = getComputedStyle(node).backgroundColor;
+              if (colour !== "rgba(0, 0, 0, 0)" && !colour.endsWith("/ 0)")) return colour;
+            }
+          };
+          let worst = [99, ""];
+          const texts = "p, li, td, th, h1, h2, h3, h4, h5, pre, small, summary, dd, button, a, figcaption";
+          for (const node of document.querySelectorAll(texts)) {
+            if (!node.textContent.trim()) continue;
+            const [a, b] = [luminance(getComputedStyle(node).color), luminance(ground(node))];
+            const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+            if (contrast < worst[0]) worst = [contrast, node.outerHTML.slice(0, 80)];
+          }
+          return worst;
+        }"""
+    )
+    assert worst[0] >= 4.5, worst

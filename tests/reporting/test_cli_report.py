@@ -1,0 +1,127 @@
+"""The command: what it prints and writes, dry runs, refusals, light help; and a lab run as its input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from adapterswap.cli import COMMANDS, main
+from adapterswap.lab.seed import METHODS
+from adapterswap.reporting import make_report, open_source
+
+from .conftest import Written
+from .reading import row, strict
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(main, ["report", *map(str, arguments)])
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom adapterswap.cli import main\nmain(['report', '-h'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers', 'scipy', 'jinja2', 'lm_eval'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert COMMANDS["report"] in done.stdout
+
+
+def test_reporting_needs_no_torch() -> None:
+    code = (
+        "import sys\nimport adapterswap.reporting\n"
+        "assert not {'torch', 'scipy', 'jinja2', 'lm_eval'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_writes_beside_the_run(written: Written, tmp_path: Path) -> None:
+    import shutil
+
+    run = shutil.copytree(written.run, tmp_path / "sw")
+    result = call(run)
+    assert result.exit_code == 0, result.stderr
+    assert "layer_swap, selected" in result.stdout
+    assert "Friedman over 9 settings" in result.stdout
+    assert "sw-report" in result.stderr
+    assert (tmp_path / "sw-report" / "report.html").exists()
+    again = call(run)
+    assert again.exit_code == 1
+    assert "exists" in again.stderr
+    assert call(run, "--overwrite").exit_code == 0
+
+
+def test_dry_run_and_json(written: Written, tmp_path: Path) -> None:
+    result = call(written.run, "-o", tmp_path / "out", "--dry-run", "--json", "--reference", "base")
+    assert result.exit_code == 0, result.stderr
+    content = json.loads(result.stdout)
+    assert (content["dry_run"], content["reference"]) == (True, "base")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refusals(written: Written, tmp_path: Path) -> None:
+    for arguments, said in (
+        ([written.run, "-o", written.run / "inside"], "overlaps"),
+        ([written.run, "-o", tmp_path / "out", "--reference", "x"], "no method 'x'"),
+        ([tmp_path / "nothing"], "no sweep and of no lab run"),
+    ):
+        result = call(*arguments)
+        assert result.exit_code == 1
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
+    assert call().exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    """A lab run's two files, with answers that are known."""
+    folder = tmp_path / "lab-run"
+    folder.mkdir()
+    seeds = range(4)
+    grid = [{"bottom": b, "top": u, "xx": 0.1 * b + 0.01 * u} for b in (0, 1, 2) for u in (0, 1)]
+    content = {
+        "format": "adapterswap-lab/1", "caveat": "A demonstration.", "scene": {"name": "gap", "question": "Why?"},
+        "methods": METHODS, "problems": 20, "versions": {"torch": "2"},
+        "seeds": [
+            {"seed": seed, "bottom": 2, "top": seed % 2, "scale": 0.8, "development": {"grid": grid}} for seed in seeds
+        ],
+    }  # fmt: skip
+    (folder / "results.json").write_text(json.dumps(content))
+    rows = [
+        {"seed": seed, "method": method, "language": language, "right": ("1" * (place + seed)).ljust(20, "0")}
+        for seed in seeds for place, method in enumerate(METHODS) for language in ("en", "xx")
+    ]  # fmt: skip
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_lab_run(lab: Path) -> None:
+    report = make_report(open_source(lab), draws=200)
+    assert (report.kind, report.units, report.reference, report.lead) == ("lab", "seeds", "soup", "layer swap")
+    swap, soup = row(report, "layer swap"), row(report, "soup")
+    place = list(METHODS).index("layer swap")
+    assert swap.spread is not None
+    assert soup.spread is not None
+    assert swap.spread.mean == pytest.approx((place + 1.5) / 20)
+    assert swap.difference is not None
+    assert swap.difference.mean == pytest.approx(swap.spread.mean - soup.spread.mean)
+    assert swap.english == pytest.approx(swap.spread.mean)
+    assert [chosen.unit[2] for chosen in swap.chosen] == [f"seed {seed}" for seed in range(4)]
+    (grid,) = report.grids
+    assert {(cell.bottom, cell.top): cell.selected for cell in grid.cells}[2, 1] == 2
+    assert report.remarks == ("A demonstration.", "Why?")
+    strict(report)
+
+
+def test_a_damaged_lab_run(lab: Path) -> None:
+    (lab / "answers.jsonl").write_text('{"seed": 0}\n')
+    result = call(lab)
+    assert result.exit_code == 1
+    assert "damaged" in result.stderr
+    assert "Traceback" not in result.stderr

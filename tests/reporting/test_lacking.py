@@ -1,0 +1,108 @@
+"""Runs that lack cells, splits, pairs or differences: what can be told is told, and nothing is NaN."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adapterswap import AdapterswapError
+from adapterswap.reporting import open_source
+from adapterswap.sweeps.results import Cell
+
+from .conftest import Written
+from .crafting import craft, recipe
+from .reading import SW, reported, row, strict
+
+
+def test_a_target_with_scores_of_a_whole_corpus(tmp_path: Path) -> None:
+    report = reported(craft(tmp_path / "run", documents=8, corpus=(SW,)))
+    found = row(report, "layer_swap, default")
+    assert found.difference is not None
+    assert (found.difference.low, found.difference.high) == (None, None)
+    assert [each.kind for each in report.targets[0].rows if each.family == "layer_swap"] == ["default"]
+    assert report.ranking is not None
+    strict(report)
+
+
+def test_without_a_split_the_best_is_told_by_the_papers_protocol_alone(tmp_path: Path) -> None:
+    report = reported(craft(tmp_path / "run", documents=12, split=False))
+    assert report.targets[0].select == 0
+    kinds = {each.kind for each in report.targets[0].rows}
+    assert kinds == {"only", "default"}
+    free = reported(craft(tmp_path / "free", recipe(compositions=[{"bottom": [3, 4]}]), documents=12, split=False))
+    found = next(each for each in free.targets[0].rows if each.family == "layer_swap")
+    assert (found.kind, found.spread, found.difference, found.chosen) == ("none", None, None, ())
+    assert found.papers is not None
+    strict(free)
+
+
+def test_one_pair(tmp_path: Path) -> None:
+    asked = recipe(task_experts={"m1": "m"}, language_experts={"s1": "s"}, retention=[])
+    report = reported(craft(tmp_path / "run", asked, documents=10))
+    assert report.ranking is None
+    assert report.indicators == ()
+    found = row(report, "layer_swap, default")
+    assert (found.english, found.all_languages) == (None, None)
+    assert report.targets[0].languages == ()
+    strict(report)
+
+
+def test_all_scores_equal(tmp_path: Path) -> None:
+    report = reported(craft(tmp_path / "run", documents=6, values=lambda cell, task: [0.3] * 6))
+    assert report.ranking is not None
+    assert (report.ranking.ranks.statistic, report.ranking.ranks.p) == (0, 1)
+    for each in report.targets[0].rows:
+        assert each.difference is None or (each.difference.low, each.difference.high) == (0, 0)
+    assert all(each.correlation.pearson is None for each in report.indicators)
+    assert report.disagreements[0].examples == ()
+    strict(report)
+
+
+def test_missing_cells_are_told_and_left_out(tmp_path: Path) -> None:
+    def finished(cell: Cell) -> bool:
+        return not (cell.family == "soup" and cell.task_expert == ("math1",)) and cell.composition.get("top") != 2
+
+    report = reported(craft(tmp_path / "run", documents=10, finished=finished))
+    assert report.missing == {"soup": 3, "layer_swap": 27}
+    soup = row(report, "soup")
+    assert (len(soup.chosen), soup.expected) == (6, 9)
+    assert "layer_swap, default" not in [each.label for each in report.targets[0].rows]  # its default has top=2
+    found = row(report, "layer_swap, selected").difference
+    assert found is not None
+    assert found.units == 6
+    assert report.ranking is not None
+    assert (report.ranking.ranks.settings, report.ranking.dropped) == (6, 3)
+    strict(report)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_cells_may_be_missing(tmp_path: Path, data: st.DataObject) -> None:
+    kept = data.draw(st.sets(st.integers(0, 106), min_size=1))
+    places: dict[str, int] = {}
+
+    def finished(cell: Cell) -> bool:
+        return places.setdefault(cell.cell, len(places)) in kept
+
+    folder = craft(tmp_path / "run", documents=4, finished=finished)
+    strict(reported(folder))
+
+
+def test_refusals(tmp_path: Path, written: Written) -> None:
+    with pytest.raises(AdapterswapError, match="no method 'soop'"):
+        reported(written.run, reference="soop")
+    with pytest.raises(AdapterswapError, match="no sweep and of no lab run"):
+        open_source(tmp_path)
+    with pytest.raises(AdapterswapError, match=r"no cell of .* is finished"):
+        open_source(craft(tmp_path / "none", documents=4, finished=lambda cell: False))
+    target = craft(tmp_path / "retention", recipe(baselines=["base"], compositions=[]), documents=4)
+    lines = (target / "cells.jsonl").read_text()
+    content = json.loads(lines)
+    del content["results"][SW]
+    (target / "cells.jsonl").write_text(json.dumps(content) + "\n")
+    with pytest.raises(AdapterswapError, match="no target task"):
+        reported(target)

@@ -1,0 +1,209 @@
+"""The numbers of a report against numbers taken from the cells by hand, and runs that lack things."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from adapterswap.sweeps import read_run
+from adapterswap.sweeps.results import CellResult
+
+from .conftest import Written
+from .crafting import craft, recipe
+from .reading import EN, SW, TE, reported, row
+
+
+def cells(run: Path, family: str) -> list[CellResult]:
+    return [result for result in read_run(run).results if result.cell.family == family]
+
+
+def mean(result: CellResult, task: str, documents: tuple[int, ...]) -> float:
+    return float(np.mean([result.results[task].docs[doc] for doc in documents]))
+
+
+def test_a_default_is_reported_on_the_report_half(written: Written) -> None:
+    task = read_run(written.run).tasks[SW]
+    defaults = [result for result in cells(written.run, "layer_swap") if result.cell.default]
+    scores = [mean(result, SW, task.report) for result in defaults]
+    found = row(written.report, "layer_swap, default")
+    assert found.spread is not None
+    assert (found.expected, found.spread.units, len(found.chosen)) == (9, 9, 9)
+    assert (found.spread.min, found.spread.mean, found.spread.max) == pytest.approx(
+        (min(scores), np.mean(scores), max(scores))
+    )
+    per_document = [np.mean([result.results[SW].docs[doc] for result in defaults]) for doc in task.report]
+    assert found.spread.stderr == pytest.approx(stats.sem(per_document))
+    assert found.english == pytest.approx(np.mean([mean(r, EN, task.report) for r in defaults]))
+    over = [np.mean([mean(r, name, task.report) for r in defaults]) for name in (SW, EN, TE)]
+    assert found.all_languages == pytest.approx(np.mean(over))
+    assert written.report.targets[0].languages == (SW, EN, TE)
+    assert found.papers is not None
+    assert found.papers.mean == pytest.approx(np.mean([mean(r, SW, tuple(range(40))) for r in defaults]))
+
+
+def test_the_best_is_chosen_on_one_half_and_told_of_the_other(written: Written) -> None:
+    task = read_run(written.run).tasks[SW]
+    by_pair: dict[Any, list[CellResult]] = {}
+    for result in cells(written.run, "layer_swap"):
+        by_pair.setdefault((result.cell.task_expert, result.cell.language_expert), []).append(result)
+    found = row(written.report, "layer_swap, selected")
+    assert len(found.chosen) == len(by_pair) == 9
+    for chosen in found.chosen:
+        tried = by_pair[(chosen.unit[0],), (chosen.unit[1],)]
+        best = max(mean(result, SW, task.select) for result in tried)
+        (picked,) = (result for result in tried if result.cell.cell == chosen.cell)
+        assert mean(picked, SW, task.select) == pytest.approx(best)
+        equals = [r for r in tried if mean(r, SW, task.select) == pytest.approx(best)]
+        assert picked.cell.default == any(r.cell.default for r in equals)
+        assert chosen.score == pytest.approx(mean(picked, SW, task.report))
+    oracle = [max(mean(r, SW, tuple(range(40))) for r in tried) for tried in by_pair.values()]
+    assert found.papers is not None
+    assert (found.papers.min, found.papers.mean, found.papers.max) == pytest.approx(
+        (min(oracle), np.mean(oracle), max(oracle))
+    )
+
+
+def test_differences_are_paired_by_expert_and_document(written: Written) -> None:
+    task = read_run(written.run).tasks[SW]
+    soups = {(r.cell.task_expert, r.cell.language_expert): r for r in cells(written.run, "soup")}
+    experts = {r.cell.task_expert: r for r in cells(written.run, "task expert")}
+    apart = [
+        mean(experts[task_expert], SW, task.report) - mean(soup, SW, task.report)
+        for (task_expert, _), soup in soups.items()
+    ]
+    found = row(written.report, "task expert").difference
+    assert found is not None
+    assert (found.units, found.to) == (9, "soup")
+    assert found.mean == pytest.approx(np.mean(apart))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < found.mean < found.high
+    assert row(written.report, "soup").difference is None
+    joint = row(written.report, "joint SFT")
+    assert joint.spread is not None
+    assert joint.difference is not None
+    assert (joint.spread.units, joint.difference.units) == (2, 18)  # each goes with every pair
+
+
+def test_a_score_of_a_whole_corpus_has_no_error(written: Written) -> None:
+    spread = row(written.report, "soup").tasks["belebele_swh_Latn"]
+    values = [result.results["belebele_swh_Latn"].value for result in cells(written.run, "soup")]
+    assert spread.mean == pytest.approx(np.mean([value for value in values if value is not None]))
+    assert spread.stderr is None
+
+
+def test_ranks_over_pairs(written: Written) -> None:
+    ranking = written.report.ranking
+    assert ranking is not None
+    assert ranking.methods == (
+        "base", "task expert", "language expert", "joint SFT", "soup", "layer_swap, selected", "partition B"
+    )  # fmt: skip
+    assert (ranking.ranks.settings, ranking.dropped, ranking.left_out) == (9, 0, ())
+    soup, swap = (row(written.report, name).spread for name in ("soup", "layer_swap, selected"))
+    (found,) = (
+        each for each in ranking.ranks.comparisons if (each.one, each.other) == ("soup", "layer_swap, selected")
+    )
+    assert soup is not None
+    assert swap is not None
+    assert found.difference == pytest.approx(soup.mean - swap.mean)
+    assert found.wilcoxon is not None
+
+
+def test_indicators_have_a_point_for_each_expert(written: Written) -> None:
+    task = read_run(written.run).tasks[SW]
+    swaps = row(written.report, "layer_swap, selected").chosen
+    (found,) = (
+        each for each in written.report.indicators
+        if (each.experts, each.signal, each.merged) == ("language expert", EN, "layer_swap, selected")
+    )  # fmt: skip
+    own = {
+        result.cell.language_expert[0]: mean(result, EN, task.select)
+        for result in cells(written.run, "language expert")
+    }
+    expected = [
+        (name, score, np.mean([chosen.score for chosen in swaps if chosen.unit[1] == name]))
+        for name, score in own.items()
+    ]
+    for (name, x, y), (other, own_score, merged) in zip(found.points, expected, strict=True):
+        assert name == other
+        assert (x, y) == pytest.approx((own_score, merged))
+    if found.correlation.pearson is not None:
+        assert found.correlation.pearson == pytest.approx(np.corrcoef(*np.array([p[1:] for p in found.points]).T)[0, 1])
+    assert {each.merged for each in written.report.indicators} == {"soup", "layer_swap, selected", "partition B"}
+
+
+def test_the_landscape(written: Written) -> None:
+    first, second = written.report.grids
+    assert (first.settings, second.settings) == (
+        "bottom_transition=0, top_transition=0", "bottom_transition=1, top_transition=0"
+    )  # fmt: skip
+    assert [(cell.bottom, cell.top) for cell in first.cells] == [(b, u) for b in (3, 4, 5) for u in (0, 1, 2)]
+    scores = [
+        mean(result, SW, tuple(range(40)))
+        for result in cells(written.run, "layer_swap")
+        if (result.cell.composition["bottom"], result.cell.composition["top"]) == (4, 1)
+        and not result.cell.composition.get("bottom_transition")
+    ]
+    (cell,) = (cell for cell in first.cells if (cell.bottom, cell.top) == (4, 1))
+    assert (cell.mean, cell.units) == (pytest.approx(np.mean(scores)), 9)
+    assert sum(cell.selected for grid in (first, second) for cell in grid.cells) == 9
+
+
+def test_examples_are_documents_on_which_scores_differ(written: Written) -> None:
+    (found,) = written.report.disagreements
+    assert (found.one, found.other, found.language) == ("layer_swap, selected", "soup", "sw")
+    assert 0 < len(found.examples) <= 6
+    for example in found.examples:
+        swap, soup, expert = example.outputs
+        assert swap.score != soup.score
+        assert expert.method == "task expert"
+        assert example.question.startswith("Swali: ")
+        assert str(2 * example.doc_id) in example.question
+        assert example.target == str(example.doc_id)
+
+
+def test_the_commands_run(written: Written) -> None:
+    """The options of the commands are options of the command line, with values that it takes."""
+    import shlex
+
+    from adapterswap.cli.compose import command as compose
+    from adapterswap.cli.evaluate import command as evaluate
+
+    assert len(written.report.compositions) == 9
+    for _, compose_line, evaluate_line in written.report.compositions:
+        for command, line in ((compose, compose_line), (evaluate, evaluate_line)):
+            parsed = command.make_context("x", shlex.split(line)[2:], resilient_parsing=False).params
+            assert parsed
+        assert parsed["num_fewshot"] == 8
+
+
+def test_every_composition_can_be_said_as_a_command(tmp_path: Path) -> None:
+    from adapterswap.reporting.commands import compose_command
+
+    run = read_run(craft(tmp_path / "run", recipe(
+        compositions=[{"method": "ties", "density": 0.5, "max_rank": 8}, {"weights": "magnitude"}, {"partition": "Z"}],
+        soup_sides=True, tasks=[SW], retention=[],
+    ), documents=4))  # fmt: skip
+    lines = {result.cell.short: compose_command(run, result.cell) for result in run.results}
+    assert lines["base"] is None
+    assert lines["math1"] is None
+    ties = next(line for name, line in lines.items() if "density" in name and name.startswith("math1+sw1@"))
+    assert ties is not None
+    assert "--method ties --density 0.5 --max-rank 8" in ties
+    assert any(line and line.count(" -t ") == 3 for line in lines.values())
+
+
+def test_another_reference(written: Written) -> None:
+    report = reported(written.run, reference="layer_swap")
+    default, selected = (row(report, f"layer_swap, {kind}") for kind in ("default", "selected"))
+    assert default.difference is selected.difference is None
+    soup = row(report, "soup").difference
+    assert soup is not None
+    assert soup.to == "layer_swap, selected"
+    assert math.isclose(soup.mean, -(row(written.report, "layer_swap, selected").difference or soup).mean)
+    assert report.lead != "layer_swap"

@@ -1,0 +1,129 @@
+"""CSV, LaTeX, JSON and the page as files: complete, deterministic, and harmless whatever names are in them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from adapterswap.reporting import make_report, open_source, write_report
+from adapterswap.reporting.page import render_page
+from adapterswap.reporting.tables import csv_table, latex_tables
+
+from .conftest import Written
+from .crafting import HOSTILE
+from .reading import SW, row
+
+
+def test_the_same_run_gives_the_same_bytes(written: Written, tmp_path: Path) -> None:
+    shutil.copytree(written.run, tmp_path / "run")
+    write_report(make_report(open_source(tmp_path / "run"), draws=300), tmp_path / "report")
+    names = sorted(path.name for path in written.folder.iterdir())
+    assert names == ["report.html", "summary.json", "tables.csv", "tables.tex"]
+    for name in names:
+        content = (written.folder / name).read_bytes()
+        assert content == (tmp_path / "report" / name).read_bytes()
+        assert str(tmp_path.parent).encode() not in content
+
+
+def test_csv_has_every_number(written: Written) -> None:
+    lines = list(csv.DictReader(io.StringIO(csv_table(written.report))))
+    found = {(line["method"], line["choice"], line["task"]): line for line in lines}
+    swap = row(written.report, "layer_swap, selected")
+    line = found["layer_swap", "selected", SW]
+    assert swap.spread is not None
+    assert swap.difference is not None
+    assert swap.papers is not None
+    assert float(line["mean"]) == swap.spread.mean
+    assert (float(line["low"]), float(line["high"])) == (swap.difference.low, swap.difference.high)
+    assert float(line["papers_max"]) == swap.papers.max
+    assert found["layer_swap", "selected", "mgsm_native_cot_en"]["papers_max"] == ""
+    assert len(found) == len(lines) == len(written.report.targets[0].rows) * 4
+
+
+def test_latex_is_booktabs(written: Written) -> None:
+    text = latex_tables(written.report)
+    columns = re.search(r"\\begin\{tabular\}\{(\w+)\}", text)
+    assert columns is not None
+    lines = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert len(lines) == 2 + len(written.report.targets[0].rows)
+    for line in lines[1:]:
+        assert len(re.split(r"(?<!\\)&", line)) == len(columns[1])
+    assert "mgsm\\_native\\_cot\\_sw" in text
+    assert text.count("{") == text.count("}")
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX is installed")
+def test_latex_compiles(written: Written, tmp_path: Path) -> None:
+    document = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + latex_tables(written.report)
+    (tmp_path / "a.tex").write_text(document + r"\end{document}")
+    subprocess.run(["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "a.tex"], cwd=tmp_path, check=True)
+
+
+def test_hostile_names_stay_text(written: Written) -> None:
+    target = written.report.targets[0]
+    rows = tuple(replace(each, family=f"=1+{HOSTILE}", label=f"={HOSTILE}\\input{{x}}") for each in target.rows)
+    report = replace(written.report, name=HOSTILE, targets=(replace(target, task=HOSTILE, rows=rows),), grids=())
+    page = render_page(report)
+    assert page.count("<script") == 1
+    assert "<img" not in page
+    assert "&lt;script&gt;" in page
+    assert "{{ 7*7 }}" in page
+    assert "\\input" not in latex_tables(report)
+    assert all(line.startswith(("target", "</pre>", '"')) for line in csv_table(report).splitlines())
+    assert ",'=1+" in csv_table(report).replace('"', "")
+
+
+def test_half_a_character_is_no_reason_to_fail(written: Written, tmp_path: Path) -> None:
+    (found,) = written.report.disagreements
+    example = found.examples[0]
+    outputs = (replace(example.outputs[0], text="\ud83d \x00 \x1b[31m"), *example.outputs[1:])
+    broken = replace(found, examples=(replace(example, outputs=outputs),))
+    write_report(replace(written.report, disagreements=(broken,)), tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_needs_nothing_but_itself(written: Written) -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            seen.extend(
+                (name, value or "") for name, value in attributes if name in ("src", "href", "srcset", "action")
+            )
+
+    Links().feed(written.page)
+    assert seen
+    assert all(value.startswith(("#", "data:")) for _, value in seen)
+    assert "url(" not in written.page
+    assert "@import" not in written.page
+
+
+def test_headings_tables_and_languages(written: Written) -> None:
+    page = written.page
+    assert [int(level) for level in re.findall(r"<h(\d)", page)][:2] == [1, 2]
+    levels = [int(level) for level in re.findall(r"<h([1-6])[ >]", page)]
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert '<html lang="en">' in page
+    assert page.count("<table>") == len(re.findall(r"<thead>", page))
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    for target in re.findall(r'(?:href="#|aria-labelledby=")([^"]+)"', page):
+        assert target in ids
+
+
+def test_summary_is_json_without_outputs(written: Written) -> None:
+    text = (written.folder / "summary.json").read_text()
+    content = json.loads(text)
+    assert content["format"] == "adapterswap-report/1"
+    assert content["targets"][0]["rows"][0]["label"] == "base"
+    assert "owned" not in text
