@@ -31,6 +31,7 @@ __all__ = [
     "encode",
     "factor_reader",
     "open_files",
+    "read_bytes",
     "read_factors",
 ]
 
@@ -104,19 +105,29 @@ def read_numbers(expert: str, file: int, tensor: Tensor) -> npt.NDArray[np.float
     Raises:
         AdapterswapError: it holds NaN or infinity, or the file is shorter than its header said.
     """
-    raw = np.empty(tensor.nbytes, np.uint8)
+    raw = read_bytes(file, tensor, 0, tensor.nbytes)
+    if not check_finite(raw, tensor.dtype):
+        raise not_finite(expert, tensor.name)
+    return decode(raw, tensor.dtype, tensor.shape)
+
+
+def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
+    """Bytes `start` to `stop` of a tensor of the open file `file`.
+
+    Raises:
+        AdapterswapError: they cannot be read, or the file ends before them.
+    """
+    raw = np.empty(stop - start, np.uint8)
     done = 0
     while done < raw.size:
         try:
-            count = os.preadv(file, [raw[done:].data], tensor.start + done)
+            count = os.preadv(file, [raw[done:].data], tensor.start + start + done)
         except OSError as error:
             raise AdapterswapError(f"{tensor.name} cannot be read: {error.strerror}", "Check the disk") from None
         if count == 0:
             raise AdapterswapError(f"{tensor.name} ends early", _AGAIN)
         done += count
-    if not check_finite(raw, tensor.dtype):
-        raise not_finite(expert, tensor.name)
-    return decode(raw, tensor.dtype, tensor.shape)
+    return raw
 
 
 def not_finite(expert: str, key: str) -> AdapterswapError:

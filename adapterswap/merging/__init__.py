@@ -28,7 +28,8 @@ from adapterswap.merging.streaming import choose_devices, stream
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import ModelPlan, base_of, make_model_plan, merge_plan
+from adapterswap.planning.model_plan import ModelPlan
+from adapterswap.planning.model_planning import base_of, make_model_plan, merge_plan
 from adapterswap.planning.plan import Plan, make_plan
 
 __all__ = ["Merged", "ModelForm", "adapter_plan", "merge", "prepare_model", "write_model"]

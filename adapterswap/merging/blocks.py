@@ -7,21 +7,18 @@ plans; computes nothing.
 from __future__ import annotations
 
 import hashlib
-import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-import numpy as np
-
-from adapterswap.arithmetic.tensors import Bytes
-from adapterswap.errors import AdapterswapError
+from adapterswap.arithmetic.tensors import Bytes, read_bytes
 from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.parameters import LowRankTerm, ParameterPlan, Stored
 
-__all__ = ["Block", "Hashes", "Part", "Work", "read_blocks", "read_rows", "row_ranges"]
+__all__ = ["Block", "Hashes", "Part", "Work", "read_blocks", "row_ranges"]
 
 _COPIED = 2**22  # bytes of a block that is copied
 _COMPUTED = 2**21  # elements of a block that is computed: 8 MB in float32
@@ -101,65 +98,59 @@ def read_blocks(works: Iterable[Work], files: Mapping[Path, int], hashes: Hashes
         AdapterswapError: a file cannot be read, or is shorter than its header said.
     """
     for work in works:
-        digests: dict[str, hashlib._Hash] = {}
-
-        def read(
-            expert: str, stored: Stored, start: int, stop: int, digests: dict[str, hashlib._Hash] = digests
-        ) -> Part:
-            raw = read_rows(files[stored.path], stored.tensor, start, stop)
-            key = f"{expert}\0{stored.tensor.name}"
-            digests.setdefault(key, hashlib.sha256()).update(raw.data)
-            if stop == stored.tensor.nbytes:
-                hashes.tensors[expert, stored.tensor.name] = (stored.tensor, digests[key].hexdigest())
-            return Part(expert, stored.tensor, raw)
-
-        parameter, copied = work.parameter, work.copied
-        if copied is not None:
-            expert = parameter.owner or BASE
-            for start, stop in row_ranges(copied.tensor.nbytes, _COPIED):
-                yield Block(work, start, stop, (read(expert, copied, start, stop),), None, ())
-            continue
-        rows, columns = work.matrix
-        base = parameter.base if parameter.needs_base else None
-        step = max(1, _COMPUTED // columns) if parameter.is_linear else rows
-        for first, last in row_ranges(rows, step):
-
-            def part(expert: str, stored: Stored, first: int = first, last: int = last, columns: int = columns) -> Part:
-                size = DTYPE_BYTES[stored.tensor.dtype] * columns
-                return read(expert, stored, first * size, last * size)
-
-            whole = tuple(part(term.expert, term.stored) for term in parameter.whole)
-            factors = tuple(_factors(term, files) for term in parameter.low_rank) if first == 0 else ()
-            yield Block(work, first, last, whole, part(BASE, base) if base else None, factors)
+        reader = _Reader(files, hashes)
+        if work.copied is not None:
+            owner = work.parameter.owner or BASE
+            for start, stop in row_ranges(work.copied.tensor.nbytes, _COPIED):
+                yield Block(work, start, stop, (reader.bytes(owner, work.copied, start, stop),), None, ())
+        else:
+            yield from _computed_blocks(work, reader)
 
 
-def _factors(term: LowRankTerm, files: Mapping[Path, int]) -> tuple[Part, Part]:
-    a, b = (
-        Part(term.expert, tensor, read_rows(files[term.path], tensor, 0, tensor.nbytes))
-        for tensor in (term.module.a, term.module.b)
-    )
-    return a, b
+def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
+    parameter = work.parameter
+    base = parameter.base if parameter.needs_base else None
+    rows, columns = work.matrix
+    step = max(1, _COMPUTED // columns) if parameter.is_linear else rows
+    for start, stop in row_ranges(rows, step):
+        cut = (start * columns, stop * columns)
+        whole = tuple(reader.elements(term.expert, term.stored, *cut) for term in parameter.whole)
+        factors = tuple(reader.factors(term) for term in parameter.low_rank) if start == 0 else ()
+        yield Block(work, start, stop, whole, reader.elements(BASE, base, *cut) if base else None, factors)
+
+
+class _Reader:
+    """Reads the sources of one tensor of the result, each from its first byte to its last, and hashes them."""
+
+    def __init__(self, files: Mapping[Path, int], hashes: Hashes) -> None:
+        self._files = files
+        self._hashes = hashes
+        self._digests: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
+
+    def bytes(self, expert: str, stored: Stored, start: int, stop: int) -> Part:
+        """Bytes `start` to `stop` of a tensor of an expert."""
+        tensor = stored.tensor
+        raw = read_bytes(self._files[stored.path], tensor, start, stop)
+        self._digests[expert].update(raw.data)
+        if stop == tensor.nbytes:
+            self._hashes.tensors[expert, tensor.name] = (tensor, self._digests[expert].hexdigest())
+        return Part(expert, tensor, raw)
+
+    def elements(self, expert: str, stored: Stored, start: int, stop: int) -> Part:
+        """Elements `start` to `stop`."""
+        size = DTYPE_BYTES[stored.tensor.dtype]
+        return self.bytes(expert, stored, start * size, stop * size)
+
+    def factors(self, term: LowRankTerm) -> tuple[Part, Part]:
+        """A and B, whole; an adapter is hashed as a file."""
+        file = self._files[term.path]
+        a, b = (
+            Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            for tensor in (term.module.a, term.module.b)
+        )
+        return a, b
 
 
 def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
     """Ranges that cover 0 to `total`; one empty range for a tensor without elements."""
     return [(start, min(start + step, total)) for start in range(0, total, step)] or [(0, 0)]
-
-
-def read_rows(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
-    """Bytes `start` to `stop` of a tensor of the open file `file`.
-
-    Raises:
-        AdapterswapError: they cannot be read, or the file ends before them.
-    """
-    raw = np.empty(stop - start, np.uint8)
-    done = 0
-    while done < raw.size:
-        try:
-            count = os.preadv(file, [raw[done:].data], tensor.start + start + done)
-        except OSError as error:
-            raise AdapterswapError(f"{tensor.name} cannot be read: {error.strerror}", "Check the disk") from None
-        if count == 0:
-            raise AdapterswapError(f"{tensor.name} ends early", "The file changed while it was read: start again")
-        done += count
-    return raw

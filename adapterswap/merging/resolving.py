@@ -13,11 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from adapterswap.arithmetic.lowrank import row_magnitudes
-from adapterswap.arithmetic.tensors import check_finite, decode, not_finite, open_files, read_factors, too_large
+from adapterswap.arithmetic.tensors import (
+    check_finite,
+    decode,
+    not_finite,
+    open_files,
+    read_bytes,
+    read_factors,
+    too_large,
+)
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import FLOATS, Checkpoint
 from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
-from adapterswap.merging.blocks import read_rows, row_ranges
+from adapterswap.merging.blocks import row_ranges
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.parameters import ParameterPlan
@@ -90,7 +98,7 @@ def _numbers(
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     columns = tensor.shape[-1]
     size = DTYPE_BYTES[tensor.dtype] * columns
-    raw = read_rows(files[path], tensor, start * size, stop * size)
+    raw = read_bytes(files[path], tensor, start * size, stop * size)
     if not check_finite(raw, tensor.dtype):
         raise not_finite(name, tensor.name)
     return decode(raw, tensor.dtype, (stop - start, columns))

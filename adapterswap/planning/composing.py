@@ -15,7 +15,8 @@ from adapterswap.experts.opening import open_expert
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import AnyPlan, make_model_plan
+from adapterswap.planning.model_plan import AnyPlan
+from adapterswap.planning.model_planning import make_model_plan
 from adapterswap.planning.plan import make_plan
 
 __all__ = ["compose", "expert_name", "layer_swap", "soup", "task_arithmetic"]
