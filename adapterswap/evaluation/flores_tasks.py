@@ -7,27 +7,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.flores import corpus_score, flores_metrics, flores_task, read_sentences, signature
+from adapterswap.evaluation.harness import OfflineTask
 
 __all__ = ["build_flores_task"]
-
-
-class _OfflineFlores(ConfigurableTask):  # type: ignore[misc]
-    """A harness task over rows in memory."""
-
-    def __init__(self, rows: list[dict[str, str]], config: dict[str, Any]) -> None:
-        self._rows = rows
-        super().__init__(config=config)
-
-    def download(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is downloaded."""
-        self.dataset = {"test": Dataset.from_list(self._rows)}
 
 
 def build_flores_task(name: str, folder: Path, num_fewshot: int = 0) -> ConfigurableTask:
@@ -70,7 +57,7 @@ def build_flores_task(name: str, folder: Path, num_fewshot: int = 0) -> Configur
         ],
         "metadata": {"version": " ".join(["1", *(f"{key}|{signature(metric)}" for key, metric in metrics.items())])},
     }
-    return _OfflineFlores(rows, config)
+    return OfflineTask({"test": rows}, config)
 
 
 def _rows(folder: Path, split: str, source: str, target: str) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ Knows nothing of adapters: a PeftModel is a model like any other.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -19,9 +19,9 @@ from lm_eval.models.huggingface import HFLM
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation.answers import extract_answer
-from adapterswap.evaluation.mgsm import MgsmTask, mgsm_task
+from adapterswap.evaluation.mgsm import mgsm_task
 
-__all__ = ["EvaluatedModel", "build_mgsm_task", "request_key"]
+__all__ = ["EvaluatedModel", "OfflineTask", "build_mgsm_task", "request_key"]
 
 _FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter, and its last match
 
@@ -37,17 +37,16 @@ class NormalizedFilter(Filter):  # type: ignore[misc]
         return [extract_answer(responses[0], self._language) for responses in resps]
 
 
-class _OfflineMgsm(ConfigurableTask):  # type: ignore[misc]
-    """A harness task over the data shipped with this package."""
+class OfflineTask(ConfigurableTask):  # type: ignore[misc]
+    """A harness task over rows in memory, by split."""
 
-    def __init__(self, spec: MgsmTask, config: dict[str, Any]) -> None:
-        self._spec = spec
+    def __init__(self, splits: Mapping[str, list[dict[str, Any]]], config: dict[str, Any]) -> None:
+        self._splits = splits
         super().__init__(config=config)
 
     def download(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is downloaded."""
-        rows = [{"question": question, "answer": str(number)} for question, number in self._spec.language.questions]
-        self.dataset = {"test": Dataset.from_list(rows)}
+        self.dataset = {name: Dataset.from_list(rows) for name, rows in self._splits.items()}
 
 
 def build_mgsm_task(name: str) -> ConfigurableTask:
@@ -59,8 +58,9 @@ def build_mgsm_task(name: str) -> ConfigurableTask:
     """
     spec = mgsm_task(name)
     language = spec.solutions_from.code
-    return _OfflineMgsm(
-        spec,
+    rows = [{"question": question, "answer": str(number)} for question, number in spec.language.questions]
+    return OfflineTask(
+        {"test": rows},
         {
             "task": name,
             "test_split": "test",

@@ -5,31 +5,19 @@ Imports the harness at its top, as `harness` does, so it is imported where it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from datasets import Dataset
 from lm_eval.api.filter import Filter
 from lm_eval.api.samplers import ContextSampler
 from lm_eval.api.task import ConfigurableTask
 
+from adapterswap.evaluation.harness import OfflineTask
 from adapterswap.evaluation.tydiqa import LooseAnswer, read_tydiqa, score_answer, tydiqa_prompt, tydiqa_task_names
 from adapterswap.evaluation.xcopa import read_xcopa, xcopa_choices, xcopa_prompt
 
 __all__ = ["build_shipped_task"]
-
-
-class _ShippedTask(ConfigurableTask):  # type: ignore[misc]
-    """A harness task over rows in memory."""
-
-    def __init__(self, splits: Mapping[str, list[dict[str, Any]]], config: dict[str, Any]) -> None:
-        self._splits = splits
-        super().__init__(config=config)
-
-    def download(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is downloaded."""
-        self.dataset = {name: Dataset.from_list(rows) for name, rows in self._splits.items()}
 
 
 class _OtherPassages(ContextSampler):  # type: ignore[misc]
@@ -76,7 +64,7 @@ def _build_tydiqa(name: str) -> ConfigurableTask:
         ],
         "metadata": {"version": "1.0"},
     }
-    return _ShippedTask({"test": read_tydiqa(name)}, config)
+    return OfflineTask({"test": read_tydiqa(name)}, config)
 
 
 def _build_xcopa(name: str) -> ConfigurableTask:
@@ -96,4 +84,4 @@ def _build_xcopa(name: str) -> ConfigurableTask:
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": "1.0"},
     }
-    return _ShippedTask(splits, config)
+    return OfflineTask(splits, config)
