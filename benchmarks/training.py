@@ -1,13 +1,14 @@
 """Training steps beside a plain TRL script with the same settings: tokens per second, memory.
 
-    python benchmarks/training.py [--size pico|0.1b] [--steps 8] [--runs 3] [--json]
+    python benchmarks/training.py [--size pico|0.1b] [--steps 12] [--json]
     python benchmarks/training.py --size 8b --device cuda [--scratch DIR]
 
 Three routes train the same rows with the same rsLoRA: `adapterswap train`; TRL's SFTTrainer as its documentation shows
-it; `adapterswap train` with `simultaneous`, partition B in turns. Each run is a process of its own, and the routes take
-turns; a step is timed from the end of the last one, so that everything between two steps counts, and the first two are
-left out. Told are medians over runs of medians over steps, in wall seconds and in processor seconds: on a machine that
-does something else, believe the latter.
+it; `adapterswap train` with `simultaneous`, partition B in turns. Each is a process of its own. On the CPU they take
+turns step by step, the others waiting, so that whatever else the machine does hits all alike; on CUDA one runs after
+the other, so that each has the memory to itself. A step is timed from the end of the last one, so that everything
+between two steps counts; the first is left out. Told are medians over steps, and medians of the ratios of steps made
+one after the other, in wall seconds and in processor seconds: on a busy machine, believe the latter.
 
 Rows are of one length, so that no padding blurs the numbers. `8b` has the shape of Llama-3.1-8B in bfloat16 with random
 weights (16 GB of scratch), rank 64, 1,024 tokens to a row.
@@ -17,14 +18,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+TOLD = "step: "
 ROUTES = ("adapterswap", "TRL", "in turns")
 VOCABULARY = 4096
 # hidden, intermediate, layers, heads, heads of keys and values; rank; rows on the device, batches to a step, tokens
@@ -35,75 +40,121 @@ SIZES = {
 }
 
 
+@dataclass(frozen=True)
+class Step:
+    """Wall seconds and processor seconds of a step, and the peak of memory so far: the GPU's, or this process's."""
+
+    wall: float
+    cpu: float
+    megabytes: float
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="pico")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--scratch", type=Path, help="A folder for base, rows and outputs; default: a temporary one.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--route", choices=ROUTES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.route:
-        clock = Clock.installed(options.device)
+        Clock.install(options.device)
         train_plainly(options) if options.route == "TRL" else train_here(options)
-        print(json.dumps(clock.found()))
         return
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         options.scratch = Path(scratch)
         make_base_and_rows(options)
-        found = {route: [] for route in ROUTES}  # type: dict[str, list[dict[str, float]]]
-        for _ in range(options.runs):
-            for route in ROUTES:
-                found[route].append(run(route, options))
+        groups = [ROUTES] if options.device == "cpu" else [(route,) for route in ROUTES]
+        found: dict[str, list[Step]] = {}
+        for routes in groups:
+            found |= take_turns(routes, options)
     tell(found, options)
 
 
-def run(route: str, options: argparse.Namespace) -> dict[str, float]:
-    """One run of one route, in a process of its own."""
-    command = [sys.executable, __file__, "--route", route, "--size", options.size, "--device", options.device]
-    command += ["--steps", str(options.steps), "--scratch", str(options.scratch)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{route} failed: {done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def take_turns(routes: Sequence[str], options: argparse.Namespace) -> dict[str, list[Step]]:
+    """Start the routes together, let them make a step each in turn, and end them: what each step took."""
+    common = [
+        "--size",
+        options.size,
+        "--device",
+        options.device,
+        "--steps",
+        options.steps,
+        "--scratch",
+        options.scratch,
+    ]
+    children = {}
+    for route in routes:
+        command = [str(part) for part in [sys.executable, __file__, "--route", route, *common]]
+        children[route] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    found: dict[str, list[Step]] = {route: [] for route in routes}
+    try:
+        for child in children.values():
+            next_step(child)  # the first, which everything is made ready in
+        for _ in range(options.steps - 1):
+            for route, child in children.items():
+                assert child.stdin is not None
+                child.stdin.write("go\n")
+                child.stdin.flush()
+                found[route].append(next_step(child))
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    return found
 
 
-def tell(found: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> None:
+def next_step(child: subprocess.Popen[str]) -> Step:
+    """What the child tells of its next step, past whatever else it prints."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith(TOLD):
+            return Step(**json.loads(line.removeprefix(TOLD)))
+    raise RuntimeError(f"{child.args} ended with {child.wait()}")
+
+
+def tell(found: dict[str, list[Step]], options: argparse.Namespace) -> None:
     _, _, (rows, batches, length) = SIZES[options.size]
     medians = {
-        route: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for route, runs in found.items()
+        route: {key: statistics.median(getattr(step, key) for step in steps) for key in ("wall", "cpu", "megabytes")}
+        for route, steps in found.items()
     }
     for numbers in medians.values():
         numbers["tokens_per_second"] = rows * batches * length / numbers["wall"]
-    clocks = ("wall", "cpu") if options.device == "cpu" else ("wall",)
     ratios = {
         clock: {
-            "throughput_against_trl": medians["TRL"][clock] / medians["adapterswap"][clock],
-            "step_in_turns_against_normal": medians["in turns"][clock] / medians["adapterswap"][clock],
+            "throughput against TRL": ratio(found["TRL"], found["adapterswap"], clock),
+            "a step in turns against a normal one": ratio(found["in turns"], found["adapterswap"], clock),
         }
-        for clock in clocks
+        for clock in ("wall", "cpu")
     }
     if options.json:
-        print(json.dumps({"size": options.size, "runs": found, "medians": medians, "ratios": ratios}, indent=2))
+        print(
+            json.dumps({"size": options.size, "device": options.device, "medians": medians, "ratios": ratios}, indent=2)
+        )
         return
     print("| route | tokens per second | seconds a step | processor seconds a step | peak MB |\n|---|---|---|---|---|")
     for route, n in medians.items():
         print(f"| {route} | {n['tokens_per_second']:.0f} | {n['wall']:.3f} | {n['cpu']:.3f} | {n['megabytes']:.0f} |")
     for clock, numbers in ratios.items():
-        print(f"{clock}: " + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in numbers.items()))
+        print(f"{clock}: " + ", ".join(f"{name} {value:.3f}" for name, value in numbers.items()))
+
+
+def ratio(over: Sequence[Step], under: Sequence[Step], clock: str) -> float:
+    """The median of the ratios of steps that were made one after the other."""
+    return statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in zip(over, under, strict=True))
 
 
 class Clock:
-    """Times from the end of one step to the end of the next, in whichever trainer runs in this process."""
+    """At the end of each step, tells what it took and waits to be told to go on, in whichever trainer runs here."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._ends: list[tuple[float, float]] = []
+        self._begin = (0.0, 0.0)
 
     @classmethod
-    def installed(cls, device: str) -> Clock:
+    def install(cls, device: str) -> None:
         import transformers.trainer
         from transformers import TrainerCallback
 
@@ -114,27 +165,18 @@ class Clock:
                 clock.tick()
 
         transformers.trainer.DEFAULT_CALLBACKS.append(Told)  # every trainer has these
-        return clock
 
     def tick(self) -> None:
-        if self._device == "cuda":
-            import torch
-
-            torch.cuda.synchronize()
-        self._ends.append((time.perf_counter(), time.process_time()))
-
-    def found(self) -> dict[str, float]:
-        """Median wall and processor seconds of a step; peak memory, of the GPU or of this process, in megabytes."""
-        import resource
-
         import torch
 
-        steps = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(self._ends[1:], self._ends[2:], strict=False)]
-        wall, cpu = (statistics.median(times) for times in zip(*steps, strict=True))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
         if self._device == "cuda":
+            torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() / 1e6
-        return {"wall": wall, "cpu": cpu, "megabytes": peak}
+        step = Step(time.perf_counter() - self._begin[0], time.process_time() - self._begin[1], peak)
+        print(TOLD + json.dumps(asdict(step)), flush=True)
+        sys.stdin.readline()
+        self._begin = time.perf_counter(), time.process_time()
 
 
 def make_base_and_rows(options: argparse.Namespace) -> None:
