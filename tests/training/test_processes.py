@@ -49,8 +49,8 @@ def check_the_failure(done: subprocess.CompletedProcess[str], folder: Path, reci
 @pytest.mark.slow
 def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     options = {
-        "max_steps": 8, "batch_size": 4, "weight_decay": 0.1, "max_grad_norm": 0.5, "gradient_checkpointing": True,
-        "schedule": "constant",
+        "max_steps": 8, "batch_size": 2, "gradient_accumulation": 2, "weight_decay": 0.1, "max_grad_norm": 0.5,
+        "gradient_checkpointing": True, "schedule": "constant",
     }  # fmt: skip
     recipes = {
         "plain": make_recipe(validation={"rows": 8}, training=options),
@@ -60,7 +60,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRe
     failing = make_recipe(training={"max_steps": 8, "save_every_samples": 16})
     alone = {}
     for name, recipe in recipes.items():
-        twice = recipe.training.model_copy(update={"gradient_accumulation": 2})
+        twice = recipe.training.model_copy(update={"gradient_accumulation": 4})
         alone[name] = train(recipe.model_copy(update={"training": twice}), out_path=tmp_path / f"{name}-alone")
     recipes["failing"] = failing
     (tmp_path / "recipes.json").write_text(json.dumps({name: r.model_dump() for name, r in recipes.items()}))
