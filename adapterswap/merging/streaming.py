@@ -92,8 +92,11 @@ def stream(
                     if done.last:
                         progress()
 
-        with ThreadPoolExecutor(len(devices)) as pool:
-            list(pool.map(run, devices, works))
+        if len(devices) == 1:  # in this thread, which the user can interrupt
+            run(devices[0], works[0])
+        else:
+            with ThreadPoolExecutor(len(devices)) as pool:
+                list(pool.map(run, devices, works))
     return hashes
 
 

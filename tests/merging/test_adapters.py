@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,19 @@ def test_embedding_and_head(
 
 def _ignoring(message: str, make: Callable[[], Any]) -> Any:
     """PEFT warns of a tied layer in an adapter, which is what these tests are about."""
-    import warnings
-
     with warnings.catch_warnings(), quiet_peft():
         warnings.filterwarnings("ignore", message)
         return make()
+
+
+def test_gpt2_embedding_and_projections(model: Callable[..., Path], lora: Expert, tmp_path: Path) -> None:
+    """An embedding, which is tied to the head, beside Conv1D: both are stored the other way round than ΔW."""
+    message = ".*tie_word_embeddings=True.*"
+    adapter = _ignoring(message, lambda: lora("gpt2", target_modules=["wte", "c_attn", "c_proj"]))
+    live = _ignoring(message, lambda: PeftModel.from_pretrained(loaded(model("gpt2")), adapter))
+    merged = adapterswap.merge(adapter, out_path=tmp_path / "out")
+    torch.testing.assert_close(logits(loaded(merged)), logits(live), rtol=0, atol=1e-5)
+    assert torch.equal(weights(merged)["lm_head.weight"], weights(model("gpt2"))["transformer.wte.weight"])
 
 
 def test_ensured_tying_stays_tied(model: Callable[..., Path], lora: Expert, tmp_path: Path) -> None:
