@@ -1,4 +1,4 @@
-"""`adapterswap lab`: the whole story on pico models → a table, pictures and results.json."""
+"""`adapterswap lab`: the whole story on pico models → a table, a report, pictures and results.json."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def command(
 
     A pico Llama knows English and a constructed language, `xx`. A math expert is trained on English word problems, a
     language expert on xx without any; both are composed in several ways and asked word problems in xx that are new to
-    them. Writes tables, pictures and results.json, and keeps bases, experts and compositions to play with.
+    them. Writes a report, pictures and results.json, and keeps bases, experts and compositions to play with.
 
     Scenes: `gap`, in which the base hardly knows some words of xx; `no-gap`, in which it knows them all.
 
@@ -69,7 +69,7 @@ def command(
     else:
         _print_tables(tables(study))
         click.echo(CAVEAT)
-    note(f"written to {out_path}: results.json, answers.jsonl, pictures, and each seed's base, experts and composition")
+    note(f"written to {out_path}: report.html, results.json, answers.jsonl, pictures, each seed's models")
 
 
 def _print_plan(expected: LabPlan) -> None:

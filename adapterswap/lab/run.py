@@ -19,7 +19,7 @@ from adapterswap.lab.study import Study, Tell, run_study
 
 __all__ = ["LabPlan", "plan_lab", "run_lab"]
 
-_LIBRARIES = ("trl", "datasets", "matplotlib")
+_LIBRARIES = ("trl", "datasets", "matplotlib", "scipy", "jinja2")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def run_lab(
     overwrite: bool = False,
     tell: Tell = lambda seed, what, done: None,
 ) -> Study:
-    """Run seeds 0…`seeds`-1 of a scene and write results.json, answers.jsonl, pictures and each seed's models.
+    """Run seeds 0…`seeds`-1 of a scene and write results.json, answers.jsonl, a report, pictures, each seed's models.
 
     The folder appears when it is complete. On the same machine and with the same versions, the same arguments give the
     same numbers, however many seeds run at once.
@@ -93,14 +93,17 @@ def run_lab(
     _require_libraries()
     from adapterswap.lab.pictures import draw_pictures
     from adapterswap.lab.report import answers, results
+    from adapterswap.reporting import lab_source, make_report, write_files
 
     with atomic_folder(out_path, overwrite=overwrite) as folder:
         study = run_study(scene, seeds, folder, rebuild_base=rebuild_base, sizes=sizes, jobs=jobs, tell=tell)
-        content = json.dumps(results(study), indent=2, ensure_ascii=False, allow_nan=False)
-        (folder / "results.json").write_text(content + "\n", encoding="utf-8")
-        rows = "".join(json.dumps(row) + "\n" for row in answers(study))
-        (folder / "answers.jsonl").write_text(rows, encoding="utf-8")
+        content, rows = results(study), list(answers(study))
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         draw_pictures(study, folder)
+        name = Path(out_path).resolve().name
+        write_files(make_report(lab_source(folder, json.loads(text), rows, name=name)), folder)
     return study
 
 

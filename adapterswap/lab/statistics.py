@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Difference", "Summary", "difference", "summarize", "t_quantile"]
+__all__ = ["Difference", "Summary", "difference", "summarize"]
 
 _NORMAL = 1.959964
-_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)  # Student's t for 1…10
 
 
 @dataclass(frozen=True)
@@ -53,20 +52,16 @@ class Difference:
 
 def summarize(values: Sequence[float]) -> Summary:
     """Mean, standard deviation and the t interval t·s/√n."""
+    from scipy import stats
+
     array = np.asarray(values, float)
     number = len(array)
     if number < 2:
         return Summary(tuple(values), float(array.mean()), None, None)
     spread = float(array.std(ddof=1))
-    return Summary(tuple(values), float(array.mean()), spread, t_quantile(number - 1) * spread / number**0.5)
-
-
-def t_quantile(freedom: int) -> float:
-    """Student's t at 0.975: a table, and Fisher's expansion about the normal quantile z from 11 degrees of freedom."""
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z = _NORMAL
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return Summary(
+        tuple(values), float(array.mean()), spread, float(stats.t.ppf(0.975, number - 1)) * spread / number**0.5
+    )
 
 
 def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool_]]) -> Difference:

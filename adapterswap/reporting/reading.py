@@ -7,7 +7,7 @@ one cell each, and its choices were made on a development set before. Knows noth
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,13 @@ def open_source(folder: str | Path) -> Source:
 def _damage_told(folder: Path, content: Mapping[str, Any], answers: bytes) -> Source:
     try:
         rows = [json.loads(line) for line in answers.splitlines()]
-        return lab_source(folder, content, rows)
+        return lab_source(folder, content, rows, name=folder.resolve().name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise AdapterswapError(f"{folder} is damaged: {error!r}", "Run the lab again, --overwrite") from None
 
 
-def lab_source(folder: Path, content: Mapping[str, Any], answers: list[Mapping[str, Any]]) -> Source:
-    """A lab run from the content of its results.json and of the rows of its answers.jsonl.
+def lab_source(folder: Path, content: Mapping[str, Any], answers: Iterable[Mapping[str, Any]], *, name: str) -> Source:
+    """A lab run from the content of its results.json and the rows of its answers.jsonl; `name` is its folder's.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: they are not what the lab writes.
@@ -121,7 +121,7 @@ def lab_source(folder: Path, content: Mapping[str, Any], answers: list[Mapping[s
     return Source(
         run,
         "lab",
-        folder.resolve().name,
+        name,
         "seeds",
         (f"adapterswap lab --seeds {len(chosen)} --scene {content['scene']['name']}",),
         (content["caveat"], content["scene"]["question"]),

@@ -70,7 +70,8 @@ def test_what_is_written_scores_what_was_scored_live(run: Run, name: str, method
 
 def test_the_folder(run: Run) -> None:
     assert sorted(path.name for path in run.folder.iterdir()) == [
-        "answers.jsonl", "grid.png", "results.json", "scores.png", "seed-0", "words.png",
+        "answers.jsonl", "grid.png", "report.html", "results.json", "scores.png", "seed-0", "summary.json",
+        "tables.csv", "tables.tex", "words.png",
     ]  # fmt: skip
     for name in ("grid", "scores", "words"):
         assert (run.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -79,7 +80,11 @@ def test_the_folder(run: Run) -> None:
     content = json.loads(text)
     assert content["caveat"] == CAVEAT
     assert content["seeds"][0]["test"]["layer swap"]["xx"] == run.study.score("layer swap", "xx").mean
-    for path in run.folder.rglob("*.json"):
+    summary = json.loads((run.folder / "summary.json").read_text())
+    told = {row["label"]: row["spread"]["mean"] for row in summary["targets"][0]["rows"]}
+    assert told == {method: pytest.approx(run.study.score(method, "xx").mean) for method in METHODS}
+    assert summary["name"] == "run"
+    for path in [*run.folder.rglob("*.json"), run.folder / "report.html"]:
         assert str(run.folder.parent) not in path.read_text(), path
     (adapter,) = {json.loads(p.read_text())["base_model_name_or_path"] for p in run.folder.rglob("adapter_config.json")}
     assert adapter == "base"

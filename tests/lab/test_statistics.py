@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from adapterswap.lab.statistics import difference, summarize, t_quantile
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 4, 10, 11, 20, 100])
-def test_t_quantile(freedom: int) -> None:
-    assert t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-3)
+from adapterswap.lab.statistics import difference, summarize
 
 
 def test_summary() -> None:
@@ -20,7 +15,7 @@ def test_summary() -> None:
     low, high = stats.t.interval(0.95, 4, loc=np.mean(values), scale=stats.sem(values))
     assert summary.mean == pytest.approx(np.mean(values))
     assert summary.spread == pytest.approx(np.std(values, ddof=1))
-    assert summary.interval == pytest.approx((high - low) / 2, rel=1e-4)
+    assert summary.interval == pytest.approx((high - low) / 2)
     one = summarize([0.5])
     assert (one.mean, one.spread, one.interval) == (0.5, None, None)
 
