@@ -1,0 +1,58 @@
+"""Killed anywhere, or out of room, a sweep goes on where it was, and its folder ends as that of one left in peace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from adapterswap.sweeps import SweepRecipe, sweep
+
+from .conftest import plain
+
+Content = Callable[..., dict[str, Any]]
+FAMILIES = [
+    {"bottom": [1, 2], "top": [0, 1]},
+    {"method": "ties", "density": 0.5, "max_rank": 4},
+    {"name": "again", "bottom": 1, "top": 1},
+]
+
+
+def dying(mode: str, **settings: Any) -> dict[str, Any]:
+    program = [sys.executable, str(Path(__file__).with_name("dying.py")), mode, json.dumps(settings)]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_killed_six_times_and_ended_the_same(content: Content, tmp_path: Path) -> None:
+    recipe = content(compositions=FAMILIES)
+    run = sweep(SweepRecipe.model_validate(recipe), tmp_path / "peace", device="cpu")
+    assert len(run.results) == 3 + 4 + 1 + 1
+    found = dying("kill", recipe=recipe, folder=str(tmp_path / "killed"), kills=6, seed=0)
+    assert [code for code, _ in found["killed_at"]].count(-9) >= 4  # some may have been done before
+    counts = [count for _, count in found["killed_at"]]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+    assert found["last"] == 0
+    assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
+
+
+def test_a_full_disk_costs_no_cell_that_was_finished(content: Content, tmp_path: Path) -> None:
+    recipe = content(compositions=FAMILIES[:1])
+    sweep(SweepRecipe.model_validate(recipe), tmp_path / "peace", device="cpu")
+    shutil.copytree(tmp_path / "peace", tmp_path / "full")
+    lines = (tmp_path / "peace" / "cells.jsonl").read_bytes().splitlines(keepends=True)
+    two = len(lines[0] + lines[1])
+    (tmp_path / "full" / "cells.jsonl").write_bytes(lines[0] + lines[1])
+    samples = (tmp_path / "peace" / "samples").iterdir()
+    assert max(path.stat().st_size for path in samples) < two
+    found = dying("fill", recipe=recipe, folder=str(tmp_path / "full"), steps=[100, two + 100])  # samples; then a line
+    assert found["found"] == 2 * [{"code": 3, "cells": 2, "whole": True, "left": []}]
+    assert found["last"] == 0
+    assert plain(tmp_path / "full") == plain(tmp_path / "peace")

@@ -1,0 +1,227 @@
+"""A sweep's cells beside the same things evaluated alone: live, from an adapter on disk, and by PEFT itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapterswap import AdapterswapError, write_adapter
+from adapterswap.evaluation import EvaluationResult, evaluate
+from adapterswap.evaluation.subjects import find_adapter, load_subject
+from adapterswap.sweeps import (
+    Progress,
+    Run,
+    SweepRecipe,
+    prepare,
+    read_prompts,
+    read_run,
+    read_samples,
+    summarize,
+    sweep,
+)
+from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.running import is_live
+
+from .conftest import SETTINGS
+
+Recipe = Callable[..., SweepRecipe]
+
+FAMILIES: list[dict[str, Any]] = [
+    {"bottom": 2, "top": 1, "bottom_transition": 1},
+    {"partition": ["A", "Z"]},
+    {"method": "soup", "task_weight": 2},
+    {"method": "soup", "weights": "magnitude"},
+    {"method": ["task_arithmetic"], "scale": 0.6},
+    {"method": "slerp"},
+    {"method": "ties", "density": 0.4, "max_rank": 6},
+    {"method": ["dare_linear", "dare_ties"], "density": 0.5, "seed": 3, "max_rank": 6},
+    {"method": "magnitude_prune", "density": 0.3, "max_rank": 6},
+    {"name": "cut", "bottom": 2, "top": 1, "row_threshold": 0.05},
+    {"name": "truncated", "bottom": 2, "top": 1, "max_rank": 2},
+    {"language": "base", "bottom": 1, "top": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def swept(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Prepared, Run]:
+    """Every method, over one pair; math1 has rank 4, sw2 rank 2."""
+    recipe = SweepRecipe.model_validate(
+        {
+            "base_model": str(world / "base"),
+            "task_experts": {"math1": str(world / "math1")},
+            "language_experts": {"sw2": str(world / "sw2")},
+            "extra": {"joint SFT": str(world / "joint")},
+            "compositions": FAMILIES,
+            "tasks": ["mgsm_direct_sw"],
+            "retention": ["mgsm_direct_en"],
+            "settings": SETTINGS,
+        }
+    )
+    prepared = prepare(recipe)
+    return prepared, sweep(prepared, tmp_path_factory.mktemp("sweep") / "run", device="cpu")
+
+
+def rows(result: EvaluationResult) -> list[dict[str, Any]]:
+    keys = ("task", "doc_id", "target", "output", "answers", "scores")
+    return [{key: sample.as_json()[key] for key in keys} for sample in result.samples]
+
+
+def test_every_cell_is_what_it_would_be_alone(swept: tuple[Prepared, Run], tmp_path: Path) -> None:
+    """In the model as `evaluate` loads it; and, but for rounding, from an adapter that was composed on disk."""
+    prepared, run = swept
+    assert len(run.results) == 4 + 14
+    differing = {}
+    for result in run.results:
+        cell, plan = result.cell, prepared.plans[result.cell.cell]
+        samples = read_samples(run.folder, cell.cell)
+        with load_subject(prepared.base, plan=plan, device="cpu", **cell.output) as model:
+            alone = evaluate(model, prepared.base.tokenizer, cell.tasks, prepared.settings)
+        assert samples == rows(alone), cell.short
+        for name, value in result.results.items():
+            score = alone.tasks[name].score("normalized")
+            assert (value.value, value.stderr) == (score.value, score.stderr)
+            scores = {f"{score.metric},{score.filter}": score.value for score in alone.tasks[name].scores}
+            assert value.scores == scores
+            assert list(value.docs.values()) == [
+                row["scores"]["normalized"]["exact_match"] for row in samples if row["task"] == name
+            ]
+        if plan is not None:
+            folder = write_adapter(plan, tmp_path / cell.cell, **cell.output)
+            with load_subject(prepared.base, adapter=find_adapter(str(folder)), device="cpu") as model:
+                composed = evaluate(model, prepared.base.tokenizer, cell.tasks, prepared.settings)
+            differing[cell.short] = sum(a != b for a, b in zip(samples, rows(composed), strict=True))
+    assert differing == dict.fromkeys(differing, 0)
+    outputs = {str([row["output"] for row in read_samples(run.folder, r.cell.cell)]) for r in run.results}
+    assert len(outputs) > 12  # the methods do differ
+
+
+def test_only_what_needs_tensors_of_its_own_is_reduced(swept: tuple[Prepared, Run]) -> None:
+    prepared, run = swept
+    reduced = {result.cell.family for result in run.results if not is_live(prepared, result.cell)}
+    assert reduced == {"ties", "dare_linear", "dare_ties", "magnitude_prune", "cut", "truncated"}
+
+
+def test_the_folder_says_what_was_asked(swept: tuple[Prepared, Run], world: Path) -> None:
+    prepared, run = swept
+    assert run.unfinished == ()
+    assert [result.cell for result in run.results] == list(run.cells) == list(prepared.grid.cells)
+    assert run.tasks == prepared.tasks
+    assert (run.tasks["mgsm_direct_sw"].language, run.tasks["mgsm_direct_sw"].role) == ("sw", "target")
+    assert run.tasks["mgsm_direct_en"].role == "retention"
+    assert run.tasks["mgsm_direct_sw"].primary == ("exact_match", "normalized")
+    assert run.described["settings"]["dtype"] == "float32"
+    assert run.described["settings"]["limit"] == 3
+    assert run.described["experts"]["sw2"]["side"] == "language"
+    assert run.described["experts"]["extra-joint-SFT"]["side"] == "joint SFT"
+    prompts = read_prompts(run.folder, "mgsm_direct_sw")
+    assert list(prompts) == [0, 1, 2]
+    assert prompts[0].count("Swali:") == 2
+    everything = b"".join(path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
+    assert str(world).encode() not in everything
+    assert read_run(run.folder) == run
+
+
+def test_the_recipe_in_the_folder_can_be_run_again(swept: tuple[Prepared, Run], world: Path) -> None:
+    """Once its names are paths again, it asks for the same cells."""
+    prepared, run = swept
+    content = dict(run.described["recipe"])
+    for side in ("task_experts", "language_experts"):
+        content[side] = {name: str(world / place) for name, place in content[side].items()}
+    content["extra"] = {row: [str(world / place) for place in places] for row, places in content["extra"].items()}
+    content["base_model"] = str(world / content["base_model"])
+    assert prepare(SweepRecipe.model_validate(content)).grid == prepared.grid
+
+
+def test_a_composition_in_two_families_is_judged_once(recipe: Recipe, tmp_path: Path) -> None:
+    families = [{"bottom": [1, 2], "top": 1}, {"name": "mine", "bottom": 2, "top": 1}]
+    told: list[Progress] = []
+    run = sweep(recipe(baselines=[], compositions=families), tmp_path / "run", device="cpu", tell=told.append)
+    first, same = (r for r in run.results if r.cell.composition["bottom"] == 2)
+    assert (first.cell.family, same.cell.family) == ("layer_swap", "mine")
+    assert same.seconds == {"switch": 0, "evaluate": 0}
+    assert same.results == first.results
+    assert read_samples(run.folder, same.cell.cell) == read_samples(run.folder, first.cell.cell)
+    assert {progress.cell for progress in told if progress.requests} == {run.cells[0].short, run.cells[1].short}
+    assert (told[-1].done, told[-1].total) == (3, 3)
+
+
+def test_each_pair_is_asked_in_its_own_language(world: Path, recipe: Recipe, tmp_path: Path) -> None:
+    experts = {name: str(world / name) for name in ("sw1", "sw2")}
+    tasks = {"sw1": ["mgsm_direct_sw"], "sw2": ["mgsm_direct_te"]}
+    run = sweep(recipe(language_experts=experts, tasks=tasks, baselines=["base", "soup"]), tmp_path / "run")
+    assert [list(result.results) for result in run.results] == [
+        ["mgsm_direct_sw", "mgsm_direct_te"], ["mgsm_direct_sw"], ["mgsm_direct_te"],
+    ]  # fmt: skip
+    assert [(row.family, row.n) for row in summarize(run)] == [("base", 1), ("soup", 2)]
+
+
+def test_the_best_configuration_is_chosen_on_one_half_and_reported_on_the_other(swept: tuple[Prepared, Run]) -> None:
+    """Scores put in by hand: on the half to choose on, the second configuration is best, and on the whole the first."""
+    from dataclasses import replace
+
+    _, run = swept
+    task = run.tasks["mgsm_direct_sw"]
+    scores = {"bottom=1": {"select": 0.0, "report": 1.0}, "bottom=2": {"select": 1.0, "report": 0.0}}
+    made = []
+    for pair in ("m1+s1", "m2+s1"):
+        for name, halves in scores.items():
+            docs = {doc: halves[half] for half in halves for doc in getattr(task, half)}
+            like = run.results[0]
+            value = replace(like.results[task.name], docs=docs, value=sum(docs.values()) / len(docs))
+            cell = replace(like.cell, family="layer_swap", short=f"{pair}@{name}", composition={"method": "layer_swap"})
+            made.append(replace(like, cell=cell, results={task.name: value}))
+    (row,) = summarize(replace(run, results=tuple(made)))
+    assert len(task.select) == 2
+    assert (row.n, row.configurations, row.best, row.chosen_at, row.reported_at) == (4, 2, "bottom=2", 1.0, 0.0)
+    assert (row.minimum, row.mean, row.maximum) == pytest.approx((1 / 3, 1 / 2, 2 / 3))
+
+
+def test_mistakes_are_told_together_before_anything_is_loaded(recipe: Recipe, tmp_path: Path) -> None:
+    bad = recipe(
+        task_experts={"math1": "./nowhere"}, language_experts={"sw1": "./neither"}, base_model="./no-base"
+    )  # fmt: skip
+    with pytest.raises(AdapterswapError) as error:
+        sweep(bad, tmp_path / "run")
+    assert {problem.what.split(" does")[0] for problem in error.value.problems} == {
+        "the path ./nowhere", "the path ./neither", "the path ./no-base",
+    }  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_layers": 7}, "num_layers is 7, and the base has 6 layers"),
+        ({"retention": ["mgsm_direct_sw"]}, "is both in tasks and in retention"),
+        ({"primary": {"mgsm_direct_te": "exact_match"}}, "'mgsm_direct_te' is not among the tasks"),
+        ({"primary": {"mgsm_direct_sw": "acc"}}, "has no score 'acc'"),
+        ({"settings": {"batch_size": 0}}, "batch_size is 0"),
+        ({"compositions": [{"bottom": 0, "top": 0, "language": "base"}], "baselines": []}, None),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(changes: dict[str, Any], told: str | None, recipe: Recipe) -> None:
+    if told is None:
+        assert len(prepare(recipe(**changes)).grid.cells) == 1
+        return
+    with pytest.raises(AdapterswapError) as error:
+        prepare(recipe(**changes))
+    assert told in str(error.value)
+
+
+def test_an_expert_trained_in_full_somewhere_is_refused(recipe: Recipe, world: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(world / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    get_peft_model(base, lora).save_pretrained(tmp_path / "saved")
+    with pytest.raises(AdapterswapError, match=r"trained in full \(modules_to_save\)"):
+        prepare(recipe(task_experts={"math1": str(tmp_path / "saved")}))
+
+
+def test_a_primary_score_may_be_chosen(recipe: Recipe) -> None:
+    chosen = prepare(recipe(primary={"mgsm_direct_sw": "exact_match,flexible-extract"}))
+    assert chosen.tasks["mgsm_direct_sw"].primary == ("exact_match", "flexible-extract")
