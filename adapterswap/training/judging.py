@@ -25,7 +25,7 @@ from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.training.processes import Processes
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import TrainRecipe
-from adapterswap.training.selection import Judged, Selection, SelectionOptions, best_first, is_judged, worn_out
+from adapterswap.training.selection import Enough, Judged, Selection, SelectionOptions, best_first, is_judged, worn_out
 
 __all__ = ["Examination", "Judge", "examine"]
 
@@ -148,6 +148,8 @@ class Judge(TrainerCallback):  # type: ignore[misc]
         self._table = [Judged(**row) for row in rows if row["step"] <= state.global_step]
         if state.global_step and state.global_step not in {row.step for row in self._table}:
             self._judge_if_due(args, state)
+        if self._has_enough(state):
+            raise Enough
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The validation loss goes into the table too, and is measured before the checkpoint is saved."""
@@ -158,8 +160,11 @@ class Judge(TrainerCallback):  # type: ignore[misc]
         if control.should_training_stop and state.global_step < state.max_steps:
             return  # the run is told to end, and cannot wait; it is judged when the run is resumed
         self._judge_if_due(args, state)
-        if state.global_step < state.max_steps and worn_out(self._table, self._options.early_stopping):
-            self._stopped = control.should_training_stop = True
+        control.should_training_stop |= self._has_enough(state)
+
+    def _has_enough(self, state: Any) -> bool:
+        self._stopped = state.global_step < state.max_steps and worn_out(self._table, self._options.early_stopping)
+        return self._stopped
 
     def _is_due(self, args: Any, state: Any) -> bool:
         return is_judged(state.global_step, state.max_steps, int(args.save_steps), self._options.every)

@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.training.libraries import check_libraries
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainEstimate, TrainReport
+from adapterswap.training.selection import Enough
 
 __all__ = ["estimate", "train"]
 
@@ -115,7 +116,7 @@ def train(
             trainer.add_callback(stopping)
             listening = stopping.listening()
         began = time.monotonic()
-        with told("a checkpoint", checkpoints.folder), listening:
+        with told("a checkpoint", checkpoints.folder), listening, suppress(Enough):
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         if stopping.stopped is not None:
             raise AdapterswapError(

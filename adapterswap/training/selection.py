@@ -17,7 +17,11 @@ from pydantic import Field
 from adapterswap.evaluation.settings import SEED, Settings
 from adapterswap.training.options import FiniteModel
 
-__all__ = ["Judged", "Selection", "SelectionOptions", "best_first", "is_judged", "worn_out"]
+__all__ = ["Enough", "Judged", "Selection", "SelectionOptions", "best_first", "is_judged", "worn_out"]
+
+
+class Enough(Exception):
+    """A resumed run has nothing left to train: early stopping had ended it before it was interrupted."""
 
 
 class SelectionOptions(FiniteModel):

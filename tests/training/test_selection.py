@@ -25,7 +25,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.shipped import shipped_recipes
-from adapterswap.training import TrainRecipe, estimate, judging, train
+from adapterswap.training import TrainRecipe, TrainReport, estimate, judging, train
 from adapterswap.training.selection import Judged, SelectionOptions, best_first, is_judged, worn_out
 
 from .conftest import echo_rows, word_tokenizer
@@ -225,7 +225,7 @@ def test_a_run_that_is_told_to_end_is_judged_when_it_goes_on(
     assert resumed.selection == unbroken.selection
 
 
-def test_early_stopping(tmp_path: Path, selecting: MakeRecipe) -> None:
+def test_early_stopping(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
     """pico_first asks for what the rows train away, so it soon gets no better."""
     recipe = selecting(tasks=["pico_first"], early_stopping=2, training={"max_steps": 40, "learning_rate": 0.05})
     report = train(recipe, out_path=tmp_path / "expert", progress=False)
@@ -235,6 +235,14 @@ def test_early_stopping(tmp_path: Path, selecting: MakeRecipe) -> None:
     assert report.steps == found.table[-1].step < 40
     assert report.steps == found.kept[0] + 2 * 2
     assert f"stopped early after step {report.steps}" in found.notes()
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainReport, "__init__", lambda self, **fields: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):  # after training, before anything is written
+            train(recipe, out_path=tmp_path / "again", progress=False)
+    resumed = train(recipe, out_path=tmp_path / "again", resume=True, progress=False)
+    assert resumed.resumed_from == resumed.steps == report.steps
+    for name in ("adapter_model.safetensors", "training.json", "README.md"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "expert" / name).read_bytes()
 
 
 def test_every_so_many_checkpoints_and_the_last(tmp_path: Path, selecting: MakeRecipe) -> None:
