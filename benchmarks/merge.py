@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from measuring import Measured, run_once, side_by_side
 
@@ -174,7 +175,8 @@ def linear(base: Path, math: Path, swahili: Path) -> str:
 def judge(scratch: Path, size: str) -> None:
     """Print how far written weights are from W + ΔW in float64, over the projections of three layers.
 
-    `ulp`: the largest distance in units in the last place of bf16, where one rounding gives at most 0.5.
+    `ulp`: the largest distance in units in the last place of bf16 of the larger of W and W + ΔW, where one rounding
+    gives at most 0.5; and how many are further than half a unit from W + ΔW itself.
     """
     import torch
     from checkpoints import SIZES, tensor
@@ -197,14 +199,23 @@ def judge(scratch: Path, size: str) -> None:
             key = f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"
             terms = weights_of(name, layers)
             added = sum(factor * delta(scratch / expert, key) for expert, factor in terms.items())
-            exact = tensor(scratch / "base", name).double() + added
+            before = tensor(scratch / "base", name).double()
+            exact = before + added
             error = (tensor(scratch / folder, name).double() - exact).abs()
-            ulps = error / torch.exp2(torch.floor(torch.log2(exact.abs())) - 7)
+            ulps = error / unit(torch.maximum(exact.abs(), before.abs()))
             apart += float(error.square().sum())
             change += float(added.square().sum())
-            worst, beyond = max(worst, float(ulps.max())), beyond + float((ulps > 0.5 + 1e-3).sum())
+            worst = max(worst, float(ulps.max()))
+            beyond += float((error > (0.5 + 1e-3) * unit(exact)).sum())
             count += exact.numel()
         print(f"| {title} | {(apart / change) ** 0.5:.4f} | {worst:.3f} | {beyond / count:.3%} |")
+
+
+def unit(values: Any) -> Any:
+    """The unit in the last place of bf16, which has 7 bits after the point."""
+    import torch
+
+    return torch.exp2(torch.floor(torch.log2(values.abs())) - 7)
 
 
 def _projections(layer: int, size: str) -> list[str]:
