@@ -64,8 +64,8 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
     """
     mend = f"Run it as {folder} was begun, give another path, or --overwrite"
     problems = Problems()
-    for key in described.keys() - {"recipe"}:
-        value, other = described[key], stored.get(key)
+    for key, value in described.items():
+        other = value if key == "recipe" else stored.get(key)
         if key in ("settings", "versions") and isinstance(other, dict):
             changed = [f"{key}.{name}" for name in value if value[name] != other.get(name)]
         else:

@@ -1,0 +1,87 @@
+"""`adapterswap sweep` on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def file(content: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    families = [{"bottom": [1, 2, 6], "top": 1}, {"method": "ties", "density": 0.2, "max_rank": 4}]
+    path.write_text(yaml.safe_dump(content(compositions=families)))
+    return path
+
+
+def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path) -> None:
+    told = run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--json")
+    assert told.exit_code == 0, told.stderr
+    counted = json.loads(told.stdout)
+    assert counted == {
+        "dry_run": True,
+        "cells": 6,
+        "finished": 0,
+        "families": {"base": 1, "task expert": 1, "language expert": 1, "layer_swap": 2, "ties": 1},
+        "left_out": 1,
+        "repeated": 0,
+        "documents": {"mgsm_direct_sw": 3},
+        "requests": 18,
+        "switched": 5,
+        "reduced": 1,
+        "seconds": None,
+    }
+    assert not (tmp_path / "run").exists()
+    shown = run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--limit", 2)
+    assert "requests    12" in shown.stdout
+    assert "not estimated" in shown.stdout
+    assert "1 whose zones overlap" in shown.stdout
+
+
+def test_a_sweep_prints_a_table_and_goes_on(run: Call, file: Path, tmp_path: Path) -> None:
+    whole = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu")
+    assert whole.exit_code == 0, whole.stderr
+    assert [line.split()[0] for line in whole.stdout.splitlines()[1:6]] == [
+        "base", "task", "language", "layer_swap", "ties",
+    ]  # fmt: skip
+    assert "Means over mgsm_direct_sw (exact_match, normalized)" in whole.stdout
+    assert "6 of 6 cells, best" in whole.stderr
+    lines = (tmp_path / "run" / "cells.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "run" / "cells.jsonl").write_bytes(b"".join(lines[:-1]))
+    dry = run("sweep", file, "-o", tmp_path / "run", "--dry-run")
+    assert "5; 1 to judge" in dry.stdout
+    assert "about" in dry.stdout
+    again = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu", "--json")
+    told = json.loads(again.stdout)
+    assert (told["cells"], told["dry_run"]) == (6, False)
+    assert [row["n"] for row in told["families"]] == [1, 1, 1, 2, 1]
+    refused = run("sweep", file, "-o", tmp_path / "run", "--batch-size", 2)
+    assert refused.exit_code == 1
+    assert "begun with other settings.batch_size" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        ([], 2, "Missing argument"),
+        (["nowhere.yaml", "-o", "x"], 1, "neither a file nor a shipped recipe"),
+        (["RECIPE", "-o", "x", "--set", "tasks=[]"], 1, "tasks"),
+        (["RECIPE", "-o", "x", "--base-model", "./nowhere"], 1, "./nowhere does not exist"),
+        (["RECIPE", "-o", "x", "--device", "abacus", "--dry-run"], 1, "'abacus' cannot be used"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    arguments: list[str], code: int, told: str, run: Call, file: Path
+) -> None:
+    result = run("sweep", *(str(file) if argument == "RECIPE" else argument for argument in arguments))
+    assert result.exit_code == code
+    assert told in result.stderr
+    assert result.stdout == ""

@@ -1,0 +1,166 @@
+"""The folder of a sweep: what it is gone on with, what it refuses, what is mended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from adapterswap import AdapterswapError
+from adapterswap.sweeps import Run, SweepRecipe, read_prompts, read_run, read_samples, sweep
+from adapterswap.sweeps.recording import recording
+
+from .conftest import SETTINGS, plain
+
+Recipe = Callable[..., SweepRecipe]
+
+
+@pytest.fixture(scope="module")
+def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    recipe = SweepRecipe.model_validate(
+        {
+            "base_model": str(world / "base"),
+            "task_experts": {"math1": str(world / "math1")},
+            "language_experts": {"sw1": str(world / "sw1")},
+            "tasks": ["mgsm_direct_sw"],
+            "settings": SETTINGS,
+        }
+    )
+    return sweep(recipe, tmp_path_factory.mktemp("sweep") / "run", device="cpu")
+
+
+@pytest.fixture
+def run(finished: Run, tmp_path: Path) -> Path:
+    """A copy of a finished sweep: base, math1, sw1."""
+    shutil.copytree(finished.folder, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_what_is_finished_stays(run: Path, recipe: Recipe) -> None:
+    before = (run / "cells.jsonl").read_bytes()
+    cells = []
+    sweep(recipe(), run, device="cpu", tell=lambda progress: cells.append(progress.cell))
+    assert (run / "cells.jsonl").read_bytes() == before
+    assert cells == [""]
+
+
+def test_a_torn_line_is_cut_off_and_its_cell_judged_again(run: Path, recipe: Recipe) -> None:
+    whole = plain(run)
+    raw = (run / "cells.jsonl").read_bytes()
+    (run / "cells.jsonl").write_bytes(raw[:-40])
+    (run / "samples" / "0123456789ab.jsonl.tmp").write_text("half")
+    (run / "sweep.json.tmp").write_text("half")
+    assert len(read_run(run).results) == 2
+    assert [cell.short for cell in read_run(run).unfinished] == ["sw1"]
+    sweep(recipe(), run, device="cpu")
+    assert plain(run) == whole
+
+
+def test_a_damaged_line_is_told_and_not_passed_over(run: Path, recipe: Recipe) -> None:
+    lines = (run / "cells.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "cells.jsonl").write_bytes(lines[0] + b"{}\n" + lines[2])
+    for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
+        with pytest.raises(AdapterswapError, match="line 2 is damaged"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"settings": {**SETTINGS, "limit": 2}}, ["tasks", "settings.limit"]),
+        ({"settings": {**SETTINGS, "batch_size": 1}}, ["settings.batch_size"]),
+        ({"selection": {"seed": 1}}, ["tasks"]),
+        ({"baselines": ["base", "task", "language", "soup"]}, ["cells"]),
+    ],
+)
+def test_another_sweep_is_refused_in_the_folder(
+    changes: dict[str, object], told: list[str], run: Path, recipe: Recipe
+) -> None:
+    before = plain(run)
+    with pytest.raises(AdapterswapError) as error:
+        sweep(recipe(**changes), run, device="cpu")
+    assert [problem.what.rpartition(" ")[2] for problem in error.value.problems] == told
+    assert plain(run) == before
+
+
+def test_other_experts_under_the_same_names_are_refused(run: Path, recipe: Recipe, world: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(world / "math2", tmp_path / "elsewhere" / "math1")
+    with pytest.raises(AdapterswapError, match="begun with other experts"):
+        sweep(recipe(task_experts={"math1": str(tmp_path / "elsewhere" / "math1")}), run, device="cpu")
+
+
+def test_a_recipe_that_is_only_worded_differently_goes_on(run: Path, recipe: Recipe) -> None:
+    sweep(recipe(baselines=["language", "task", "base"], pairs=[{"task": "math1", "language": ["sw1"]}]), run)
+
+
+def test_other_prompts_are_refused(run: Path, recipe: Recipe) -> None:
+    (run / "cells.jsonl").write_bytes((run / "cells.jsonl").read_bytes()[:-40])
+    path = run / "prompts" / "mgsm_direct_sw.jsonl"
+    path.write_text(path.read_text().replace("Swali", "Suali"))
+    with pytest.raises(AdapterswapError, match="asks other prompts"):
+        sweep(recipe(), run, device="cpu")
+
+
+def test_overwrite_begins_anew_but_only_over_a_sweep(run: Path, recipe: Recipe, tmp_path: Path) -> None:
+    (run / "report.html").write_text("old")
+    changed = recipe(settings={**SETTINGS, "limit": 2}, baselines=["base"])
+    again = sweep(changed, run, device="cpu", overwrite=True)
+    assert len(again.results) == 1
+    assert sorted(path.name for path in run.iterdir()) == ["cells.jsonl", "prompts", "samples", "sweep.json"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    with pytest.raises(AdapterswapError, match="holds something else than a sweep"):
+        sweep(changed, tmp_path / "mine", device="cpu", overwrite=True)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years"
+
+
+def test_the_output_may_not_lie_in_an_expert(recipe: Recipe, world: Path) -> None:
+    with pytest.raises(AdapterswapError, match="overlaps the input"):
+        sweep(recipe(), world / "math1" / "run", device="cpu")
+    assert not (world / "math1" / "run").exists()
+
+
+def test_two_sweeps_do_not_share_a_folder(run: Path, recipe: Recipe, tmp_path: Path) -> None:
+    """The lock is the kernel's: another process holds it, and dies with it."""
+    script = (
+        "import sys; from adapterswap.sweeps.recording import recording\n"
+        f"with recording({str(run)!r}, {{}}): print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(AdapterswapError, match="is being written by another sweep"):
+        sweep(recipe(), run, device="cpu")
+    holder.kill()
+    holder.communicate()
+    assert len(sweep(recipe(), run, device="cpu").results) == 3
+    assert not (run / "sweep.lock").exists()
+
+
+def test_a_sweep_that_ends_before_it_began_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), recording(tmp_path / "deep" / "run", {}):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "deep" / "run").exists()
+
+
+def test_what_is_no_sweep_is_told(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterswapError, match="no sweep's folder"):
+        read_run(tmp_path)
+    content = json.loads((run / "sweep.json").read_text())
+    (run / "sweep.json").write_text(json.dumps({**content, "format": 2}))
+    with pytest.raises(AdapterswapError, match="has the format 2"):
+        read_run(run)
+    (run / "sweep.json").write_text(json.dumps({**content, "tasks": {"a": {}}}))
+    with pytest.raises(AdapterswapError, match="is damaged"):
+        read_run(run)
+    with pytest.raises(AdapterswapError, match="cannot be read"):
+        read_samples(run, "0123456789ab")
+    (run / "prompts" / "a.jsonl").write_text("{")
+    with pytest.raises(AdapterswapError, match="is damaged"):
+        read_prompts(run, "a")
