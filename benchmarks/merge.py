@@ -242,24 +242,15 @@ def bit_by_bit(scratch: Path, mergekit: Path, size: str) -> None:
         run_once([*checkpoint, scratch / name, "--base", scratch / "base", "--seed", seed, "--shards", 2 * seed])
     (scratch / "slices.yaml").write_text(slices(scratch / "math", scratch / "swahili", layers, bottom, top))
     experts = ["-t", scratch / "math", "-l", scratch / "swahili", "--bottom", bottom, "--top", top]
+    compose = [sys.executable, "-m", "adapterswap", "compose", *experts, "--overwrite"]
     commands = {
-        "adapterswap": [
-            sys.executable,
-            "-m",
-            "adapterswap",
-            "compose",
-            *experts,
-            "--overwrite",
-            "-o",
-            scratch / "ours",
-        ],
+        "adapterswap": [*compose, "-o", scratch / "ours"],
         "mergekit slices": [mergekit, scratch / "slices.yaml", scratch / "theirs"],
     }
     for name, measured in side_by_side(commands, runs=1).items():
         print(f"{size}, {name}: {measured.seconds:.1f} s, {measured.cpu:.1f} CPU s, {measured.megabytes:.0f} MB")
-    subprocess.run(
-        [sys.executable, __file__, "--size", size, "--same", scratch / "ours", scratch / "theirs"], check=True
-    )
+    same = [sys.executable, __file__, "--size", size, "--same", scratch / "ours", scratch / "theirs"]
+    subprocess.run(same, check=True)
 
 
 def print_differences(ours: Path, theirs: Path, size: str) -> None:
@@ -267,10 +258,13 @@ def print_differences(ours: Path, theirs: Path, size: str) -> None:
     from checkpoints import parameters, tensor
 
     pairs = {name: (tensor(ours, name), tensor(theirs, name)) for name in parameters(size)}
-    differing = [
-        name for name, (one, other) in pairs.items() if one.dtype != other.dtype or not torch.equal(one, other)
-    ]
-    print(f"0.4 B: {len(pairs) - len(differing)} of {len(pairs)} tensors are bit-equal to mergekit's {differing[:5]}")
+    equal = {name for name, (one, other) in pairs.items() if one.dtype == other.dtype and torch.equal(one, other)}
+    print(f"{size}: {len(equal)} of {len(pairs)} tensors are bit-equal to mergekit's")
+    for name in sorted(pairs.keys() - equal)[:5]:
+        one, other = (part.double() for part in pairs[name])
+        print(
+            f"  {name}: {int((one != other).sum())} of {one.numel()} numbers, by up to {(one - other).abs().max():.1e}"
+        )
 
 
 if __name__ == "__main__":
