@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from adapterswap.sweeps.grid import Asked, make_cells
+from adapterswap.sweeps.grid import Asked, make_cells, target_groups
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.results import Cell, CellResult, TaskInfo, TaskValue
 from adapterswap.sweeps.settings import Selection
@@ -79,8 +79,8 @@ def craft(
         shutil.rmtree(folder)
     (folder / "samples").mkdir(parents=True)
     (folder / "prompts").mkdir()
-    target = tuple(asked.tasks if isinstance(asked.tasks, list) else [])
-    languages = dict.fromkeys(asked.language_experts, target)
+    languages = {name: tuple(tasks) for name, tasks in target_groups(asked).items()}
+    target = tuple(dict.fromkeys(task for tasks in languages.values() for task in tasks))
     cells = make_cells(asked, Asked(languages, tuple(asked.retention)), 32).cells
     select, report = Selection().split(documents) if split else ((), tuple(range(documents)))
     tasks = {

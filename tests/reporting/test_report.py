@@ -15,7 +15,7 @@ from adapterswap.sweeps.results import CellResult
 
 from .conftest import Written
 from .crafting import craft, recipe
-from .reading import EN, SW, TE, reported, row
+from .reading import EN, SW, TE, reported, row, strict
 
 
 def cells(run: Path, family: str) -> list[CellResult]:
@@ -207,3 +207,33 @@ def test_another_reference(written: Written) -> None:
     assert soup.to == "layer_swap, selected"
     assert math.isclose(soup.mean, -(row(written.report, "layer_swap, selected").difference or soup).mean)
     assert report.lead != "layer_swap"
+
+
+def test_each_language_has_its_own_experts(tmp_path: Path) -> None:
+    asked = recipe(
+        language_experts={name: name for name in ("sw1", "sw2", "te1", "te2")},
+        tasks={"sw*": [SW], "te*": [TE]},
+        retention=[EN],
+    )
+    report = reported(craft(tmp_path / "run", asked, documents=20))
+    assert [(target.task, target.language) for target in report.targets] == [(SW, "sw"), (TE, "te")]
+    for target in report.targets:
+        swap = next(row for row in target.rows if row.label == "layer_swap, selected")
+        assert len(swap.chosen) == swap.expected == 6
+        assert {chosen.unit[1] for chosen in swap.chosen} == {f"{target.language}1", f"{target.language}2"}
+        assert set(swap.tasks) == {target.task, EN}
+        assert swap.english is not None
+        assert swap.all_languages is None  # these cells were not asked in the other language
+        alone = next(row for row in target.rows if row.label == "language expert")
+        assert alone.expected == 2
+    assert report.ranking is not None
+    assert report.ranking.ranks.settings == 12
+    assert {(each.target, each.signal) for each in report.indicators} == {
+        (SW, SW),
+        (SW, TE),
+        (SW, EN),
+        (TE, TE),
+        (TE, SW),
+        (TE, EN),
+    }
+    strict(report)
