@@ -1,0 +1,88 @@
+"""What a sweep would take, before it is run: cells, requests, switches, and time where a cell has been measured.
+
+Loads no weights. Knows prepared sweeps and what their folder holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.results import Cell, CellResult
+from adapterswap.sweeps.running import is_live
+
+__all__ = ["Estimate", "estimate"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is left to do.
+
+    Attributes:
+        cells: in all.
+        finished: of them, in the folder already.
+        families: row → its cells.
+        left_out: compositions whose zones need more layers than there are.
+        repeated: compositions that a family holds twice.
+        documents: task → documents.
+        requests: to the model, for the cells that are left.
+        switched: cells that are left and need a switch alone.
+        reduced: cells that are left and are reduced to an adapter first.
+        seconds: for the cells that are left, at the rate of the finished ones on whatever machine ran them; None where
+            none is finished.
+    """
+
+    cells: int
+    finished: int
+    families: dict[str, int]
+    left_out: int
+    repeated: int
+    documents: dict[str, int]
+    requests: int
+    switched: int
+    reduced: int
+    seconds: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(prepared: Prepared, finished: Sequence[CellResult] = ()) -> Estimate:
+    """What `sweep` would do in a folder with these finished cells; prompts are built, and must fit the model.
+
+    Raises:
+        AdapterswapError: see `preview`.
+    """
+    from adapterswap.evaluation.preview import preview
+
+    grid, base = prepared.grid, prepared.base
+    previews = preview(base.tokenizer, base.config, list(prepared.tasks), prepared.settings)
+    requests = {task.name: task.num_requests for task in previews}
+
+    def asked(cell: Cell) -> int:
+        return sum(requests[task] for task in cell.tasks)
+
+    done = {result.cell.cell for result in finished}
+    pending = [cell for cell in grid.cells if cell.cell not in done]
+    live = sum(is_live(prepared, cell) for cell in pending)
+    measured = [result for result in finished if result.seconds["evaluate"] > 0]
+    left = sum(map(asked, pending))
+    seconds = None
+    if measured:
+        spent = sum(sum(result.seconds.values()) for result in measured)
+        seconds = spent / sum(asked(result.cell) for result in measured) * left
+    return Estimate(
+        cells=len(grid.cells),
+        finished=len(done),
+        families=dict(Counter(cell.family for cell in grid.cells)),
+        left_out=grid.left_out,
+        repeated=grid.repeated,
+        documents={name: info.num_docs for name, info in prepared.tasks.items()},
+        requests=left,
+        switched=live,
+        reduced=len(pending) - live,
+        seconds=seconds,
+    )

@@ -1,0 +1,107 @@
+"""A sweep in a few rows: per family how its cells did, and its best configuration.
+
+The best configuration is chosen on the documents set apart for that, and reported on the others; min, mean and max are
+over cells, on all documents. Intervals and tests are not this module's. Knows results; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from adapterswap.sweeps.results import CellResult, Run, TaskInfo
+
+__all__ = ["Row", "better", "cell_value", "summarize"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family.
+
+    Attributes:
+        family: what it is called.
+        n: its finished cells.
+        minimum, mean, maximum: of the cells' values, see `cell_value`; None where there are none.
+        configurations: how many it has.
+        best: the configuration with the best mean over its pairs on the documents to choose on, the first of several;
+            None where there is nothing to choose.
+        chosen_at: its mean there.
+        reported_at: its mean on the other documents; of the only configuration, if there is one.
+    """
+
+    family: str
+    n: int
+    minimum: float | None
+    mean: float | None
+    maximum: float | None
+    configurations: int
+    best: str | None
+    chosen_at: float | None
+    reported_at: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def cell_value(result: CellResult, tasks: Mapping[str, TaskInfo]) -> float | None:
+    """The mean of a cell's primary scores over its target tasks, on all documents; None where one is no number."""
+    return _mean(result.results[task.name].value for task in _targets(result, tasks))
+
+
+def better(one: CellResult | None, other: CellResult, tasks: Mapping[str, TaskInfo]) -> CellResult | None:
+    """The cell with the better value; `one`, if they are equal; None if neither has a value."""
+    value, rival = (None if cell is None else cell_value(cell, tasks) for cell in (one, other))
+    if rival is None or value is None:
+        return one if rival is None else other
+    return other if _sign([other], tasks) * (rival - value) > 0 else one
+
+
+def summarize(run: Run) -> list[Row]:
+    """A row for each family that has a finished cell, in the order in which they began."""
+    families: dict[str, list[CellResult]] = {}
+    for result in run.results:
+        families.setdefault(result.cell.family, []).append(result)
+    return [_row(family, results, run.tasks) for family, results in families.items()]
+
+
+def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) -> Row:
+    values = [value for result in results if (value := cell_value(result, tasks)) is not None]
+    configurations: dict[str, list[CellResult]] = {}
+    for result in results:
+        configurations.setdefault(result.cell.configuration, []).append(result)
+    scores = {name: _mean(_half(result, tasks, "select") for result in found) for name, found in configurations.items()}
+    known = {name: score for name, score in scores.items() if score is not None}
+    sign = _sign(results, tasks)
+    best = max(known, key=lambda name: sign * known[name]) if known else None
+    return Row(
+        family=family,
+        n=len(results),
+        minimum=min(values, default=None),
+        mean=_mean(values),
+        maximum=max(values, default=None),
+        configurations=len(configurations),
+        best=best if len(configurations) > 1 else None,
+        chosen_at=known[best] if best is not None else None,
+        reported_at=_mean(_half(r, tasks, "report") for r in configurations[best]) if best is not None else None,
+    )
+
+
+def _targets(result: CellResult, tasks: Mapping[str, TaskInfo]) -> list[TaskInfo]:
+    return [tasks[name] for name in result.results if tasks[name].role == "target"]
+
+
+def _sign(results: Iterable[CellResult], tasks: Mapping[str, TaskInfo]) -> int:
+    """-1 where less is better."""
+    return 1 if all(task.higher_is_better for result in results for task in _targets(result, tasks)) else -1
+
+
+def _half(result: CellResult, tasks: Mapping[str, TaskInfo], half: str) -> float | None:
+    """The mean over target tasks of the mean over one part of their documents."""
+    return _mean(result.results[task.name].mean_over(getattr(task, half)) for task in _targets(result, tasks))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    listed = list(values)
+    known = [value for value in listed if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(listed) else None
