@@ -18,8 +18,8 @@ __all__ = ["approximate"]
 _SMALL = 256  # a matrix with a side up to this is decomposed exactly,
 _SHARE = 4  # and so is one of whose singular values more than a quarter is wanted: sampling saves nothing there
 _FIRST = 32  # singular values that are looked at first where an error is asked for
-_OVERSAMPLING = 16  # columns beyond the wanted rank, and
-_POWER_ITERATIONS = 4  # passes over the matrix: both make the randomized SVD more exact
+_OVERSAMPLING = 32  # columns beyond the wanted rank, and
+_POWER_ITERATIONS = 6  # passes over the matrix: both make the randomized SVD more exact
 
 
 def approximate(
