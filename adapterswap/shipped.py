@@ -10,6 +10,7 @@ import difflib
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.files.smallfiles import exists
 
 __all__ = ["find_recipe", "near_names", "shipped_recipes"]
 
@@ -34,7 +35,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
         AdapterswapError: it is neither.
     """
     path = Path(reference).expanduser()
-    if path.is_file():
+    if exists(path) and not path.is_dir():  # whoever reads it says what is wrong with a pipe or a device
         return path
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:

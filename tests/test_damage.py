@@ -468,7 +468,7 @@ def test_a_record_that_is_none_is_not_believed(
 def test_recipes_that_are_none(recipe: bytes, told: str, refused: Callable[..., None], tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_bytes(recipe)
     refused(told, "compose", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
-    refused("does not exist", "compose", tmp_path / "other.yaml", "-o", tmp_path / "out")
+    refused("is neither a file nor a shipped recipe", "compose", tmp_path / "other.yaml", "-o", tmp_path / "out")
     refused("is no regular file", "compose", "/dev/zero", "-o", tmp_path / "out")
 
 

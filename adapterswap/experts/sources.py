@@ -2,8 +2,9 @@
 
 An existing local path always wins. Downloads honour the Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the
 files asked for. An expert's note of its base, which a stranger may have written, leads to the reading of one
-`config.json` there and to nothing else. Symlinks are followed in local folders, as everywhere; in the Hub's cache only
-inside the cache. Knows nothing of what the files hold.
+`config.json` there; of its safetensors too where full weights are asked for without --base-model; never to code.
+Symlinks are followed in local folders, as everywhere; in the Hub's cache only inside the cache. Knows nothing of what
+the files hold.
 """
 
 from __future__ import annotations
