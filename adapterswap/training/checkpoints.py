@@ -47,7 +47,7 @@ class Checkpoints:
         """Make the folder ready; return the checkpoint to resume from, if there is a complete one.
 
         Raises:
-            AdapterswapError: to be resumed is a run of another recipe, of other rows, or on another number of processes.
+            AdapterswapError: to be resumed is a run of another recipe or rows, or on another number of processes.
         """
         run = _fingerprint(recipe | {"processes": processes}, rows_sha256)
         note = self.folder / "run.json"

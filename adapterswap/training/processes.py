@@ -87,7 +87,6 @@ def joined(device: str) -> Iterator[Processes]:
     Raises:
         AdapterswapError: another process ended before this one; what happened there is told there.
     """
-    import torch
     from accelerate import PartialState
 
     processes = Processes(PartialState(cpu=device == "cpu"))
