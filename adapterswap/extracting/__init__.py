@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from adapterswap.arithmetic.cores import spared_cores
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
@@ -97,7 +98,7 @@ def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Call
     names = (matched.full.name, matched.base.name)
     total = len(matched.matrices) + len(matched.left_out)
     extracted, unchanged, lost = [], [], []
-    with open_files([*matched.full.shards, *matched.base.shards]) as files, _one_core_spared():
+    with open_files([*matched.full.shards, *matched.base.shards]) as files, spared_cores(1):
         for done, matrix in enumerate(matched.matrices, start=1):
             found = cut(matrix, form, files, names)
             if found is None:
@@ -119,19 +120,6 @@ def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Call
             "Give a full fine-tune of this base, or select what it changed",
         )
     return Extraction(tuple(extracted), tuple(unchanged), tuple(lost))
-
-
-@contextmanager
-def _one_core_spared() -> Iterator[None]:
-    """Leave a core to the hashing: torch's threads spin while they wait for one of theirs that has none."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before - 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from adapterswap.arithmetic.cores import spared_cores
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import Checkpoint
@@ -82,6 +83,9 @@ def stream(
                 parameter = plan.parameters[key]
                 share = (parameter.layer or 0) * len(devices) // plan.num_layers
                 works[share].append(Work(parameter, shard.places[key], output.fileno()))
+
+        if any(work.copied is None and work.parameter.is_linear for own in works for work in own):
+            stack.enter_context(spared_cores(2))  # for reading with its hashes, and for writing
 
         def run(device: str, own: Sequence[Work]) -> None:
             blocks = ahead(read_blocks(own, files, hashes), _READ_AHEAD)
