@@ -21,12 +21,14 @@ _FLAGS = ("apply_chat_template", "truncate")
 def compose_command(run: Run, cell: Cell) -> str | None:
     """The `adapterswap compose` that writes a cell's adapter; None for what is no composition of two sides."""
     content = cell.composition
-    if not cell.task_expert or not cell.language_expert or "allocation" in content:
+    experts = run.described.get("experts", {})
+    named = {*cell.task_expert, *cell.language_expert}
+    if not cell.task_expert or not cell.language_expert or "allocation" in content or not experts.keys() >= named:
         return None
     words = ["adapterswap", "compose"]
     for option, names in (("-t", cell.task_expert), ("-l", cell.language_expert)):
         for name in names:
-            words += [option, _source(run.described["experts"][name])]
+            words += [option, _source(experts[name])]
     words += ["--base-model", _source(run.described["base_model"])]
     for key, value in {**content, **cell.output}.items():
         if key not in _NOT_OPTIONS and (key, value) != ("method", "layer_swap"):

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapterswap.errors import AdapterswapError
 from adapterswap.files.smallfiles import exists
 from adapterswap.reporting.choosing import Choice, Unit, matching, reported
 from adapterswap.sweeps import CellResult, Run, TaskInfo, read_samples
@@ -88,17 +89,23 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
     files = [folder / SAMPLES / f"{cell.cell.cell}.jsonl" for cell in cells]
     examples: list[Example] = []
     if chosen and all(map(exists, [*files, prompts_file(folder, task.name)])):
-        prompts = read_prompts(folder, task.name)
-        samples = [
-            {row["doc_id"]: row for row in read_samples(folder, cell.cell.cell) if row["task"] == task.name}
-            for cell in cells
-        ]
-        labels = [choice.label for choice in shown]
-        examples = [
-            _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
-            for doc in chosen
-            if all(doc in rows for rows in samples)
-        ]
+        try:
+            prompts = read_prompts(folder, task.name)
+            samples = [
+                {row["doc_id"]: row for row in read_samples(folder, cell.cell.cell) if row["task"] == task.name}
+                for cell in cells
+            ]
+            labels = [choice.label for choice in shown]
+            examples = [
+                _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
+                for doc in chosen
+                if all(doc in rows for rows in samples)
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise AdapterswapError(
+                f"samples or prompts of {task.name} in {folder} are damaged: {error!r}",
+                "Run the sweep again, --overwrite",
+            ) from None
     return Disagreements(
         task.name, task.language, unit, shown[0].label, shown[1].label, len(better), len(worse), tuple(examples)
     )

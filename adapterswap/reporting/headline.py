@@ -110,7 +110,7 @@ class Target:
         metric: metric and filter of the score.
         higher_is_better: whether more is better.
         select, report: how many documents chose and reported; `select` is 0 where there is no split.
-        languages: the tasks that `all_languages` averages.
+        languages: the tasks that `all_languages` averages: of the same benchmark, and asked of all of its cells.
         tasks: every task that a row has a score on, the target first.
         rows: by family.
         chosen: whether any family has configurations to choose from.
@@ -144,7 +144,12 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
     """The table of `task`, every method set against the family `reference`."""
     found = choices(run, task)
     benchmark = benchmark_of(task)
-    languages = [each for each in run.tasks.values() if benchmark is not None and benchmark_of(each) == benchmark]
+    common = set(run.tasks).intersection(*(cell.tasks for cell in run.cells if task.name in cell.tasks))
+    languages = [
+        each
+        for each in run.tasks.values()
+        if benchmark is not None and benchmark_of(each) == benchmark and each.name in common
+    ]
     rows = [_row(run, task, choice, found, languages, reference, draws, seed) for choice in found]
     seen = {name for row in rows for name in row.tasks} - {task.name}
     return Target(

@@ -7,6 +7,7 @@ one cell each, and its choices were made on a development set before. Knows noth
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,7 @@ def open_source(folder: str | Path) -> Source:
         run = read_run(folder)
         if not run.results:
             raise AdapterswapError(f"no cell of {folder} is finished", "Run the sweep; it goes on where it was")
+        _check_finite(run)
         name = folder.resolve().name
         return Source(run, "sweep", name, "pairs", (f"adapterswap sweep recipe.yaml --out-path {name}",))
     if exists(folder / RESULTS) and exists(folder / ANSWERS):
@@ -66,6 +68,17 @@ def open_source(folder: str | Path) -> Source:
             with open_regular(folder / ANSWERS, _MEND) as file:
                 return _damage_told(folder, content, file.read())
     raise AdapterswapError(f"{folder} is the folder of no sweep and of no lab run", _MEND)
+
+
+def _check_finite(run: Run) -> None:
+    """Refuse scores that are no numbers: JSON as Python reads it may hold NaN, and one would make all means NaN."""
+    for result in run.results:
+        for task, value in result.results.items():
+            if not all(map(math.isfinite, (value.value or 0.0, *value.docs.values()))):
+                raise AdapterswapError(
+                    f"{run.folder}: the cell {result.cell.cell} has a score on {task} that is no number",
+                    "Delete its line in cells.jsonl, and run the same sweep again",
+                )
 
 
 def _damage_told(folder: Path, content: Mapping[str, Any], answers: bytes) -> Source:

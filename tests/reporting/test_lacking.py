@@ -106,3 +106,32 @@ def test_refusals(tmp_path: Path, written: Written) -> None:
     (target / "cells.jsonl").write_text(json.dumps(content) + "\n")
     with pytest.raises(AdapterswapError, match="no target task"):
         reported(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("cells.jsonl", '"value": ', '"value": NaN, "was": ', "no number"),
+        ("cells.jsonl", '"method": "layer_swap"', '"method": "layer_swop"', "layer_swop"),
+        ("samples", '"output": ', '"outpt": ', "damaged"),
+        ("prompts", '"prompt": ', '"prmpt": ', "damaged"),
+    ],
+)
+def test_damage_is_told(tmp_path: Path, name: str, old: str, new: str, said: str) -> None:
+    folder = craft(tmp_path / "run", documents=10)
+    for path in [folder / name] if name.endswith("jsonl") else (folder / name).iterdir():
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+    with pytest.raises(AdapterswapError, match=said):
+        reported(folder)
+
+
+def test_a_folder_without_samples_has_no_examples(tmp_path: Path) -> None:
+    import shutil
+
+    folder = craft(tmp_path / "run", documents=10)
+    shutil.rmtree(folder / "samples")
+    (found,) = reported(folder).disagreements
+    assert found.examples == ()
+    assert found.better + found.worse > 0

@@ -223,7 +223,8 @@ def test_each_language_has_its_own_experts(tmp_path: Path) -> None:
         assert {chosen.unit[1] for chosen in swap.chosen} == {f"{target.language}1", f"{target.language}2"}
         assert set(swap.tasks) == {target.task, EN}
         assert swap.english is not None
-        assert swap.all_languages is None  # these cells were not asked in the other language
+        assert target.languages == (target.task, EN)  # these cells were not asked in the other language
+        assert swap.all_languages == pytest.approx((swap.tasks[target.task].mean + swap.english) / 2)
         alone = next(row for row in target.rows if row.label == "language expert")
         assert alone.expected == 2
     assert report.ranking is not None
