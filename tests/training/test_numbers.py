@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapterswap.training import TrainRecipe, train
@@ -49,6 +49,7 @@ def test_packed_logits_are_those_of_rows_alone(
             assert torch.equal(batch["labels"][0, begin + 1 : end], batch["input_ids"][0, begin + 1 : end])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(2, 12))
 def test_long_texts_in_pieces_lose_no_token(words: int, max_length: int) -> None:
     text = " ".join(f"w{i}" for i in range(words))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapterswap.errors import AdapterswapError
@@ -83,6 +83,7 @@ def test_fifty_steps_leave_the_other_side_as_it_was(
     assert report.trainable_parameters == estimate(recipe).trainable_parameters
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 30), st.integers(1, 30), st.integers(0, 12), st.integers(1, 9), st.integers(1, 4), st.integers(0, 9)
 )
