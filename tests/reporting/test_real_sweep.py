@@ -1,0 +1,62 @@
+"""A real sweep of pico models: the report says what the sweep found, and its commands compose what it judged."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from sweeps import conftest as sweeping
+
+from adapterswap.cli import main
+from adapterswap.reporting import make_report, open_source, write_report
+from adapterswap.sweeps import SweepRecipe, sweep
+
+from .reading import row, strict
+
+TASK = "xcopa_sw"
+
+
+world = sweeping.world  # its base and its experts
+
+
+def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {
+        "base_model": str(world / "base"),
+        "task_experts": {name: str(world / name) for name in ("math1", "math2")},
+        "language_experts": {name: str(world / name) for name in ("sw1", "sw2")},
+        "baselines": ["base", "task", "language", "soup"],
+        "compositions": [{"bottom": [1, 2], "top": [0, 1]}],
+        "tasks": [TASK],
+        "settings": {"limit": 40, "batch_size": 8},
+    }
+    run = sweep(SweepRecipe.model_validate(asked), tmp_path / "run")
+    report = make_report(open_source(tmp_path / "run"), reference="base", draws=100)
+    strict(report)
+    write_report(report, tmp_path / "report", run=tmp_path / "run")
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert str(tmp_path) not in page
+
+    soups = [result for result in run.results if result.cell.family == "soup"]
+    assert len(soups) == 4
+    found = row(report, "soup")
+    assert found.papers is not None
+    assert found.papers.mean == pytest.approx(np.mean([result.results[TASK].value for result in soups]))
+    (apart,) = report.disagreements
+    assert apart.better + apart.worse > 0
+    for example in apart.examples:
+        assert example.question
+        assert example.question in page.replace("&#39;", "'").replace("&#34;", '"').replace("&amp;", "&")
+
+    monkeypatch.chdir(world)  # where the names that the run tells are folders
+    name, line, _ = report.compositions[0]
+    done = CliRunner().invoke(main, [*shlex.split(line)[1:-1], str(tmp_path / "composed")])
+    assert done.exit_code == 0, done.stderr
+    record = json.loads((tmp_path / "composed" / "adapterswap.json").read_text())
+    chosen = next(result.cell for result in run.results if result.cell.short == name)
+    assert {key: record["composition"].get(key) for key in ("bottom", "top")} == {
+        key: chosen.composition.get(key) for key in ("bottom", "top")
+    }
