@@ -10,21 +10,20 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE, SPARSE_METHODS
-from adapterswap.planning.compositions import Composition, scaled_default
-from adapterswap.sweeps.recipe import BASELINES, GRID_FIELDS, Family, SweepRecipe
-from adapterswap.sweeps.results import Cell
+from adapterswap.planning.compositions import Composition
+from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.defaults import is_default, overlaps
+from adapterswap.sweeps.recipe import BASELINES, EXTRA, GRID_FIELDS, Family, SweepRecipe
 
 __all__ = ["Asked", "Grid", "composition_of", "extra_experts", "make_cells", "target_groups"]
 
 Tasks = Mapping[str, tuple[str, ...]]
-
-_PAPER_TIES_DENSITY = 0.2  # Yadav et al. 2023 keep the top 20 % and take λ = 1 where nothing is tuned
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,10 @@ def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
 
 
 def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
-    """Row → the adapters of `extra` in it, by the name under which each is loaded."""
-    rows: dict[str, dict[str, str]] = {}
-    for row, places in recipe.extra.items():
-        stem = "extra-" + "".join(character if character.isalnum() else "-" for character in row)
-        listed = [places] if isinstance(places, str) else places
-        names = [stem] if len(listed) == 1 else [f"{stem}-{number}" for number in range(1, len(listed) + 1)]
-        rows[row] = dict(zip(names, listed, strict=True))
-    return rows
+    """Row → the adapters of `extra` in it, by the name under which each is loaded: extra-1, extra-2, …"""
+    number = count(1)
+    listed = {row: [places] if isinstance(places, str) else places for row, places in recipe.extra.items()}
+    return {row: {f"{EXTRA}{next(number)}": place for place in places} for row, places in listed.items()}
 
 
 def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
@@ -137,7 +132,7 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
         for task, language in _pairs(recipe, family):
             for content in configurations:
                 composition = _on(content, task, language or (BASE,))
-                if _has_zones(composition) and sum(_zones(composition, num_layers)) > num_layers:
+                if overlaps(composition, num_layers):
                     left_out += 1
                     continue
                 add(
@@ -162,38 +157,6 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
 def composition_of(cell: Cell) -> Composition | None:
     """What a cell composes; None for the base."""
     return Composition.model_validate(dict(cell.composition)) if cell.composition else None
-
-
-def is_default(composition: Composition, num_layers: int, *, alone: bool) -> bool:
-    """Whether a composition is the papers' default of its family.
-
-    A layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, no transitions. TIES: density 0.2, λ = 1. The others:
-    whatever leaves nothing to choose. Weights are equal in all of them; of a family with one configuration (`alone`),
-    and no zones, that one is it.
-    """
-    free = {"task_weight", "language_weight", "scale", "row_threshold", "seed"}
-    changed = composition.model_dump(exclude_defaults=True).keys() & free
-    if _has_zones(composition):
-        return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
-    if alone:
-        return True
-    return not changed and composition.density == (_PAPER_TIES_DENSITY if composition.method == "ties" else None)
-
-
-def _has_zones(composition: Composition) -> bool:
-    return composition.method == "layer_swap" and composition.partition is None
-
-
-def _paper_zones(num_layers: int) -> tuple[int, int]:
-    return scaled_default(5, num_layers), scaled_default(2, num_layers)
-
-
-def _zones(composition: Composition, num_layers: int) -> tuple[int, int, int, int]:
-    """(b, u, t_b, t_u) as `Composition.zones` gives them, but without its errors: here they may overlap."""
-    bottom, top = _paper_zones(num_layers)
-    bottom = bottom if composition.bottom is None else composition.bottom
-    top = top if composition.top is None else composition.top
-    return bottom, top, composition.bottom_transition, composition.top_transition
 
 
 def _families(recipe: SweepRecipe) -> list[Family]:

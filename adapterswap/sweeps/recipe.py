@@ -20,7 +20,17 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Method, Partition
 from adapterswap.sweeps.settings import Selection, SweepSettings
 
-__all__ = ["BASELINES", "GRID_FIELDS", "SWEEP_PATHS", "Baseline", "Family", "Pair", "SweepRecipe", "read_sweep_recipe"]
+__all__ = [
+    "BASELINES",
+    "EXTRA",
+    "GRID_FIELDS",
+    "SWEEP_PATHS",
+    "Baseline",
+    "Family",
+    "Pair",
+    "SweepRecipe",
+    "read_sweep_recipe",
+]
 
 Baseline = Literal["base", "task", "language", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
 BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,14 +43,17 @@ BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _Value = TypeVar("_Value")
 
+EXTRA = "extra-"
+"""How the names begin under which the adapters of `extra` are loaded."""
+
 # PEFT keeps an expert's tensors under its name, so it has no dots, and is no part of the word that begins PEFT's keys.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
 def _expert_name(name: str) -> str:
-    if not _NAME.fullmatch(name) or name == BASE or name in "lora_":
+    if not _NAME.fullmatch(name) or name == BASE or name in "lora_" or name.startswith(EXTRA):
         raise ValueError(
-            f"{name!r} cannot name an expert: use letters, digits, - and _, and neither {BASE!r} nor 'lora'"
+            f"{name!r} cannot name an expert: use letters, digits, - and _, and not {BASE!r}, 'lora' or {EXTRA!r}…"
         )
     return name
 

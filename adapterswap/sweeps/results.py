@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.smallfiles import exists, open_regular, read_json
+from adapterswap.sweeps.cells import Cell
 
 __all__ = [
     "CELLS",
@@ -38,74 +39,6 @@ __all__ = [
 SWEEP, CELLS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "samples", "prompts"
 FORMAT = 1
 _MEND = "Give the folder that adapterswap sweep wrote"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One thing that is judged: the base, an expert alone, or a composition of a pair.
-
-    Attributes:
-        cell: its id: 12 hexadecimal digits of the SHA-256 of all that it is.
-        family: what its row of a table is called: base, task expert, language expert, layer_swap, soup, partition A, ….
-        task_expert: the names of the task side, several where they are souped; empty where there is none.
-        language_expert: likewise; empty for a reset to the base too.
-        composition: the fields of a `Composition` that are not its defaults; empty for the base.
-        output: `max_rank` or `max_error`, where the composition is reduced to an adapter before it is judged.
-        short: its short name: `math1+sw1@bottom=3,top=1`; an expert's name; `base`.
-        default: whether it is the papers' default configuration of its family; see `grid.is_default`.
-        tasks: what it is judged on: target tasks, then retention.
-    """
-
-    cell: str
-    family: str
-    task_expert: tuple[str, ...]
-    language_expert: tuple[str, ...]
-    composition: Mapping[str, Any]
-    output: Mapping[str, Any]
-    short: str
-    default: bool
-    tasks: tuple[str, ...]
-
-    @property
-    def configuration(self) -> str:
-        """The cell without its experts: `bottom=3,top=1`; cells with the same one differ in their pair alone."""
-        return self.short.partition("@")[2] if self.composition else ""
-
-    def as_json(self) -> dict[str, Any]:
-        """A side is a name, a list of names where it is souped, or null."""
-        return {
-            "cell": self.cell,
-            "family": self.family,
-            "task_expert": _side_as_json(self.task_expert),
-            "language_expert": _side_as_json(self.language_expert),
-            "composition": dict(self.composition),
-            **({"output": dict(self.output)} if self.output else {}),
-            "short": self.short,
-            "default": self.default,
-            "tasks": list(self.tasks),
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Cell:
-        return cls(
-            cell=content["cell"],
-            family=content["family"],
-            task_expert=_side(content["task_expert"]),
-            language_expert=_side(content["language_expert"]),
-            composition=content["composition"],
-            output=content.get("output", {}),
-            short=content["short"],
-            default=content["default"],
-            tasks=tuple(content["tasks"]),
-        )
-
-
-def _side_as_json(names: tuple[str, ...]) -> str | list[str] | None:
-    return list(names) if len(names) > 1 else names[0] if names else None
-
-
-def _side(value: str | list[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 @dataclass(frozen=True)

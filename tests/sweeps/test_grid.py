@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adapterswap import AdapterswapError
@@ -46,6 +46,7 @@ def test_the_first_papers_grid_has_81_configurations_of_9_pairs() -> None:
     assert {cell.configuration for cell in default} == {"bottom=5,top=2,bottom_transition=0,top_transition=0"}
 
 
+@settings(deadline=None)  # the first example imports pydantic models; a busy machine is no failure
 @given(st.integers(2, 12), *[st.lists(st.integers(0, 5), min_size=1, max_size=3) for _ in range(4)])
 def test_a_grid_is_every_combination_that_fits(
     num_layers: int, bottom: list[int], top: list[int], above: list[int], below: list[int]
@@ -98,6 +99,14 @@ def test_rows_are_called_after_what_is_done() -> None:
     }  # fmt: skip
     reset = next(cell for cell in found.cells if cell.family == "reset")
     assert (reset.language_expert, reset.short) == ((), "m1+base@bottom=3")
+
+
+def test_extra_adapters_are_rows_each_its_own_cell() -> None:
+    cells = grid_of(extra={"joint SFT": ["x", "y"], "joint-SFT": "z"}).cells
+    assert [(cell.family, cell.short) for cell in cells] == [
+        ("joint SFT", "joint SFT 1"), ("joint SFT", "joint SFT 2"), ("joint-SFT", "joint-SFT"),
+    ]  # fmt: skip
+    assert [cell.composition["allocation"][0]["expert"] for cell in cells] == ["extra-1", "extra-2", "extra-3"]
 
 
 def test_families_may_have_names_as_keys() -> None:
@@ -207,6 +216,7 @@ BAD = {
     "an empty grid": ({"compositions": [{"bottom": []}]}, "at least one value"),
     "two bounds": ({"compositions": [{"max_rank": 4, "max_error": 0.1}]}, "give one of them"),
     "an expert with a dot": ({"task_experts": {"m.1": "a"}}, "'m.1' cannot name an expert"),
+    "an expert called as extras are": ({"language_experts": {"extra-1": "a"}}, "'extra-1' cannot name an expert"),
     "an expert called base": ({"language_experts": {"base": "a"}}, "'base' cannot name an expert"),
     "a name on both sides": ({"task_experts": {"s1": "a"}}, "rename one"),
     "a pair of strangers": ({"pairs": [{"task": "m1", "language": "m2"}]}, "'m2' is no language expert"),

@@ -115,7 +115,7 @@ def test_the_folder_says_what_was_asked(swept: tuple[Prepared, Run], world: Path
     assert run.described["settings"]["dtype"] == "float32"
     assert run.described["settings"]["limit"] == 3
     assert run.described["experts"]["sw2"]["side"] == "language"
-    assert run.described["experts"]["extra-joint-SFT"]["side"] == "joint SFT"
+    assert run.described["experts"]["extra-1"]["side"] == "joint SFT"
     prompts = read_prompts(run.folder, "mgsm_direct_sw")
     assert list(prompts) == [0, 1, 2]
     assert prompts[0].count("Swali:") == 2

@@ -1,0 +1,49 @@
+"""Which configuration of a family is the papers' default, and whether a configuration's zones fit at all.
+
+Knows compositions; knows nothing of recipes, experts or results.
+"""
+
+from __future__ import annotations
+
+from adapterswap.planning.compositions import Composition, scaled_default
+
+__all__ = ["is_default", "overlaps"]
+
+_PAPER_TIES_DENSITY = 0.2  # Yadav et al. 2023 keep the top 20 % and take λ = 1 where nothing is tuned
+
+
+def is_default(composition: Composition, num_layers: int, *, alone: bool) -> bool:
+    """Whether a composition is the papers' default of its family.
+
+    A layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, no transitions. TIES: density 0.2, λ = 1. The others:
+    whatever leaves nothing to choose. Weights are equal in all of them; of a family with one configuration (`alone`),
+    and no zones, that one is it.
+    """
+    free = {"task_weight", "language_weight", "scale", "row_threshold", "seed"}
+    changed = composition.model_dump(exclude_defaults=True).keys() & free
+    if _has_zones(composition):
+        return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
+    if alone:
+        return True
+    return not changed and composition.density == (_PAPER_TIES_DENSITY if composition.method == "ties" else None)
+
+
+def overlaps(composition: Composition, num_layers: int) -> bool:
+    """Whether a layer swap's zones need more layers than there are."""
+    return _has_zones(composition) and sum(_zones(composition, num_layers)) > num_layers
+
+
+def _has_zones(composition: Composition) -> bool:
+    return composition.method == "layer_swap" and composition.partition is None
+
+
+def _paper_zones(num_layers: int) -> tuple[int, int]:
+    return scaled_default(5, num_layers), scaled_default(2, num_layers)
+
+
+def _zones(composition: Composition, num_layers: int) -> tuple[int, int, int, int]:
+    """(b, u, t_b, t_u) as `Composition.zones` gives them, but without its errors: here they may overlap."""
+    bottom, top = _paper_zones(num_layers)
+    bottom = bottom if composition.bottom is None else composition.bottom
+    top = top if composition.top is None else composition.top
+    return bottom, top, composition.bottom_transition, composition.top_transition
