@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap import __version__
 from adapterswap.reporting import charts
+from adapterswap.reporting.relations import Indicator
 from adapterswap.reporting.report import Report
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ def _environment() -> Environment:
     return environment
 
 
-def _lead_indicators(report: Report) -> list[Any]:
-    merged = [each for each in report.indicators if each.merged in _labels(report, report.lead)]
-    return merged or list(report.indicators)
+def _lead_indicators(report: Report) -> list[Indicator]:
+    """Those of the lead, or of all compositions if it has none; a picture of two points would tell nothing."""
+    told = [each for each in report.indicators if each.correlation.points > 2]
+    return [each for each in told if each.merged in _labels(report, report.lead)] or told
 
 
 def _labels(report: Report, family: str) -> list[str]:
@@ -96,7 +98,7 @@ def _ranked(report: Report) -> list[dict[str, Any]]:
 def _yaml(content: Any) -> str:
     import yaml
 
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100) if content else ""
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=None) if content else ""
 
 
 def _score(value: float | None) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from click.testing import CliRunner
 from sweeps import conftest as sweeping
 
@@ -39,6 +42,9 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_report(report, tmp_path / "report", run=tmp_path / "run")
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
     assert str(tmp_path) not in page
+    told = re.search(r"recipe.yaml</summary>\n<pre[^>]*>(.*?)</pre>", page, flags=re.DOTALL)
+    assert told is not None
+    assert SweepRecipe.model_validate(yaml.safe_load(unescape(told[1]))).settings.limit == 40
 
     soups = [result for result in run.results if result.cell.family == "soup"]
     assert len(soups) == 4
