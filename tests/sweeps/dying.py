@@ -91,7 +91,7 @@ def fill(work: Callable[[], None], folder: Path, steps: list[int]) -> dict[str, 
             try:
                 work()
             except AdapterswapError as error:
-                os._exit(3 if "cannot be written: file too large" in str(error) else 4)
+                os._exit(3 if "cannot be written: " in str(error) else 4)
 
         code = result(forked(limited))
         raw = (folder / "cells.jsonl").read_bytes() if (folder / "cells.jsonl").exists() else b""

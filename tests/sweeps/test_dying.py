@@ -48,11 +48,11 @@ def test_a_full_disk_costs_no_cell_that_was_finished(content: Content, tmp_path:
     sweep(SweepRecipe.model_validate(recipe), tmp_path / "peace", device="cpu")
     shutil.copytree(tmp_path / "peace", tmp_path / "full")
     lines = (tmp_path / "peace" / "cells.jsonl").read_bytes().splitlines(keepends=True)
-    two = len(lines[0] + lines[1])
-    (tmp_path / "full" / "cells.jsonl").write_bytes(lines[0] + lines[1])
+    done = b"".join(lines[:4])
+    (tmp_path / "full" / "cells.jsonl").write_bytes(done)
     samples = (tmp_path / "peace" / "samples").iterdir()
-    assert max(path.stat().st_size for path in samples) < two
-    found = dying("fill", recipe=recipe, folder=str(tmp_path / "full"), steps=[100, two + 100])  # samples; then a line
-    assert found["found"] == 2 * [{"code": 3, "cells": 2, "whole": True, "left": []}]
+    assert max(path.stat().st_size for path in samples) < len(done)
+    found = dying("fill", recipe=recipe, folder=str(tmp_path / "full"), steps=[100, len(done) + 100])
+    assert found["found"] == 2 * [{"code": 3, "cells": 4, "whole": True, "left": []}]  # in samples; in a line
     assert found["last"] == 0
     assert plain(tmp_path / "full") == plain(tmp_path / "peace")
