@@ -68,7 +68,7 @@ def command(
     prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code)
     if dry_run:
         choose_device(device)
-        finished = check_out_path(Path(out_path), prepared.described, overwrite=overwrite)
+        finished = check_out_path(Path(out_path), prepared.described, overwrite=overwrite, inputs=prepared.inputs)
         expected = estimate(prepared, finished)
         print_json({"dry_run": True, **expected.as_json()}) if as_json else _print_estimate(expected)
         note("nothing evaluated (--dry-run)")

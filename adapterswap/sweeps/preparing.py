@@ -56,6 +56,11 @@ class Prepared:
     plans: Mapping[str, Plan | None]
     described: Mapping[str, Any]
 
+    @property
+    def inputs(self) -> list[Path]:
+        """The folders that are read."""
+        return [self.base.source.folder, *(adapter.source.folder for adapter in self.experts.values())]
+
 
 def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False) -> Prepared:
     """Open what a recipe names, and plan every cell.

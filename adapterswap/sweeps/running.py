@@ -80,9 +80,8 @@ def sweep(
     if isinstance(recipe, str | Path):
         recipe = read_sweep_recipe(recipe)
     prepared = prepare(recipe) if isinstance(recipe, SweepRecipe) else recipe
-    inputs = [prepared.base.source.folder, *(adapter.source.folder for adapter in prepared.experts.values())]
     cells = prepared.grid.cells
-    with recording(out_path, prepared.described, overwrite=overwrite, inputs=inputs) as record:
+    with recording(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs) as record:
         done = {result.cell.cell for result in record.results}
         pending = [cell for cell in cells if cell.cell not in done]
         if pending:
