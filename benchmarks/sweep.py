@@ -1,11 +1,11 @@
 """A sweep beside the ordinary way, on a random model of 0.37 billion parameters: ratios measured in one run.
 
-    OMP_NUM_THREADS=2 python benchmarks/sweep.py [--cells 30] [--ordinary 3] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/sweep.py [--cells 30] [--ordinary 3] [--json]
 
 The sweep is one process: `adapterswap sweep`, layer swaps over one pair, a multiple-choice task of 50 documents. The
 ordinary way is, for each cell: compose an adapter, merge it into the base and save that (one process), and evaluate it
 with `lm_eval --model hf` (another). Each way's seconds are divided by its cells, starting and loading included; the
-first `--ordinary` cells are done the ordinary way, spread over the time of nothing else. Scores must agree.
+first `--ordinary` cells are done the ordinary way too. Scores must agree. More threads than idle cores slow both down.
 """
 
 from __future__ import annotations
