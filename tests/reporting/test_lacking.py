@@ -59,6 +59,8 @@ def test_all_scores_equal(tmp_path: Path) -> None:
         assert each.difference is None or (each.difference.low, each.difference.high) == (0, 0)
     assert all(each.correlation.pearson is None for each in report.indicators)
     assert report.disagreements[0].examples == ()
+    default, selected = (row(report, f"layer_swap, {kind}").chosen for kind in ("default", "selected"))
+    assert default == selected  # of equals the default is taken
     strict(report)
 
 

@@ -127,3 +127,18 @@ def test_summary_is_json_without_outputs(written: Written) -> None:
     assert content["format"] == "adapterswap-report/1"
     assert content["targets"][0]["rows"][0]["label"] == "base"
     assert "owned" not in text
+
+
+def test_the_page_ranks_and_shades_the_right_way_round(written: Written) -> None:
+    ranks = written.page.split('id="ranks"')[1].split("</section>")[0]
+    base, soup = row(written.report, "base").spread, row(written.report, "soup").spread
+    assert base is not None
+    assert soup is not None
+    told = re.search(
+        r'<th scope="row" data-value="base">base</th>\s*<td[^>]*>[^<]*</td>\s*<td data-value="([^"]+)"', ranks
+    )
+    assert told is not None
+    assert float(told[1]) == pytest.approx(base.mean - soup.mean)
+    best = max(cell.mean for grid in written.report.grids for cell in grid.cells)
+    shaded = re.findall(r'<td style="--v:([\d.]+)">([\d.]+)', written.page)
+    assert {text for shade, text in shaded if float(shade) == 1} == {f"{best:.3f}"}
