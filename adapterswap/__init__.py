@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from adapterswap.experts.checkpoints import Checkpoint as Checkpoint
     from adapterswap.experts.checkpoints import open_checkpoint as open_checkpoint
     from adapterswap.experts.opening import open_expert as open_expert
+    from adapterswap.extracting import extract as extract
     from adapterswap.live import LiveComposer as LiveComposer
     from adapterswap.merging import merge as merge
     from adapterswap.planning.allocation import Rule as Rule
@@ -42,6 +43,7 @@ _HOME = {
     "Plan": "planning.plan",
     "Rule": "planning.allocation",
     "compose": "planning.composing",
+    "extract": "extracting",
     "layer_swap": "planning.composing",
     "make_plan": "planning.plan",
     "merge": "merging",

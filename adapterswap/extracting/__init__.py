@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapterswap.arithmetic.cores import spared_cores
+from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
@@ -98,7 +98,7 @@ def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Call
     names = (matched.full.name, matched.base.name)
     total = len(matched.matrices) + len(matched.left_out)
     extracted, unchanged, lost = [], [], []
-    with open_files([*matched.full.shards, *matched.base.shards]) as files, spared_cores(1):
+    with open_files([*matched.full.shards, *matched.base.shards]) as files, torch_threads(cores() - 1):
         for done, matrix in enumerate(matched.matrices, start=1):
             found = cut(matrix, form, files, names)
             if found is None:

@@ -20,7 +20,7 @@ from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, finite_b
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import FLOATS
 from adapterswap.files.tensorfile import DTYPE_BYTES
-from adapterswap.merging.blocks import Block, Part, Work
+from adapterswap.merging.blocks import Block, Part
 from adapterswap.planning.parameters import ParameterPlan
 
 __all__ = ["Done", "Rows", "compute", "slerp_coefficients"]
@@ -33,12 +33,10 @@ Delta = npt.NDArray[np.float32]
 
 
 class Done(NamedTuple):
-    """Bytes of the result, at `offset` of the open file `output`; `last` ends a tensor."""
+    """Bytes of the result, and where in its file they go."""
 
-    work: Work
     offset: int
     data: Bytes
-    last: bool
 
 
 class _Product(NamedTuple):
@@ -52,7 +50,7 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
     """The results of blocks, in order.
 
     Args:
-        blocks: those of a tensor one after the other.
+        blocks: those of one tensor after the other.
         device: torch's name of it.
         kept_rows: which rows of an adapter's ΔW stay; all where nothing is said.
         seed: DARE's.
@@ -66,9 +64,9 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
         for part in (*block.whole, *([block.base] if block.base else []), *(f for pair in block.factors for f in pair)):
             _check(part)
         if work.copied is not None:
-            yield Done(work, work.place.start + block.start, block.whole[0].raw, block.stop == work.place.nbytes)
+            yield Done(work.place.start + block.start, block.whole[0].raw)
             continue
-        rows, columns = work.matrix
+        columns = work.matrix[1]
         if work.parameter.is_linear:
             if block.start == 0:
                 product = _product(work.parameter, block, device, kept_rows)
@@ -76,7 +74,7 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
         else:
             data = _nonlinear(block, kept_rows, seed)
         size = DTYPE_BYTES[work.place.dtype] * columns
-        yield Done(work, work.place.start + block.start * size, data, block.stop == rows)
+        yield Done(work.place.start + block.start * size, data)
 
 
 def _check(part: Part) -> None:

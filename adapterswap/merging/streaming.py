@@ -1,31 +1,33 @@
-"""Carry out a plan of full weights: read, compute and write at the same time, a block after another.
+"""Carry out a plan of full weights: several threads, each with a tensor at hand, read, compute and write it by blocks.
 
-One pipeline for each device; each holds a few blocks. Knows plans, files and threads; computes nothing itself.
+So one reads and hashes while another computes, and memory holds a block for each. Knows plans and files; computes
+nothing itself.
 """
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
-from adapterswap.arithmetic.cores import spared_cores
+from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.tensorfile import TensorFile
-from adapterswap.merging.ahead import ahead
 from adapterswap.merging.blocks import Hashes, Work, read_blocks
 from adapterswap.merging.computing import Rows, compute
 from adapterswap.merging.shards import OutputShard
+from adapterswap.merging.workers import Stopped, work_off
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.parameters import Stored
 from adapterswap.writing.copying import write_at
 
 __all__ = ["choose_devices", "stream"]
 
-_READ_AHEAD, _COMPUTED_AHEAD = 3, 2  # blocks that wait for the next stage
+_WORKERS = 4  # more would only wait for the disk
 
 
 def choose_devices(name: str) -> list[str]:
@@ -74,33 +76,35 @@ def stream(
     hashes = Hashes()
     with ExitStack() as stack:
         files = stack.enter_context(open_files(_sources(plan)))
-        works: list[list[Work]] = [[] for _ in devices]
+        copied: list[tuple[str, Work]] = []
+        computed: list[tuple[str, Work]] = []
         for shard in shards:
             output = stack.enter_context((folder / shard.name).open("xb", buffering=0))
             output.write(shard.header)
             output.truncate(shard.size)
             for key in (key for key in plan.parameters if key in shard.places):
                 parameter = plan.parameters[key]
-                share = (parameter.layer or 0) * len(devices) // plan.num_layers
-                works[share].append(Work(parameter, shard.places[key], output.fileno()))
+                device = devices[(parameter.layer or 0) * len(devices) // plan.num_layers]
+                work = Work(parameter, shard.places[key], output.fileno())
+                (computed if work.copied is None else copied).append((device, work))
 
-        if any(work.copied is None and work.parameter.is_linear for own in works for work in own):
-            stack.enter_context(spared_cores(2))  # for reading with its hashes, and for writing
+        def carry_out(item: tuple[str, Work], stopped: Stopped) -> None:
+            device, work = item
+            for done in compute(read_blocks(work, files, hashes), device, kept_rows, plan.composition.seed):
+                if stopped():
+                    return
+                write_at(work.output, done.data, done.offset)
+            progress()
 
-        def run(device: str, own: Sequence[Work]) -> None:
-            blocks = ahead(read_blocks(own, files, hashes), _READ_AHEAD)
-            results = ahead(compute(blocks, device, kept_rows, plan.composition.seed), _COMPUTED_AHEAD)
-            with closing(results):
-                for done in results:
-                    write_at(done.work.output, done.data, done.offset)
-                    if done.last:
-                        progress()
-
-        if len(devices) == 1:  # in this thread, which the user can interrupt
-            run(devices[0], works[0])
-        else:
-            with ThreadPoolExecutor(len(devices)) as pool:
-                list(pool.map(run, devices, works))
+        if computed:  # importing torch takes as long as copying a gigabyte: both at once
+            threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
+        work_off(copied, carry_out, min(_WORKERS, cores()))
+        if computed:
+            workers = min(max(_WORKERS, 2 * len(devices)), cores())
+            if not all(work.parameter.is_linear for _, work in computed):
+                workers = 1  # they are held whole
+            stack.enter_context(torch_threads(cores() // workers))
+            work_off(computed, carry_out, workers)
     return hashes
 
 

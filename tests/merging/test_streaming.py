@@ -1,9 +1,10 @@
-"""The pipeline: order, errors, early ends, several devices."""
+"""Threads at work: every piece once, errors, early ends, several devices, blocks of any size."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,48 +15,36 @@ from hypothesis import strategies as st
 
 import adapterswap
 from adapterswap.merging import ModelForm, blocks, prepare_model, streaming
-from adapterswap.merging.ahead import ahead
+from adapterswap.merging.workers import Stopped, work_off
 from merging.conftest import equal, weights
 
 
 @settings(deadline=None)
-@given(items=st.lists(st.integers()), depth=st.integers(1, 4), stages=st.integers(1, 3))
-def test_items_come_in_order(items: list[int], depth: int, stages: int) -> None:
-    chained: Iterator[int] = iter(items)
-    for _ in range(stages):
-        chained = ahead(chained, depth)
-    assert list(chained) == items
+@given(items=st.lists(st.integers()), workers=st.integers(1, 4))
+def test_every_item_is_done_once(items: list[int], workers: int) -> None:
+    done: list[int] = []
+    work_off(items, lambda item, stopped: done.append(item), workers)
+    assert sorted(done) == sorted(items)
+    if workers == 1:
+        assert done == items
 
 
-def test_an_error_of_the_producer_is_raised_at_the_consumer() -> None:
-    def produce() -> Iterator[int]:
-        yield 1
-        raise OSError(5, "Input/output error")
-
-    found = ahead(ahead(produce(), 2), 2)
-    assert next(found) == 1
-    with pytest.raises(OSError, match="Input/output error"):
-        next(found)
-
-
-def test_the_producer_stops_with_the_consumer() -> None:
-    """However many items there would be; the iterator is closed, and no thread is left."""
+def test_the_first_error_ends_all() -> None:
+    """However many items there would be, and those at work are told to give up; no thread is left."""
     before = threading.active_count()
-    closed = []
+    gave_up = threading.Event()
 
-    def produce() -> Iterator[int]:
-        try:
-            number = 0
-            while True:
-                yield number
-                number += 1
-        finally:
-            closed.append(True)
+    def do(item: int, stopped: Stopped) -> None:
+        if item == 3:
+            raise OSError(5, "Input/output error")
+        while item == 2 and not stopped():
+            time.sleep(0.001)
+        if item == 2:
+            gave_up.set()
 
-    found = ahead(ahead(produce(), 2), 2)
-    assert [next(found) for _ in range(5)] == [0, 1, 2, 3, 4]
-    found.close()
-    assert closed == [True]
+    with pytest.raises(OSError, match="Input/output error"):
+        work_off(range(100_000), do, 2)
+    assert gave_up.is_set()
     assert threading.active_count() == before
 
 
