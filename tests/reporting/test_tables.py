@@ -131,14 +131,13 @@ def test_summary_is_json_without_outputs(written: Written) -> None:
 
 def test_the_page_ranks_and_shades_the_right_way_round(written: Written) -> None:
     ranks = written.page.split('id="ranks"')[1].split("</section>")[0]
-    base, soup = row(written.report, "base").spread, row(written.report, "soup").spread
-    assert base is not None
-    assert soup is not None
-    told = re.search(
-        r'<th scope="row" data-value="base">base</th>\s*<td[^>]*>[^<]*</td>\s*<td data-value="([^"]+)"', ranks
-    )
-    assert told is not None
-    assert float(told[1]) == pytest.approx(base.mean - soup.mean)
+    for method in ("base", "partition B"):  # one that stands before the reference, one after it
+        spread, soup = row(written.report, method).spread, row(written.report, "soup").spread
+        assert spread is not None
+        assert soup is not None
+        told = re.search(rf'data-value="{method}">.*?</td>\s*<td data-value="([^"]+)"', ranks, flags=re.DOTALL)
+        assert told is not None
+        assert float(told[1]) == pytest.approx(spread.mean - soup.mean)
     best = max(cell.mean for grid in written.report.grids for cell in grid.cells)
     shaded = re.findall(r'<td style="--v:([\d.]+)">([\d.]+)', written.page)
     assert {text for shade, text in shaded if float(shade) == 1} == {f"{best:.3f}"}
