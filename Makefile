@@ -7,7 +7,7 @@ VLLM := .venv-vllm/.installed
 
 .PHONY: demo test lint format bench peers vllm clean
 
-demo: $(STAMP)  ## the whole story on a pico model: a table, pictures and results.json in lab-run/
+demo: $(STAMP)  ## the whole story on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
 
 test: $(STAMP) lint  ## lint, types and every test
@@ -27,12 +27,17 @@ vllm: $(VLLM)  ## vLLM for the CPU in an environment of its own (3.4 GB), where 
 bench: $(STAMP)  ## the README's timings, as ratios measured side by side
 	$(BIN)/python benchmarks/compose.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/live.py --repeats 24
+	$(BIN)/python benchmarks/merge.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/sweep.py
 
 peers: $(STAMP)  ## the README's comparison with PEFT and mergekit, which gets an environment of its own
 	test -x .venv-peers/bin/mergekit-yaml || ($(PYTHON) -m venv .venv-peers && \
 		.venv-peers/bin/python -m pip install --quiet torch==2.13.0 mergekit==0.1.5)
 	$(BIN)/python benchmarks/peers.py --mergekit .venv-peers/bin/mergekit-yaml
 	$(BIN)/python benchmarks/mergekit_methods.py --mergekit .venv-peers/bin/mergekit-yaml
+	$(BIN)/python benchmarks/merge.py --mergekit .venv-peers/bin/mergekit-yaml
+	$(BIN)/python benchmarks/extract.py --mergekit .venv-peers/bin/mergekit-extract-lora
 
 # The stamp is newer than both files exactly when what is installed follows them.
 $(STAMP): pyproject.toml constraints.txt
