@@ -15,7 +15,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.sources import Source, find_source
 
-__all__ = ["Base", "load_weights", "open_base", "quiet_peft", "reason_of"]
+__all__ = ["Base", "choose_device", "empty_model", "load_weights", "open_base", "quiet_peft", "reason_of"]
 
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
                 "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
@@ -91,6 +91,46 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
             "Save or download it again; random weights are no base",
         )
     return model
+
+
+def empty_model(base: Base) -> Any:
+    """The model's modules without weights: nothing is downloaded.
+
+    Raises:
+        AdapterswapError: transformers has no causal language model for the base.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(base.config, trust_remote_code=False)
+    except (ValueError, ImportError) as error:
+        raise AdapterswapError(
+            f"the base model {base.reference} cannot be loaded: {reason_of(error)}",
+            "Give a causal language model that transformers knows",
+        ) from None
+
+
+def choose_device(name: str) -> Any:
+    """The torch device of that name; `auto` takes the first there is of CUDA, MPS and the CPU.
+
+    Raises:
+        AdapterswapError: torch knows no such device, or sees none here.
+    """
+    import torch
+
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        raise AdapterswapError(
+            f"the device {name!r} cannot be used: {reason_of(error)}", "Give auto, cpu, cuda, cuda:N or mps"
+        ) from None
+    return device
 
 
 @contextmanager

@@ -89,9 +89,9 @@ def command(
     """
     from pathlib import Path
 
-    from adapterswap.bases import open_base
+    from adapterswap.bases import choose_device, open_base
     from adapterswap.evaluation import evaluate, write_result
-    from adapterswap.evaluation.subjects import choose_device, describe_subject, find_adapter, load_subject
+    from adapterswap.evaluation.subjects import describe_subject, find_adapter, load_subject
     from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
     from adapterswap.files.folders import check_target
 

@@ -109,8 +109,7 @@ def _by_weights(plan: Plan) -> Importance:
 
 def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str) -> Importance:
     from adapterswap.analysis.effects import BATCH, importance_of_activations
-    from adapterswap.bases import load_weights, open_base
-    from adapterswap.evaluation.subjects import choose_device
+    from adapterswap.bases import choose_device, load_weights, open_base
     from adapterswap.live import load_experts
 
     target = choose_device(device)

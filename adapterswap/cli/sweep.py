@@ -56,7 +56,7 @@ def command(
     """
     from pathlib import Path
 
-    from adapterswap.evaluation.subjects import choose_device
+    from adapterswap.bases import choose_device
     from adapterswap.shipped import find_recipe
     from adapterswap.sweeps import prepare, read_sweep_recipe, summarize, sweep
     from adapterswap.sweeps.estimating import estimate

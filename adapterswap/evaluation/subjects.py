@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapterswap.bases import Base, load_weights, quiet_peft, reason_of
+from adapterswap.bases import Base, choose_device, load_weights, quiet_peft, reason_of
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.sources import Source, find_source
@@ -22,7 +22,7 @@ from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import read_header
 from adapterswap.planning.plan import Plan
 
-__all__ = ["choose_device", "describe_subject", "find_adapter", "load_subject"]
+__all__ = ["describe_subject", "find_adapter", "load_subject"]
 
 
 def find_adapter(reference: str) -> Source:
@@ -36,27 +36,6 @@ def find_adapter(reference: str) -> Source:
         if not (source.folder / name).is_file():
             raise AdapterswapError(f"{reference} has no {name}", "Give an adapter that PEFT saved as safetensors")
     return source
-
-
-def choose_device(name: str) -> Any:
-    """The torch device of that name; `auto` takes the first there is of CUDA, MPS and the CPU.
-
-    Raises:
-        AdapterswapError: torch knows no such device, or sees none here.
-    """
-    import torch
-
-    if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
-        raise AdapterswapError(
-            f"the device {name!r} cannot be used: {reason_of(error)}", "Give auto, cpu, cuda, cuda:N or mps"
-        ) from None
-    return device
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def extract(
             checkpoint that cannot be opened; two that are no fine-tune and base: of different architectures or shapes,
             quantised; layers or modules that they do not have; NaN or infinity; no difference to extract.
     """
-    from adapterswap.evaluation.subjects import choose_device
+    from adapterswap.bases import choose_device
 
     if dtype is not None and dtype not in DTYPES:
         raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(DTYPES)}")

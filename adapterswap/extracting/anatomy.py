@@ -77,7 +77,7 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
     from transformers import AutoConfig
     from transformers.pytorch_utils import Conv1D
 
-    from adapterswap.training.base import empty_model
+    from adapterswap.bases import empty_model
 
     try:
         config = AutoConfig.from_pretrained(checkpoint.source.folder, trust_remote_code=False)

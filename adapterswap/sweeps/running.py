@@ -68,7 +68,7 @@ def sweep(
     Args:
         recipe: a recipe, its file, or what `prepare` made of it.
         out_path: the folder.
-        device: see `evaluation.subjects.choose_device`.
+        device: see `bases.choose_device`.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
         overwrite: begin anew where the folder holds a sweep.
         tell: called as it goes on.
@@ -136,9 +136,8 @@ class _Judge:
     """A base in memory with all experts of a sweep loaded beside each other."""
 
     def __init__(self, prepared: Prepared, device: str, dtype: str) -> None:
-        from adapterswap.bases import load_weights
+        from adapterswap.bases import choose_device, load_weights
         from adapterswap.evaluation.evaluating import surroundings
-        from adapterswap.evaluation.subjects import choose_device
         from adapterswap.live import LiveComposer
 
         target = choose_device(device)

@@ -1,4 +1,4 @@
-"""The base model for training: its tokenizer made ready, its modules without weights, and the device it trains on.
+"""The base model for training: its tokenizer made ready, its weights as the recipe wants them, the device.
 
 Knows nothing of rows, nor of what is trained in it.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from adapterswap.bases import Base, load_weights, open_base, reason_of
+from adapterswap.bases import Base, load_weights, open_base
 from adapterswap.errors import AdapterswapError
 from adapterswap.training.processes import count_processes
 from adapterswap.training.recipe import Quantization, TrainingOptions, TrainRecipe
 
-__all__ = ["choose_device", "empty_model", "load_trainable", "open_trainable"]
+__all__ = ["choose_device", "load_trainable", "open_trainable"]
 
 
 def open_trainable(reference: str) -> Base:
@@ -30,25 +30,6 @@ def open_trainable(reference: str) -> Base:
     if base.tokenizer.pad_token_id is None:
         base.tokenizer.pad_token = base.tokenizer.eos_token  # padding is masked, so any token does
     return base
-
-
-def empty_model(base: Base) -> Any:
-    """The model's modules without weights: nothing is downloaded.
-
-    Raises:
-        AdapterswapError: transformers has no causal language model for the base.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(base.config, trust_remote_code=False)
-    except (ValueError, ImportError) as error:
-        raise AdapterswapError(
-            f"the base model {base.reference} cannot be loaded: {reason_of(error)}",
-            "Give a causal language model that transformers knows",
-        ) from None
 
 
 def load_trainable(base: Base, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:

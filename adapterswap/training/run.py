@@ -52,7 +52,8 @@ def train(
     """
     target = _target(recipe, out_path)
     check_libraries(recipe)
-    from adapterswap.training.base import choose_device, empty_model, load_trainable, open_trainable
+    from adapterswap.bases import empty_model
+    from adapterswap.training.base import choose_device, load_trainable, open_trainable
     from adapterswap.training.checkpoints import Checkpoints
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.failures import told
@@ -194,7 +195,8 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
         AdapterswapError: as `train`, as far as it can be known without training.
     """
     check_libraries(recipe)
-    from adapterswap.training.base import choose_device, empty_model, open_trainable
+    from adapterswap.bases import empty_model
+    from adapterswap.training.base import choose_device, open_trainable
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.isolation import isolated
     from adapterswap.training.memory import memory

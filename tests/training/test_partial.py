@@ -14,13 +14,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from adapterswap.bases import empty_model
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan import make_plan
 from adapterswap.planning.slicing import slice_plan
 from adapterswap.training import TrainRecipe, estimate, train
-from adapterswap.training.base import empty_model, open_trainable
+from adapterswap.training.base import open_trainable
 from adapterswap.training.targets import find_targets
 from adapterswap.writing import write_adapter
 
