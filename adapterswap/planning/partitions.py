@@ -1,8 +1,8 @@
 """Which side of a partition, the task's or the language's, a module belongs to.
 
 The second paper's partitions serve two purposes: composing takes each module from its side's expert, and partial
-training changes only one side's modules. Both ask here, or the rules behind it, so they cannot come apart. Knows nothing
-of models.
+training changes only one side's modules. Both ask here, or the rules behind it, so they cannot come apart. Knows
+nothing of models.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_tokens_and_masks_equal_those_of_trl(
     tokens, counts = tokenize(examples, bpe, max_length=max_length)
 
     turns = [
-        {"prompt": [{"role": "user", "content": p}], "completion": [{"role": "assistant", "content": c}]}
+        {"prompt": [{"role": "user", "content": p.strip()}], "completion": [{"role": "assistant", "content": c}]}
         if chat
         else {"prompt": p, "completion": c}
         for p, c in pairs
