@@ -1,14 +1,15 @@
-"""Merging methods that are not linear in ΔW: TIES, DARE and magnitude pruning, on dense task vectors.
+"""Merging methods that are not linear in ΔW: TIES, DARE and magnitude pruning, on dense task vectors; SLERP's weights.
 
 They act on ΔW of one module, never on A and B apart: pruning A and B is pruning nothing that the method's papers speak
 of. Parameters are named as in mergekit (density, weight, normalize, lambda). Knows dense arrays, nothing of adapters.
 
-TIES: Yadav et al. 2023, arXiv:2306.01708. DARE: Yu et al. 2024, arXiv:2311.03099.
+TIES: Yadav et al. 2023, arXiv:2306.01708. DARE: Yu et al. 2024, arXiv:2311.03099. SLERP: Shoemake 1985.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,9 @@ import numpy.typing as npt
 
 from adapterswap.planning.allocation import Rule
 
-__all__ = ["drop_mask", "keep_largest", "merge_deltas"]
+__all__ = ["drop_mask", "keep_largest", "merge_deltas", "slerp_weights"]
+
+_ALIKE = 0.9995  # |cosine| from which two directions count as one
 
 Delta = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -93,3 +96,20 @@ def drop_mask(shape: tuple[int, ...], density: float, *, seed: int, expert: str,
     """
     digest = hashlib.sha256(f"{seed}\0{expert}\0{module}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest, "little")).random(shape, np.float32) < density
+
+
+def slerp_weights(t: float, product: float, square: float, other_square: float) -> tuple[float, float]:
+    """SLERP's weights sin((1-t)Ω)/sin Ω and sin(tΩ)/sin Ω of two ΔW, X and Y, with Ω the angle between them.
+
+    Where they point (almost) the same or opposite ways, or one is zero, the straight line's: 1-t and t.
+
+    Args:
+        t: the share of the way from X to Y.
+        product, square, other_square: ⟨X, Y⟩, ‖X‖² and ‖Y‖².
+    """
+    norms = math.sqrt(square * other_square)
+    cosine = product / norms if norms else 1.0
+    if abs(cosine) > _ALIKE:
+        return 1 - t, t
+    angle = math.acos(cosine)
+    return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)

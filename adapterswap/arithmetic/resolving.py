@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.lowrank import inner, row_magnitudes
+from adapterswap.arithmetic.nonlinear import slerp_weights
 from adapterswap.arithmetic.tensors import FactorReader, factor_reader, too_large
 from adapterswap.experts.adapters import LoraModule
 from adapterswap.planning.modules import ModulePlan
@@ -99,21 +100,14 @@ def _settle(
 
 
 def _slerp(module: ModulePlan[LoraModule], read: FactorReader) -> dict[str, float]:
-    """SLERP's coefficients: sin((1-t)Ω)/sin Ω and sin(tΩ)/sin Ω, with Ω the angle between the two ΔW (Shoemake 1985).
+    """SLERP's coefficients; t is the second expert's share of the weights.
 
-    t is the second expert's share of the weights. Where an expert lacks the module, and where the two ΔW point (almost)
-    the same or opposite ways, the straight line between them is taken instead.
+    Where an expert lacks the module, the straight line between the two ΔW is taken.
     """
     blend = module.rule.blend or {}
     first, second = blend
     t = blend[second] / (blend[first] + blend[second])
-    straight = {first: 1 - t, second: t}
     if len(module.terms) < 2:
-        return straight
+        return {first: 1 - t, second: t}
     one, other = (read(term.expert, term.module) for term in module.terms)
-    norms = math.sqrt(inner(one, one) * inner(other, other))
-    cosine = inner(one, other) / norms if norms else 1.0
-    if abs(cosine) > 0.9995:
-        return straight
-    angle = math.acos(cosine)
-    return {first: math.sin((1 - t) * angle) / math.sin(angle), second: math.sin(t * angle) / math.sin(angle)}
+    return dict(zip(blend, slerp_weights(t, inner(one, other), inner(one, one), inner(other, other)), strict=True))

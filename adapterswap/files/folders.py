@@ -19,7 +19,7 @@ from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
 
-__all__ = ["atomic_folder", "check_target"]
+__all__ = ["atomic_folder", "check_target", "locked"]
 
 
 @contextmanager
@@ -38,7 +38,11 @@ def atomic_folder(target: str | Path, *, overwrite: bool = False, inputs: Iterab
     target, inputs = Path(target), tuple(inputs)
     check_target(target, overwrite=overwrite, inputs=inputs)
     place = Path(os.path.realpath(target))
-    with _told(target), _parents(place.parent), _locked(place, target):
+    with (
+        _told(target),
+        _parents(place.parent),
+        locked(_beside(place, "lock"), f"{target} is being written by another process"),
+    ):
         _recover(place)
         check_target(target, overwrite=overwrite, inputs=inputs)  # again: something may have been put back
         building = _beside(place, f"{uuid.uuid4().hex[:12]}.tmp")
@@ -95,18 +99,19 @@ def _parents(parent: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(place: Path, target: Path) -> Iterator[None]:
-    """Hold the lock on this target. The kernel frees it when the process dies, however it dies."""
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies.
+
+    Raises:
+        AdapterswapError: another process holds it; `what` says who does what.
+    """
     from filelock import FileLock, Timeout  # here, because asking for help should not pay for it
 
-    path = _beside(place, "lock")
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout:
-        raise AdapterswapError(
-            f"{target} is being written by another process", "Wait until it is done, or give another path"
-        ) from None
+        raise AdapterswapError(what, "Wait until it is done, or give another path") from None
     try:
         yield
     finally:

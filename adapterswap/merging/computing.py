@@ -8,14 +8,13 @@ there is something to compute. Knows blocks; reads and writes nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
+from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas, slerp_weights
 from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, finite_bytes, not_finite, too_large
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import FLOATS
@@ -178,22 +177,15 @@ def _combine(parameter: ParameterPlan, found: Mapping[str, Delta], seed: int) ->
 
 
 def slerp_coefficients(parameter: ParameterPlan, deltas: Mapping[str, Delta]) -> dict[str, float]:
-    """SLERP's coefficients for dense ΔW: sin((1-t)Ω)/sin Ω and sin(tΩ)/sin Ω, Ω the angle between them (Shoemake 1985).
+    """SLERP's coefficients for dense ΔW; t is the second expert's share of the weights.
 
-    t is the second expert's share of the weights. The straight line is taken where an expert does not change the
-    tensor, and where the two ΔW point (almost) the same or opposite ways: as for adapters.
+    The straight line is taken where an expert does not change the tensor, as for adapters.
     """
     rule = parameter.rule
     blend = (rule.blend if rule else None) or {}
     first, second = blend
     t = blend[second] / (blend[first] + blend[second])
-    straight = {first: 1 - t, second: t}
     if len(deltas) < 2:
-        return straight
+        return {first: 1 - t, second: t}
     one, other = (deltas[name].reshape(-1).astype(np.float64) for name in (first, second))
-    norms = math.sqrt(float(one @ one) * float(other @ other))
-    cosine = float(one @ other) / norms if norms else 1.0
-    if abs(cosine) > 0.9995:
-        return straight
-    angle = math.acos(cosine)
-    return {first: math.sin((1 - t) * angle) / math.sin(angle), second: math.sin(t * angle) / math.sin(angle)}
+    return dict(zip(blend, slerp_weights(t, float(one @ other), float(one @ one), float(other @ other)), strict=True))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.files.folders import check_target
+from adapterswap.files.folders import check_target, locked
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.sweeps.results import (
     CELLS,
@@ -94,7 +94,7 @@ def recording(
     check_out_path(folder, described, overwrite=overwrite, inputs=inputs)
     with ExitStack() as stack:
         with _told(folder):
-            stack.enter_context(_locked(folder))
+            stack.enter_context(_held(folder))
             results = check_out_path(folder, described, overwrite=overwrite, inputs=inputs)  # again, now it is ours
             if overwrite:
                 _clear(folder)
@@ -205,25 +205,14 @@ def _clear(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock on this folder, made if need be. The kernel frees it when the process dies, however it dies."""
-    from filelock import FileLock, Timeout
-
+def _held(folder: Path) -> Iterator[None]:
+    """Make the folder if need be, and keep a second sweep out of it."""
     made = not exists(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _LOCK
-    lock = FileLock(path, timeout=0)
     try:
-        lock.acquire()
-    except Timeout:
-        raise AdapterswapError(
-            f"{folder} is being written by another sweep", "Wait until it is done, or give another path"
-        ) from None
-    try:
-        yield
+        with locked(folder / _LOCK, f"{folder} is being written by another sweep"):
+            yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: a rival that has opened it notices that it is gone
-        lock.release()
         if made:
             with suppress(OSError):
                 folder.rmdir()  # where nothing came to be
