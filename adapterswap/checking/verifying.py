@@ -1,4 +1,4 @@
-"""Recompute a composed adapter from its sources and compare, by what its adapterswap.json says.
+"""Recompute what was composed or merged from its sources and compare, by what its adapterswap.json says.
 
 Finds the sources again (Hub ids by themselves, folders where the caller says), writes the composition anew to a
 temporary folder and compares byte for byte. Knows provenance; knows nothing of how a composition is asked for.
@@ -7,18 +7,25 @@ temporary folder and compares byte for byte. Knows provenance; knows nothing of 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adapterswap.arithmetic.outputs import Form
+from adapterswap.arithmetic.tensors import open_files, read_bytes
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
+from adapterswap.experts.opening import open_expert
 from adapterswap.experts.sources import find_source, is_hub_id
-from adapterswap.files.smallfiles import read_json
+from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.yamlfiles import validate
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.composing import compose
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan import make_plan
 from adapterswap.writing import write_adapter
@@ -26,7 +33,11 @@ from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Verification", "verify"]
 
-_MEND = "Give an adapter that `adapterswap compose` wrote"
+Expert = Adapter | Checkpoint
+
+_MEND = "Give a folder that `adapterswap compose` or `adapterswap merge` wrote"
+
+_BLOCK = 2**24  # bytes compared at a time
 
 
 @dataclass(frozen=True)
@@ -34,14 +45,16 @@ class Verification:
     """What a comparison found.
 
     Attributes:
-        changed_sources: experts whose files are not those that were composed: name → the file that differs.
+        changed_sources: experts, or `base`, that are not what was composed: name → the file that differs, or `weights`.
         differing: tensors that are not what the sources give (or are missing, or too many).
-        config_differs: adapter_config.json is not what the sources give.
+        config_differs: the config is not what the sources give.
+        config: the config's file name.
     """
 
     changed_sources: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     config_differs: bool = False
+    config: str = CONFIG
 
     @property
     def equal(self) -> bool:
@@ -51,37 +64,76 @@ class Verification:
 def verify(
     path: str | Path, experts: Mapping[str, str | Path] | None = None, *, base_model: str | None = None
 ) -> Verification:
-    """Recompute the composed adapter in `path` and compare it, byte for byte.
+    """Recompute the composed adapter, or the full weights, in `path` and compare them, byte for byte.
+
+    Full weights are written anew to the folder for temporary files, and take their own size there.
 
     Args:
-        path: the adapter: a folder or Hub id.
+        path: a folder or Hub id.
         experts: where the sources lie, by name; those that came from the Hub are found by themselves.
-        base_model: the base, where the composition needed it (modules trained in full).
+        base_model: the base, where the composition needed it and it did not come from the Hub.
 
     Raises:
         AdapterswapError: no adapterswap.json or one that is not understood; a source that cannot be found.
     """
     folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter").folder
+    if not exists(folder / WEIGHTS):
+        folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model").folder
     record = _record(folder)
     opened = _sources(record, experts or {})
-    changed = {name: file for name, adapter in opened.items() if (file := _changed(record, name, adapter))}
+    is_model = record.get("kind") == "model"
+    if is_model:
+        base_model = _base(record, base_model)
     composition = validate(
         {**record["composition"], "num_layers": record["num_layers"], "base_model": base_model},
         Composition,
         where=str(folder / PROVENANCE),
     )
-    if base_model is None and len({adapter.config.base_model for adapter in opened.values()}) > 1:
+    with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
+        again = Path(scratch) / "again"
+        return (
+            _model(folder, record, composition, opened, again)
+            if is_model
+            else _adapter(folder, record, composition, opened, again)
+        )
+
+
+def _adapter(
+    folder: Path, record: Mapping[str, Any], composition: Composition, opened: Mapping[str, Expert], again: Path
+) -> Verification:
+    adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
+    if composition.base_model is None and len({adapter.config.base_model for adapter in adapters.values()}) > 1:
         # The composition was made with both declared to be one base; that was judged then, and is not judged again.
         composition = composition.model_copy(update={"base_model": record["base_model"]})
     form = Form(**record.get("output", {}))
-    plan = make_plan(composition, opened)
-    with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
-        again = write_adapter(
-            plan, Path(scratch) / "again", layout=form.layout, max_rank=form.max_rank, max_error=form.max_error
-        )
-        differing = _differing(read_header(folder / WEIGHTS), read_header(again / WEIGHTS))
-        config_differs = read_json(folder / CONFIG, _MEND) != read_json(again / CONFIG, _MEND)
-    return Verification(changed, differing, config_differs)
+    write_adapter(
+        make_plan(composition, adapters),
+        again,
+        layout=form.layout,
+        max_rank=form.max_rank,
+        max_error=form.max_error,
+    )
+    differing = _differing([read_header(folder / WEIGHTS)], [read_header(again / WEIGHTS)])
+    config_differs = read_json(folder / CONFIG, _MEND) != read_json(again / CONFIG, _MEND)
+    return Verification(_changed(record, opened), differing, config_differs)
+
+
+def _model(
+    folder: Path, record: Mapping[str, Any], composition: Composition, opened: Mapping[str, Expert], again: Path
+) -> Verification:
+    from adapterswap.merging import ModelForm, prepare_model, write_model
+
+    form = ModelForm(**record["output"])
+    write_model(prepare_model(compose(composition, opened), form, composition.base_model), again)
+    told = read_json(again / PROVENANCE)
+    changed = dict(_changed(record, opened))
+    entered = {**told["experts"], BASE: told["base_model"] or {}}
+    for name, source in {**record["experts"], BASE: record["base_model"] or {}}.items():
+        if source.get("entered") != entered[name].get("entered"):
+            changed.setdefault(name, "weights")
+    differing = _differing(read_shards(folder), read_shards(again))
+    config_differs = read_json(folder / MODEL_CONFIG, _MEND) != read_json(again / MODEL_CONFIG, _MEND)
+    return Verification(changed, differing, config_differs, MODEL_CONFIG)
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -93,7 +145,11 @@ def _record(folder: Path) -> dict[str, Any]:
         for each in record["experts"].values():
             usable = usable and isinstance(each["sha256"], dict) and isinstance(each["source"], str)
         usable = usable and isinstance(record["composition"], dict) and isinstance(record.get("output", {}), dict)
-        Form(**record.get("output", {}))
+        if record.get("kind") == "model":
+            usable = usable and set(record["output"]) <= {"max_shard_size", "dtype"}
+            usable = usable and (record["base_model"] is None or isinstance(record["base_model"]["source"], str))
+        else:
+            Form(**record.get("output", {}))
     except (KeyError, TypeError, AttributeError):
         usable = False
     if not usable:
@@ -101,7 +157,7 @@ def _record(folder: Path) -> dict[str, Any]:
     return dict(record)
 
 
-def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict[str, Adapter]:
+def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict[str, Expert]:
     problems = Problems()
     names = ", ".join(record["experts"])
     for name in given.keys() - record["experts"].keys():
@@ -109,9 +165,7 @@ def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict
     opened = {}
     for name, source in record["experts"].items():
         reference = given.get(name)
-        noted = f"{source['source']}@{source.get('revision')}"
-        if reference is None and source.get("revision") and is_hub_id(noted):  # never a path that a record names
-            reference = noted
+        reference = reference or _noted(source)
         if reference is None:
             problems.add(
                 f"the expert {name!r} came from a folder named {source['source']!r}, and nothing says where that is",
@@ -119,28 +173,62 @@ def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict
             )
             continue
         with problems.collect():
-            opened[name] = open_adapter(reference)
+            opened[name] = open_expert(reference) if record.get("kind") == "model" else open_adapter(reference)
     problems.raise_if_any()
     return opened
 
 
-def _changed(record: Mapping[str, Any], name: str, adapter: Adapter) -> str | None:
-    """The first of a source's files that is not the one that was composed, by its SHA-256."""
-    hashes = record["experts"][name]["sha256"]
-    return next(
-        (file for file in (WEIGHTS, CONFIG) if sha256_of(adapter.source.folder / file) != hashes.get(file)), None
+def _base(record: Mapping[str, Any], given: str | None) -> str | None:
+    """The base of full weights: where it is, or None where none entered."""
+    source = record["base_model"]
+    if source is None:
+        return None
+    if (found := given or _noted(source)) is None:
+        raise AdapterswapError(
+            f"the base came from a folder named {source['source']!r}, and nothing says where that is",
+            "Give --base-model",
+        )
+    return found
+
+
+def _noted(source: Mapping[str, Any]) -> str | None:
+    """A source's Hub id with its commit; None for others: a path that a record names is never followed."""
+    noted = f"{source['source']}@{source.get('revision')}"
+    return noted if source.get("revision") and is_hub_id(noted) else None
+
+
+def _changed(record: Mapping[str, Any], opened: Mapping[str, Expert]) -> dict[str, str]:
+    """Adapters of which a file is not the one that was composed, by its SHA-256: name → the first such file."""
+    changed = {}
+    for name, expert in opened.items():
+        hashes = record["experts"][name]["sha256"]
+        files = (WEIGHTS, CONFIG) if isinstance(expert, Adapter) else ()
+        found = next((file for file in files if sha256_of(expert.source.folder / file) != hashes.get(file)), None)
+        if found:
+            changed[name] = found
+    return changed
+
+
+def _differing(one: Sequence[TensorFile], other: Sequence[TensorFile]) -> tuple[str, ...]:
+    """The names of tensors whose dtype, shape or bytes differ, wherever they lie."""
+    ours, theirs = (
+        {name: (tensor, file) for file in files for name, tensor in file.tensors.items()} for files in (one, other)
     )
+    names = sorted(ours.keys() | theirs.keys())
+    with open_files([*one, *other]) as opened:
 
+        def alike(name: str) -> bool:
+            if name not in ours or name not in theirs:
+                return False
+            (left, left_file), (right, right_file) = ours[name], theirs[name]
+            if (left.dtype, left.shape) != (right.dtype, right.shape):
+                return False
+            cuts = ((start, min(start + _BLOCK, left.nbytes)) for start in range(0, left.nbytes, _BLOCK))
+            return all(
+                np.array_equal(
+                    read_bytes(opened[left_file.path], left, *cut), read_bytes(opened[right_file.path], right, *cut)
+                )
+                for cut in cuts
+            )
 
-def _differing(one: TensorFile, other: TensorFile) -> tuple[str, ...]:
-    names = sorted(one.tensors.keys() | other.tensors.keys())
-    with one.path.open("rb") as left, other.path.open("rb") as right:
-
-        def content(file: Any, header: TensorFile, name: str) -> tuple[object, bytes] | None:
-            tensor = header.tensors.get(name)
-            if tensor is None:
-                return None
-            file.seek(tensor.start)
-            return (tensor.dtype, tensor.shape), file.read(tensor.nbytes)
-
-        return tuple(name for name in names if content(left, one, name) != content(right, other, name))
+        return tuple(name for name in names if not alike(name))

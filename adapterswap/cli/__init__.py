@@ -25,7 +25,7 @@ COMMANDS = {
     "inspect": "Show what an adapter holds: ranks, scales, layers, owners.",
     "slice": "Cut an expert to some layers: a shell or a core.",
     "extract": "Cut an adapter out of a full fine-tune.",
-    "verify": "Recompute a composed adapter from its sources and compare.",
+    "verify": "Recompute what was composed or merged from its sources and compare.",
     "diff": "Compare two adapters: distance and cosine of their ΔW.",
     "analyze": "Show where experts changed their base, layer by layer.",
     "suggest": "Propose layers for two experts, with the reasons.",

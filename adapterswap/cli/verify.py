@@ -1,4 +1,4 @@
-"""`adapterswap verify`: is this adapter still what its sources give?"""
+"""`adapterswap verify`: is this adapter, or model, still what its sources give?"""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from adapterswap.cli.printing import note, print_json
 @click.command("verify")
 @click.argument("path")
 @click.option("--expert", "experts", multiple=True, metavar="NAME=PATH", help="Where a source lies; repeatable.")
-@click.option("--base-model", metavar="PATH|ID", help="The base, where modules trained in full were averaged with it.")
+@click.option("--base-model", metavar="PATH|ID", help="The base, where its weights entered.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json: bool) -> None:
-    """Recompute a composed adapter from its sources and compare.
+    """Recompute what was composed or merged from its sources and compare.
 
-    PATH is an adapter that adapterswap wrote. Its adapterswap.json names the sources; those from the Hub are found by
-    themselves, folders are given with --expert. Exits with 1 if anything differs.
+    PATH is an adapter or a model that adapterswap wrote. Its adapterswap.json names the sources; those from the Hub are
+    found by themselves, folders are given with --expert. Exits with 1 if anything differs.
     """
     from adapterswap.checking.verifying import verify
 
@@ -42,11 +42,11 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
         click.echo("equal: every tensor and the config are what the sources give")
     else:
         for name, file in found.changed_sources.items():
-            click.echo(f"source changed: {name}'s {file} is not the file that was composed (SHA-256)")
+            click.echo(f"source changed: {name}'s {file} differs from what was composed (SHA-256)")
         for key in found.differing:
             click.echo(f"differs: {key}")
         if found.config_differs:
-            click.echo("differs: adapter_config.json")
+            click.echo(f"differs: {found.config}")
     if not found.equal:
-        note("Error: the adapter is not what its sources give. Compose it again, or find the sources it was made of.")
+        note("Error: it is not what its sources give. Compose or merge it again, or find the sources it was made of.")
         sys.exit(1)

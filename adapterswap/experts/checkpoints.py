@@ -23,6 +23,7 @@ __all__ = [
     "MODEL_CONFIG",
     "MODEL_INDEX",
     "MODEL_WEIGHTS",
+    "WEIGHT_FILES",
     "Checkpoint",
     "Parameter",
     "find_base_tensor",
@@ -42,7 +43,7 @@ COMPANIONS = (
     "merges.txt", "*.jinja", "chat_template*", "*.tiktoken", "*processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 
-_WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", *COMPANIONS]
+WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", *COMPANIONS]
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
         AdapterswapError: it is not there, holds pickled weights only, a shard is missing or damaged, a tensor is stored
             twice, or the index does not say what the shards hold. All that can be found at once is told at once.
     """
-    source = find_source(reference, _WEIGHT_FILES, what=what)
+    source = find_source(reference, WEIGHT_FILES, what=what)
     config = read_json(source.folder / MODEL_CONFIG, f"Give the {what}'s folder, with a sound config.json")
     shards = read_shards(source.folder)
     container = layer_container(name for shard in shards for name in shard.tensors)
@@ -119,7 +120,7 @@ def find_base_tensor(base_model: str, key: str, like: Tensor) -> tuple[Path, Ten
         AdapterswapError: the base cannot be had, has no safetensors files, or no such tensor of that shape in floating
             point numbers.
     """
-    folder = find_source(base_model, _WEIGHT_FILES, what="base model").folder
+    folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
     for shard in read_shards(folder):
         found = shard.tensors.get(key)
         if found is not None and found.shape == like.shape and found.dtype in FLOATS:

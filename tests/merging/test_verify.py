@@ -1,0 +1,85 @@
+"""Full weights, recomputed from their sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+import adapterswap
+from adapterswap import AdapterswapError
+from adapterswap.checking.verifying import verify
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def merged(model: Make, expert: Make, base: Make, tmp_path: Path) -> tuple[Path, dict[str, Path], Path]:
+    """One expert of each kind, norms with their layers, in small shards."""
+    sources = {"math": expert(seed=1), "swahili": model(seed=2)}
+    composition = adapterswap.Composition(
+        task="math", language="swahili", bottom=2, top=1, bottom_transition=1, norms="layer",
+        base_model=str(base("llama")),
+    )  # fmt: skip
+    out = adapterswap.merge(adapterswap.compose(composition, sources), out_path=tmp_path / "out", max_shard_size="40KB")
+    return out, sources, base("llama")
+
+
+def test_what_was_merged_is_what_its_sources_give(merged: tuple[Path, dict[str, Path], Path]) -> None:
+    out, sources, base = merged
+    assert verify(out, sources, base_model=str(base)).equal
+
+
+def test_bytes_that_changed_are_named(merged: tuple[Path, dict[str, Path], Path]) -> None:
+    out, sources, base = merged
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.layers.3.mlp.up_proj.weight"
+    shard = out / index[name]
+    raw = bytearray(shard.read_bytes())
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    raw[8 + int.from_bytes(raw[:8], "little") + header[name]["data_offsets"][0]] ^= 1
+    shard.write_bytes(raw)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    found = verify(out, sources, base_model=str(base))
+    assert found.differing == (name,)
+    assert found.config_differs
+    assert not found.changed_sources
+
+
+def test_sources_that_changed_are_named(
+    merged: tuple[Path, dict[str, Path], Path], expert: Make, model: Make, run: Callable[..., Result]
+) -> None:
+    out, sources, base = merged
+    found = verify(out, {**sources, "math": expert(seed=3)}, base_model=str(base))
+    assert found.changed_sources == {"math": "adapter_model.safetensors"}
+    assert "model.layers.4.mlp.up_proj.weight" in found.differing
+    found = verify(out, {**sources, "swahili": model(seed=4)}, base_model=str(base))
+    assert found.changed_sources == {"swahili": "weights"}
+    told = run("verify", out, "--expert", f"math={sources['math']}", "--expert", f"swahili={model(seed=4)}",
+               "--base-model", base)  # fmt: skip
+    assert told.exit_code == 1
+    assert "source changed: swahili's weights" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, "the base came from a folder named"),
+        ({"output": {"dtype": "int4"}}, "int4"),
+        ({"output": {"layout": "exact"}}, "is not understood"),
+        ({"base_model": "base"}, "is not understood"),
+    ],
+)
+def test_records_that_cannot_be_followed(
+    change: dict[str, Any], told: str, merged: tuple[Path, dict[str, Path], Path]
+) -> None:
+    out, sources, base = merged
+    record = json.loads((out / "adapterswap.json").read_text())
+    (out / "adapterswap.json").write_text(json.dumps({**record, **change}))
+    with pytest.raises(AdapterswapError, match=told):
+        verify(out, sources, base_model=str(base) if change else None)
