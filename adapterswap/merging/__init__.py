@@ -153,11 +153,11 @@ def write_model(
     devices = choose_devices(device)
     with atomic_folder(out_path, overwrite=overwrite, inputs=merged.inputs) as folder:
         copy_companions(plan, form, folder)
-        hashes = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
+        entered = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
         index = index_of(plan, merged.shards, form)
         if index is not None:
             _write_json(folder / MODEL_INDEX, index)
-        _write_json(folder / PROVENANCE, describe_model(plan, form, hashes, merged.magnitudes, merged.kept_share))
+        _write_json(folder / PROVENANCE, describe_model(plan, form, entered, merged.magnitudes, merged.kept_share))
         (folder / "README.md").write_text(merged_card(plan), encoding="utf-8")
     return out_path
 

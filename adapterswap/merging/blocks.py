@@ -1,4 +1,4 @@
-"""Read what a tensor of the result is made of, block by block, and hash it on the way.
+"""Read what a tensor of the result is made of, block by block, and note what entered.
 
 A block is a range of rows; memory is bounded by blocks, not by tensors, wherever a method allows it. Knows files and
 plans; computes nothing.
@@ -18,7 +18,7 @@ from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.parameters import LowRankTerm, ParameterPlan, Stored
 
-__all__ = ["Block", "Hashes", "Part", "Work", "read_blocks", "row_ranges"]
+__all__ = ["Block", "Entered", "Part", "Work", "read_blocks", "row_ranges"]
 
 _COPIED = 2**20  # bytes of a block that is copied, and
 _COMPUTED = 2**18  # elements of one that is computed, 1 MB in float32: both stay in a core's cache
@@ -71,39 +71,49 @@ class Block:
 
 
 @dataclass
-class Hashes:
-    """The SHA-256 of every tensor that was read from end to end, by expert and name; see `of`."""
+class Entered:
+    """What of each expert went into the result, by expert and name: tensors copied, and those that were computed with.
 
-    tensors: dict[tuple[str, str], tuple[Tensor, str]] = field(default_factory=dict)
+    A copied tensor stands in the result byte for byte, so the result itself says what it was, and it is not hashed:
+    that would take longer than copying it. Of the others, nothing but their SHA-256 would be left.
+    """
 
-    def of(self, expert: str) -> dict[str, int | str]:
-        """How many tensors and bytes of an expert entered, and one hash of them all.
+    copied: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    computed: dict[tuple[str, str], tuple[Tensor, str]] = field(default_factory=dict)
+
+    def of(self, expert: str) -> dict[str, dict[str, int | str]]:
+        """How many tensors and bytes of an expert were copied; how many were computed with, and one hash of them all.
 
         It is the SHA-256 over, in the order of their names, each tensor's name, dtype, shape and own SHA-256, in text,
-        a line each: whoever has the checkpoint can compute it again. It says nothing of tensors that did not enter.
+        a line each: whoever has the checkpoint can compute it again. It says nothing of other tensors.
         """
-        own = sorted((name, *found) for (owner, name), found in self.tensors.items() if owner == expert)
+        copied = [tensor for (owner, _), tensor in self.copied.items() if owner == expert]
+        own = sorted((name, *found) for (owner, name), found in self.computed.items() if owner == expert)
         lines = [f"{name} {tensor.dtype} {list(tensor.shape)} {digest}\n" for name, tensor, digest in own]
         return {
-            "tensors": len(own),
-            "bytes": sum(tensor.nbytes for _, tensor, _ in own),
-            "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
+            "copied": {"tensors": len(copied), "bytes": sum(tensor.nbytes for tensor in copied)},
+            "computed": {
+                "tensors": len(own),
+                "bytes": sum(tensor.nbytes for _, tensor, _ in own),
+                "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
+            },
         }
 
 
-def read_blocks(work: Work, files: Mapping[Path, int], hashes: Hashes) -> Iterator[Block]:
+def read_blocks(work: Work, files: Mapping[Path, int], entered: Entered) -> Iterator[Block]:
     """The blocks of a tensor of the result, in order.
 
     Raises:
         AdapterswapError: a file cannot be read, or is shorter than its header said.
     """
-    reader = _Reader(files, hashes)
     if work.copied is None:
-        yield from _computed_blocks(work, reader)
+        yield from _computed_blocks(work, _Reader(files, entered))
         return
-    owner = work.parameter.owner or BASE
-    for start, stop in row_ranges(work.copied.tensor.nbytes, _COPIED):
-        yield Block(work, start, stop, (reader.bytes(owner, work.copied, start, stop),), None, ())
+    owner, tensor = work.parameter.owner or BASE, work.copied.tensor
+    for start, stop in row_ranges(tensor.nbytes, _COPIED):
+        raw = read_bytes(files[work.copied.path], tensor, start, stop)
+        yield Block(work, start, stop, (Part(owner, tensor, raw),), None, ())
+    entered.copied[owner, tensor.name] = tensor
 
 
 def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
@@ -119,26 +129,22 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
 
 
 class _Reader:
-    """Reads the sources of one tensor of the result, each from its first byte to its last, and hashes them."""
+    """Reads what a tensor is computed from, each source from its first byte to its last, and hashes it on the way."""
 
-    def __init__(self, files: Mapping[Path, int], hashes: Hashes) -> None:
+    def __init__(self, files: Mapping[Path, int], entered: Entered) -> None:
         self._files = files
-        self._hashes = hashes
+        self._entered = entered
         self._digests: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
 
-    def bytes(self, expert: str, stored: Stored, start: int, stop: int) -> Part:
-        """Bytes `start` to `stop` of a tensor of an expert."""
-        tensor = stored.tensor
-        raw = read_bytes(self._files[stored.path], tensor, start, stop)
-        self._digests[expert].update(raw.data)
-        if stop == tensor.nbytes:
-            self._hashes.tensors[expert, tensor.name] = (tensor, self._digests[expert].hexdigest())
-        return Part(expert, tensor, raw)
-
     def elements(self, expert: str, stored: Stored, start: int, stop: int) -> Part:
-        """Elements `start` to `stop`."""
-        size = DTYPE_BYTES[stored.tensor.dtype]
-        return self.bytes(expert, stored, start * size, stop * size)
+        """Elements `start` to `stop` of a tensor of an expert."""
+        tensor = stored.tensor
+        size = DTYPE_BYTES[tensor.dtype]
+        raw = read_bytes(self._files[stored.path], tensor, start * size, stop * size)
+        self._digests[expert].update(raw.data)
+        if stop * size == tensor.nbytes:
+            self._entered.computed[expert, tensor.name] = (tensor, self._digests[expert].hexdigest())
+        return Part(expert, tensor, raw)
 
     def factors(self, term: LowRankTerm) -> tuple[Part, Part]:
         """A and B, whole; an adapter is hashed as a file."""

@@ -1,6 +1,6 @@
 """What a merged model says of itself: adapterswap.json and the model card. No clock, and no path of a machine.
 
-Knows plans and hashes; nothing of how the tensors were written.
+Knows plans and what entered; nothing of how the tensors were written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 from adapterswap import __version__
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, Checkpoint
-from adapterswap.merging.blocks import Hashes
+from adapterswap.merging.blocks import Entered
 from adapterswap.merging.shards import ModelForm
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.model_describe import model_strip, model_unusual
@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 def describe_model(
-    plan: ModelPlan, form: ModelForm, hashes: Hashes, magnitudes: Mapping[str, float], kept: Mapping[str, float]
+    plan: ModelPlan, form: ModelForm, entered: Entered, magnitudes: Mapping[str, float], kept: Mapping[str, float]
 ) -> dict[str, Any]:
     """The content of adapterswap.json: what was composed from what, as plain data that may be published."""
     asked = plan.composition.model_dump(
@@ -39,10 +39,10 @@ def describe_model(
         "format": FORMAT,
         "kind": "model",
         "adapterswap_version": __version__,
-        "base_model": _describe(BASE, plan.base, hashes) if plan.base else None,
+        "base_model": _describe(BASE, plan.base, entered) if plan.base else None,
         "num_layers": plan.num_layers,
         "composition": {"method": plan.composition.method, **asked},
-        "experts": {name: _describe(name, expert, hashes) for name, expert in plan.experts.items()},
+        "experts": {name: _describe(name, expert, entered) for name, expert in plan.experts.items()},
         "rules": [rule.model_dump(mode="json", exclude_defaults=True, by_alias=True) for rule in plan.rules],
         "output": {key: value for key, value in asdict(form).items() if value is not None},
         "tensors": {parameter.name: parameter_coefficients(parameter) for parameter in plan},
@@ -51,12 +51,12 @@ def describe_model(
     }
 
 
-def _describe(name: str, expert: Adapter | Checkpoint, hashes: Hashes) -> dict[str, Any]:
+def _describe(name: str, expert: Adapter | Checkpoint, entered: Entered) -> dict[str, Any]:
     source = expert.source
     told: dict[str, Any] = {"source": source.name, "revision": source.revision}
     if isinstance(expert, Adapter):
         return {**told, "sha256": {WEIGHTS: sha256_of(expert.file.path), CONFIG: expert.config.sha256}}
-    return {**told, "sha256": {MODEL_CONFIG: sha256_of(source.folder / MODEL_CONFIG)}, "entered": hashes.of(name)}
+    return {**told, "sha256": {MODEL_CONFIG: sha256_of(source.folder / MODEL_CONFIG)}, "entered": entered.of(name)}
 
 
 def merged_card(plan: ModelPlan) -> str:

@@ -17,7 +17,7 @@ from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.tensorfile import TensorFile
-from adapterswap.merging.blocks import Hashes, Work, read_blocks
+from adapterswap.merging.blocks import Entered, Work, read_blocks
 from adapterswap.merging.computing import Rows, compute
 from adapterswap.merging.shards import OutputShard
 from adapterswap.merging.workers import Stopped, work_off
@@ -58,8 +58,8 @@ def stream(
     devices: Sequence[str],
     kept_rows: Rows,
     progress: Callable[[], None] = lambda: None,
-) -> Hashes:
-    """Write the shards into `folder`; return the hashes of what was read.
+) -> Entered:
+    """Write the shards into `folder`; return what entered.
 
     Args:
         plan: with its final coefficients.
@@ -73,7 +73,7 @@ def stream(
         AdapterswapError: NaN or infinity in a source, overflow of a result, a source that changed.
         OSError: a file cannot be written.
     """
-    hashes = Hashes()
+    entered = Entered()
     with ExitStack() as stack:
         files = stack.enter_context(open_files(_sources(plan)))
         copied: list[tuple[str, Work]] = []
@@ -90,7 +90,7 @@ def stream(
 
         def carry_out(item: tuple[str, Work], stopped: Stopped) -> None:
             device, work = item
-            for done in compute(read_blocks(work, files, hashes), device, kept_rows, plan.composition.seed):
+            for done in compute(read_blocks(work, files, entered), device, kept_rows, plan.composition.seed):
                 if stopped():
                     return
                 write_at(work.output, done.data, done.offset)
@@ -105,7 +105,7 @@ def stream(
                 workers = 1  # they are held whole
             stack.enter_context(torch_threads(cores() // workers))
             work_off(computed, carry_out, workers)
-    return hashes
+    return entered
 
 
 def _sources(plan: ModelPlan) -> list[TensorFile]:
