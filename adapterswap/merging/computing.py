@@ -1,9 +1,10 @@
-"""The numbers of a block: weights and ΔW added up in float32 on a torch device, rounded once.
+"""The numbers of a block: weights and ΔW added up in float32, rounded once.
 
     W' = Σ c_i·W_i + (1 - Σ c_i)·W_base + [c_1·s_1·B_1, …]·[A_1; …]
 
-Nonlinear methods, which need a tensor whole, are computed in numpy by `arithmetic.nonlinear`. torch is imported where
-there is something to compute. Knows blocks; reads and writes nothing.
+Products of factors, and everything on a GPU, are torch's. Averages of stored weights on the CPU are numpy's, which
+spares the import of torch, and so are nonlinear methods, which need a tensor whole (`arithmetic.nonlinear`). Knows
+blocks; reads and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas, slerp_weights
-from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, finite_bytes, not_finite, too_large
+from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import FLOATS
 from adapterswap.files.tensorfile import DTYPE_BYTES
 from adapterswap.merging.blocks import Block, Part
 from adapterswap.planning.parameters import ParameterPlan
 
-__all__ = ["Done", "Rows", "compute", "slerp_coefficients"]
+__all__ = ["Done", "Rows", "compute", "needs_torch", "slerp_coefficients"]
 
 Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (expert, module) → which rows of its ΔW stay
 
@@ -67,9 +68,12 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
             continue
         columns = work.matrix[1]
         if work.parameter.is_linear:
-            if block.start == 0:
-                product = _product(work.parameter, block, device, kept_rows)
-            data = _linear(block, product, device)
+            if not needs_torch(work.parameter, device):
+                data = _averaged(block)
+            else:
+                if block.start == 0:
+                    product = _product(work.parameter, block, device, kept_rows)
+                data = _linear(block, product, device)
         else:
             data = _nonlinear(block, kept_rows, seed)
         size = DTYPE_BYTES[work.place.dtype] * columns
@@ -110,14 +114,43 @@ def _product(parameter: ParameterPlan, block: Block, device: str, kept_rows: Row
     return _Product(torch.cat(lefts, dim=1), torch.cat(rights, dim=0)) if lefts else None
 
 
+def needs_torch(parameter: ParameterPlan, device: str) -> bool:
+    """Whether a tensor that is computed is torch's work."""
+    return parameter.is_linear and (bool(parameter.low_rank) or device != "cpu")
+
+
+def _weighted(block: Block) -> list[tuple[float, Part]]:
+    """The stored weights that enter, each with its coefficient; the base comes last."""
+    parameter = block.work.parameter
+    found = [(term.coefficient, part) for term, part in zip(parameter.whole, block.whole, strict=True)]
+    return found + ([(parameter.rest, block.base)] if block.base is not None else [])
+
+
+def _averaged(block: Block) -> Bytes:
+    total: Delta | None = None
+    with np.errstate(all="ignore"):  # what overflows is told of by `finite_bytes`
+        for coefficient, part in _weighted(block):
+            numbers = decode(part.raw, part.tensor.dtype, (-1,))
+            numbers *= np.float32(coefficient)
+            total = numbers if total is None else np.add(total, numbers, out=total)
+        assert total is not None
+    name, dtype = block.work.parameter.name, block.work.place.dtype
+    raw = encode(total, dtype)
+    if not check_finite(raw, dtype):
+        raise _overflow(name, dtype)
+    return raw
+
+
+def _overflow(name: str, dtype: str) -> AdapterswapError:
+    return AdapterswapError(f"{name} overflows {dtype} when it is computed", "Give --dtype bfloat16 or float32")
+
+
 def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     import torch
 
     parameter, place = block.work.parameter, block.work.place
-    weighted = [(term.coefficient, part) for term, part in zip(parameter.whole, block.whole, strict=True)]
-    weighted += [(parameter.rest, block.base)] if block.base is not None else []
     total: Any = None
-    for coefficient, part in weighted:
+    for coefficient, part in _weighted(block):
         numbers = _tensor(part, device)
         if total is not None:
             total.add_(numbers, alpha=coefficient)
@@ -130,9 +163,7 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     raw = total.reshape(-1).to(dtypes[place.dtype]).view(torch.uint8).cpu().numpy()
     if not check_finite(raw, place.dtype):
-        raise AdapterswapError(
-            f"{parameter.name} overflows {place.dtype} when it is computed", "Give --dtype bfloat16 or float32"
-        )
+        raise _overflow(parameter.name, place.dtype)
     return np.asarray(raw)
 
 

@@ -18,7 +18,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.tensorfile import TensorFile
 from adapterswap.merging.blocks import Entered, Work, read_blocks
-from adapterswap.merging.computing import Rows, compute
+from adapterswap.merging.computing import Rows, compute, needs_torch
 from adapterswap.merging.shards import OutputShard
 from adapterswap.merging.workers import Stopped, work_off
 from adapterswap.planning.model_plan import ModelPlan
@@ -96,15 +96,16 @@ def stream(
                 write_at(work.output, done.data, done.offset)
             progress()
 
-        if computed:  # importing torch takes as long as copying a gigabyte: both at once
+        with_torch = any(needs_torch(work.parameter, device) for device, work in computed)
+        if with_torch:  # importing it takes as long as copying a gigabyte: both at once
             threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
-        if computed:
-            workers = min(max(_WORKERS, 2 * len(devices)), cores())
-            if not all(work.parameter.is_linear for _, work in computed):
-                workers = 1  # they are held whole
+        workers = min(max(_WORKERS, 2 * len(devices)), cores())
+        if not all(work.parameter.is_linear for _, work in computed):
+            workers = 1  # they are held whole
+        if with_torch:
             stack.enter_context(torch_threads(cores() // workers))
-            work_off(computed, carry_out, workers)
+        work_off(computed, carry_out, workers)
     return entered
 
 
