@@ -20,6 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "which_layers"))
+from make_tasks import make_tasks
+
 PROBLEMS = 100
 ADAPTER = {"r": 8, "alpha": 16, "rslora": True}
 TRAINING = {
@@ -39,25 +42,12 @@ tasks: [lab_xx]
 retention: [lab_en]
 settings: {include_path: tasks, batch_size: 100}
 """
-TASK = """\
-task: lab_{language}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{{{prompt}}}}"
-doc_to_target: "{{{{' ' + answer}}}}"
-num_fewshot: 0
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-metadata: {{version: 1.0}}
-"""
 
 
 def make_world(folder: Path, problems: int = PROBLEMS) -> Path:
     """The base, six experts, two tasks and the recipe in `folder`; the recipe's path."""
     from adapterswap.lab.bases import write_base
-    from adapterswap.lab.scenes import SCENES, draw_problems, language_rows, math_rows
+    from adapterswap.lab.scenes import SCENES, language_rows, math_rows
     from adapterswap.training import TrainRecipe, train
 
     scene = SCENES["gap"]
@@ -80,14 +70,7 @@ def make_world(folder: Path, problems: int = PROBLEMS) -> Path:
                 "training": {**TRAINING, "learning_rate": LEARNING_RATE[name], "seed": seed, "data_seed": seed},
             }
             train(TrainRecipe.model_validate(content), out_path=folder / f"{name}{seed}", progress=False)
-    tasks = folder / "tasks"
-    tasks.mkdir(exist_ok=True)
-    for language in ("en", "xx"):
-        file = tasks / f"{language}.jsonl"
-        drawn = draw_problems(scene, "development", problems)
-        rows = ({"prompt": problem.prompt(language), "answer": problem.answer} for problem in drawn)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tasks / f"{language}.yaml").write_text(TASK.format(language=language, file=file.resolve()))
+    make_tasks(folder / "tasks", problems)
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder / "recipe.yaml"
 

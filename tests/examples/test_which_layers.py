@@ -1,0 +1,55 @@
+"""The example of ways to choose layers: its commands run on a run of the lab, and its sweep is a sound one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "which_layers"
+
+
+@pytest.fixture(scope="module")
+def lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with lab-run/seed-0 in it: a shipped base, and experts that were trained for a step."""
+    import json
+
+    from adapterswap.lab.bases import write_base
+    from adapterswap.lab.scenes import SCENES, language_rows, math_rows
+    from adapterswap.training import TrainRecipe, train
+
+    here = tmp_path_factory.mktemp("which-layers")
+    seed = here / "lab-run" / "seed-0"
+    seed.mkdir(parents=True)
+    write_base(SCENES["gap"], 0, seed / "base")
+    for name, rows in (("math", math_rows), ("language", language_rows)):
+        chosen = [{"prompt": row.prompt, "completion": row.completion} for row in rows(SCENES["gap"], 0)][:64]
+        (seed / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+        content = {
+            "base_model": str(seed / "base"),
+            "adapter": {"r": 4},
+            "datasets": [{"path": str(seed / f"{name}.jsonl"), "prompt": "{prompt}", "completion": " {completion}"}],
+            "training": {"max_steps": 2, "learning_rate": 1e-2, "device": "cpu", "save_every_samples": None},
+        }
+        train(TrainRecipe.model_validate(content), out_path=seed / name, progress=False)
+    shutil.copytree(EXAMPLE, here / "examples" / "which_layers")
+    return here
+
+
+def test_every_command_of_the_page_runs(lab_run: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLE / "README.md").read_text(), flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    assert len(lines) == 7
+    for line in lines:
+        program, *words = shlex.split(line)
+        python = [sys.executable] if program == "python" else [sys.executable, "-m", "adapterswap"]
+        words += ["--problems", "6"] if program == "python" else []
+        done = subprocess.run([*python, *words], cwd=lab_run, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+    assert (lab_run / "lab-sweep-report" / "report.html").is_file()
+    assert len((lab_run / "lab-sweep" / "cells.jsonl").read_text().splitlines()) > 25
