@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="Of the base; auto: as stored.",
 )
+@click.option("--ray", metavar="ADDRESS", help="Judge over a Ray cluster; local starts one on this machine.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --ray: how many processes.  [default: one for each GPU]",
+)
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks run code that the model wrote (MBPP).")
 @click.option("--overwrite", is_flag=True, help="Begin anew where the folder holds a sweep.")
 @click.option("--dry-run", is_flag=True, help="Check everything and count; load no weights, write nothing.")
@@ -43,6 +50,8 @@ def command(
     batch_size: int | None,
     device: str,
     dtype: str,
+    ray: str | None,
+    workers: int | None,
     confirm_run_unsafe_code: bool,
     overwrite: bool,
     dry_run: bool,
@@ -62,6 +71,8 @@ def command(
     from adapterswap.sweeps.estimating import estimate
     from adapterswap.sweeps.recording import check_out_path
 
+    if workers is not None and ray is None:
+        raise click.UsageError("--workers goes with --ray.")
     short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     chosen = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
@@ -74,7 +85,9 @@ def command(
         note("nothing evaluated (--dry-run)")
         return
     with _progress() as tell:
-        run = sweep(prepared, out_path, device=device, dtype=dtype, overwrite=overwrite, tell=tell)
+        run = sweep(
+            prepared, out_path, device=device, dtype=dtype, overwrite=overwrite, ray=ray, workers=workers, tell=tell
+        )
     rows = summarize(run)
     if as_json:
         finished_rows = [row.as_json() for row in rows]

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from adapterswap.sweeps.judging import is_live
 from adapterswap.sweeps.preparing import Prepared
 from adapterswap.sweeps.results import Cell, CellResult
-from adapterswap.sweeps.running import is_live
+from adapterswap.sweeps.search import expected
 
 __all__ = ["Estimate", "estimate"]
 
@@ -22,7 +23,7 @@ class Estimate:
     """What is left to do.
 
     Attributes:
-        cells: in all.
+        cells: in all; of a family that is searched, as many as there are trials.
         finished: of them, in the folder already.
         families: row → its cells.
         left_out: compositions whose zones need more layers than there are.
@@ -66,7 +67,8 @@ def estimate(prepared: Prepared, finished: Sequence[CellResult] = ()) -> Estimat
         return sum(requests[task] for task in cell.tasks)
 
     done = {result.cell.cell for result in finished}
-    pending = [cell for cell in grid.cells if cell.cell not in done]
+    cells = expected(prepared, done)
+    pending = [cell for cell in cells if cell.cell not in done]
     live = sum(is_live(prepared, cell) for cell in pending)
     measured = [result for result in finished if result.seconds["evaluate"] > 0]
     left = sum(map(asked, pending))
@@ -75,9 +77,9 @@ def estimate(prepared: Prepared, finished: Sequence[CellResult] = ()) -> Estimat
         spent = sum(sum(result.seconds.values()) for result in measured)
         seconds = spent / sum(asked(result.cell) for result in measured) * left
     return Estimate(
-        cells=len(grid.cells),
+        cells=len(cells),
         finished=len(done),
-        families=dict(Counter(cell.family for cell in grid.cells)),
+        families=dict(Counter(cell.family for cell in cells)),
         left_out=grid.left_out,
         repeated=grid.repeated,
         documents={name: info.num_docs for name, info in prepared.tasks.items()},

@@ -21,9 +21,25 @@ from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.defaults import is_default, overlaps
 from adapterswap.sweeps.recipe import BASELINES, EXTRA, GRID_FIELDS, Family, SweepRecipe
 
-__all__ = ["Asked", "Grid", "composition_of", "extra_experts", "make_cells", "target_groups"]
+__all__ = ["Asked", "Grid", "Space", "Trial", "composition_of", "extra_experts", "make_cells", "target_groups"]
 
 Tasks = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration of a family: its values by field, and the ids of its cells, one for each pair."""
+
+    values: Mapping[str, Any]
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """A family, by its name in the recipe, and its configurations, without those whose zones overlap."""
+
+    family: str | None
+    trials: tuple[Trial, ...]
 
 
 @dataclass(frozen=True)
@@ -34,11 +50,13 @@ class Grid:
         cells: in the order in which they are judged.
         left_out: compositions whose zones need more layers than there are, over all pairs.
         repeated: compositions that a family holds twice, over all pairs.
+        spaces: the same cells, but for baselines that are no compositions of a pair, by family and configuration.
     """
 
     cells: tuple[Cell, ...]
     left_out: int
     repeated: int
+    spaces: tuple[Space, ...]
 
 
 @dataclass(frozen=True)
@@ -105,12 +123,14 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
     problems = Problems()
     everything = asked.of(recipe.language_experts)
     cells: dict[str, Cell] = {}
+    spaces: list[Space] = []
     left_out = repeated = 0
 
-    def add(cell: Cell) -> None:
+    def add(cell: Cell) -> str:
         nonlocal repeated
         repeated += cell.cell in cells
         cells.setdefault(cell.cell, cell)
+        return cell.cell
 
     if "base" in recipe.baselines:
         add(_make_cell("base", (), (), {}, {}, BASE, everything, default=True))
@@ -129,29 +149,31 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
         for content in _configurations(family):
             with problems.collect():
                 configurations.append(_check(content, family))
+        held: list[list[str]] = [[] for _ in configurations]
         for task, language in _pairs(recipe, family):
-            for content in configurations:
+            for content, ids in zip(configurations, held, strict=True):
                 composition = _on(content, task, language or (BASE,))
                 if overlaps(composition, num_layers):
                     left_out += 1
                     continue
-                add(
-                    _make_cell(
-                        _row(family, composition),
-                        task,
-                        language,
-                        _as_data(composition),
-                        family.output,
-                        _short(task, language, content, family.output),
-                        asked.of(language or recipe.language_experts),
-                        default=is_default(composition, num_layers, alone=len(configurations) == 1),
-                    )
+                cell = _make_cell(
+                    _row(family, composition),
+                    task,
+                    language,
+                    _as_data(composition),
+                    family.output,
+                    _short(task, language, content, family.output),
+                    asked.of(language or recipe.language_experts),
+                    default=is_default(composition, num_layers, alone=len(configurations) == 1),
                 )
+                ids.append(add(cell))
+        found = zip(configurations, held, strict=True)
+        spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in found if ids)))
     problems.raise_if_any()
     if not cells:
         raise AdapterswapError("nothing is left to judge: all zones overlap", "Lower bottom, top and the transitions")
     ordered = sorted(cells.values(), key=lambda cell: _order(cell, everything))
-    return Grid(tuple(ordered), left_out, repeated)
+    return Grid(tuple(ordered), left_out, repeated, tuple(spaces))
 
 
 def composition_of(cell: Cell) -> Composition | None:

@@ -7,7 +7,7 @@ beside the recipe. Knows nothing of torch or lm-evaluation-harness, and opens no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from adapterswap.files.smallfiles import exists
 from adapterswap.files.yamlfiles import StrictModel, read_recipe
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Method, Partition
-from adapterswap.sweeps.settings import Selection, SweepSettings
+from adapterswap.sweeps.settings import Search, Selection, SweepSettings
 
 __all__ = [
     "BASELINES",
@@ -30,6 +30,7 @@ __all__ = [
     "Pair",
     "SweepRecipe",
     "read_sweep_recipe",
+    "with_places",
 ]
 
 Baseline = Literal["base", "task", "language", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
@@ -122,6 +123,11 @@ class Family(StrictModel):
         bounds = {"max_rank": self.max_rank, "max_error": self.max_error}
         return {key: value for key, value in bounds.items() if value is not None}
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one configuration."""
+        return any(len(getattr(self, field)) > 1 for field in GRID_FIELDS)
+
     @model_validator(mode="after")
     def _one_bound(self) -> Family:
         if len(self.output) == 2:
@@ -180,6 +186,7 @@ class SweepRecipe(StrictModel):
     )  # fmt: skip
     settings: SweepSettings = Field(default=SweepSettings(), description="How tasks are evaluated.")
     selection: Selection = Field(default=Selection(), description="The documents on which configurations are chosen.")
+    search: Search | None = Field(default=None, description="Search the families' grids, instead of judging all.")
 
     @field_validator("tasks")
     @classmethod
@@ -204,6 +211,12 @@ class SweepRecipe(StrictModel):
         rows = {family.name or "" for family in self.compositions} | {"base", "task expert", "language expert"}
         if clash := sorted(rows & self.extra.keys()):
             raise ValueError(f"extra: {clash[0]!r} is a row of its own already: choose another name")
+        if self.search is not None:
+            choices = [family for family in self.compositions if family.has_choice]
+            if not choices:
+                raise ValueError("search: no family of compositions has a list of values: there is nothing to search")
+            if self.search.family is not None and self.search.family not in {family.name for family in choices}:
+                raise ValueError(f"search.family: {self.search.family!r} names no family with a list of values")
         return self
 
 
@@ -223,15 +236,24 @@ def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepR
     def found(reference: str) -> str:
         return str(beside / reference) if exists(beside / reference) else reference
 
+    return with_places(recipe, found)
+
+
+def with_places(recipe: SweepRecipe, found: Callable[[str], str]) -> SweepRecipe:
+    """The recipe with `found(place)` for the place of the base, of each expert and of `include_path`."""
+
+    def each(places: dict[str, str]) -> dict[str, str]:
+        return {name: found(place) for name, place in places.items()}
+
     settings = recipe.settings
     if settings.include_path is not None:
         settings = settings.model_copy(update={"include_path": found(settings.include_path)})
     return recipe.model_copy(
         update={
             "base_model": found(recipe.base_model),
-            "task_experts": {name: found(place) for name, place in recipe.task_experts.items()},
-            "language_experts": {name: found(place) for name, place in recipe.language_experts.items()},
-            "extra": {name: [found(place) for place in _as_list(places)] for name, places in recipe.extra.items()},
+            "task_experts": each(recipe.task_experts),
+            "language_experts": each(recipe.language_experts),
+            "extra": {row: [found(place) for place in _as_list(places)] for row, places in recipe.extra.items()},
             "settings": settings,
         }
     )

@@ -1,4 +1,4 @@
-"""How a sweep evaluates, and how it parts documents: the recipe's `settings` and `selection`.
+"""How a sweep evaluates, parts documents and searches: the recipe's `settings`, `selection` and `search`.
 
 Knows nothing of experts and compositions.
 """
@@ -6,14 +6,14 @@ Knows nothing of experts and compositions.
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from adapterswap.evaluation.settings import SEED, Settings
 from adapterswap.files.yamlfiles import StrictModel
 
-__all__ = ["Selection", "SweepSettings"]
+__all__ = ["Search", "Selection", "SweepSettings"]
 
 
 class SweepSettings(StrictModel):
@@ -50,3 +50,14 @@ class Selection(StrictModel):
         select = sorted(Random(self.seed).sample(range(num_docs), chosen))
         kept = set(select)
         return tuple(select), tuple(doc_id for doc_id in range(num_docs) if doc_id not in kept)
+
+
+class Search(StrictModel):
+    """Some configurations of a family instead of all: a trial is a configuration, judged with every pair."""
+
+    sampler: Literal["tpe", "random"] = Field(
+        default="tpe", description="tpe: Bayesian, by the trials so far (Bergstra et al. 2011); random: at random."
+    )
+    trials: int = Field(default=40, ge=1, description="Configurations of each family that is searched.")
+    seed: int = Field(default=0, ge=0, description="Of the sampler.")
+    family: str | None = Field(default=None, description="The only family to search; default: all that have a choice.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from adapterswap.sweeps.results import CellResult, Run, TaskInfo
 
-__all__ = ["Row", "better", "cell_value", "summarize"]
+__all__ = ["Row", "better", "cell_value", "half_value", "sign_of", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def better(one: CellResult | None, other: CellResult, tasks: Mapping[str, TaskIn
     value, rival = (None if cell is None else cell_value(cell, tasks) for cell in (one, other))
     if rival is None or value is None:
         return one if rival is None else other
-    return other if _sign([other], tasks) * (rival - value) > 0 else one
+    return other if sign_of([other], tasks) * (rival - value) > 0 else one
 
 
 def summarize(run: Run) -> list[Row]:
@@ -70,9 +70,11 @@ def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) 
     configurations: dict[str, list[CellResult]] = {}
     for result in results:
         configurations.setdefault(result.cell.configuration, []).append(result)
-    scores = {name: _mean(_half(result, tasks, "select") for result in found) for name, found in configurations.items()}
+    scores = {
+        name: _mean(half_value(result, tasks, "select") for result in found) for name, found in configurations.items()
+    }
     known = {name: score for name, score in scores.items() if score is not None}
-    sign = _sign(results, tasks)
+    sign = sign_of(results, tasks)
     best = max(known, key=lambda name: sign * known[name]) if known else None
     return Row(
         family=family,
@@ -83,7 +85,7 @@ def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) 
         configurations=len(configurations),
         best=best if len(configurations) > 1 else None,
         chosen_at=known[best] if best is not None else None,
-        reported_at=_mean(_half(r, tasks, "report") for r in configurations[best]) if best is not None else None,
+        reported_at=_mean(half_value(r, tasks, "report") for r in configurations[best]) if best is not None else None,
     )
 
 
@@ -91,12 +93,12 @@ def _targets(result: CellResult, tasks: Mapping[str, TaskInfo]) -> list[TaskInfo
     return [tasks[name] for name in result.results if tasks[name].role == "target"]
 
 
-def _sign(results: Iterable[CellResult], tasks: Mapping[str, TaskInfo]) -> int:
+def sign_of(results: Iterable[CellResult], tasks: Mapping[str, TaskInfo]) -> int:
     """-1 where less is better."""
     return 1 if all(task.higher_is_better for result in results for task in _targets(result, tasks)) else -1
 
 
-def _half(result: CellResult, tasks: Mapping[str, TaskInfo], half: str) -> float | None:
+def half_value(result: CellResult, tasks: Mapping[str, TaskInfo], half: str) -> float | None:
     """The mean over target tasks of the mean over one part of their documents."""
     return _mean(result.results[task.name].mean_over(getattr(task, half)) for task in _targets(result, tasks))
 

@@ -22,8 +22,8 @@ from adapterswap.sweeps import (
     summarize,
     sweep,
 )
+from adapterswap.sweeps.judging import is_live
 from adapterswap.sweeps.preparing import Prepared
-from adapterswap.sweeps.running import is_live
 
 from .conftest import SETTINGS
 

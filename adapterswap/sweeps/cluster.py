@@ -1,0 +1,195 @@
+"""Judge cells in worker processes over Ray, on this machine or many.
+
+Each worker prepares the same sweep itself and loads the base and the experts once; it must find what this process
+found, or it is refused. Cells are handed out one at a time and their results come back in the order of the cells. The
+cell of a worker that dies is given to the next that is free, and another worker is started in its place. Only this
+process writes. Knows judges and Ray; knows nothing of the folder, or of which cells there are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from socket import create_connection
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problem
+from adapterswap.files.smallfiles import exists
+from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress
+from adapterswap.sweeps.preparing import Prepared, prepare
+from adapterswap.sweeps.recipe import SweepRecipe, with_places
+from adapterswap.sweeps.results import Cell
+
+__all__ = ["over_ray"]
+
+LOCAL = "local"
+_DEATHS = 3  # of workers, at one cell or while they load, until it is no accident
+_AHEAD = 4  # finished cells that wait for an earlier one, per worker: what a kill of this process may cost
+
+
+@contextmanager
+def over_ray(
+    prepared: Prepared, address: str, *, workers: int | None = None, device: str = "auto", dtype: str = "auto"
+) -> Iterator[Judge]:
+    """A judge whose workers run over Ray; they end with the context, and so does a cluster that was started for it.
+
+    Args:
+        prepared: the sweep. The workers must find its folders at the same paths.
+        address: of a cluster, as `ray.init` takes it; `local` starts one on this machine.
+        workers: how many, each on a GPU where the cluster has any, else each on a CPU; None for one on each GPU.
+        device: as for `sweep`, and `cpu` where the cluster has no GPU.
+        dtype: as for `sweep`.
+
+    Raises:
+        AdapterswapError: Ray is not installed; the cluster is not reached, or has less GPUs or CPUs than `workers`; a
+            worker cannot open the sweep, finds other experts or versions, or dies time and again.
+    """
+    ray = _ray()
+    own = not ray.is_initialized()
+    try:
+        if own:
+            _connect(address, workers)
+        gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if workers is None and not gpus:
+            raise AdapterswapError("the cluster has no GPU to run a worker on", "Say how many processes: --workers N")
+        if (workers or 1) > (gpus or cpus):
+            has = f"{gpus} GPUs" if gpus else f"{cpus} CPUs"
+            raise AdapterswapError(f"{workers} workers are asked for, and the cluster has {has}", "Ask for less")
+        remote = ray.remote(num_gpus=1 if gpus else 0, num_cpus=0 if gpus else 1, max_restarts=0)(_Worker)
+        arguments = (_anywhere(prepared.recipe), prepared.settings.confirm_run_unsafe_code)
+        yield _Cluster(prepared, remote, (*arguments, device if gpus else "cpu", dtype), workers or gpus)
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    """Ray itself, untyped, so that types are checked alike where it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        return import_module("ray")
+    except ImportError:
+        raise AdapterswapError("ray is not installed", "pip install 'adapterswap[ray]' installs it") from None
+
+
+def _connect(address: str, workers: int | None) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if address == LOCAL:
+        quiet |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 128 * 2**20}
+        quiet["num_cpus"] = max(workers or 1, os.cpu_count() or 1)
+    host, _, port = address.rpartition(":")
+    try:
+        if host and "/" not in host and port.isdecimal():  # where nobody listens, Ray itself waits for many minutes
+            create_connection((host, int(port)), timeout=10).close()
+        _ray().init(address=address, **quiet)
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        told = str(error).splitlines()[0]
+        raise AdapterswapError(
+            f"no Ray cluster is reached at {address}: {told}", "Give the address that `ray start` printed, or local"
+        ) from error
+
+
+def _anywhere(recipe: SweepRecipe) -> SweepRecipe:
+    """The recipe with its local paths absolute, for processes that begin in other folders."""
+    return with_places(recipe, lambda place: str(Path(place).absolute()) if exists(Path(place)) else place)
+
+
+class _Worker:
+    """What runs in a worker; mistakes are handed back as data, since Ray rewords errors."""
+
+    def open(self, recipe: SweepRecipe, unsafe: bool, device: str, dtype: str) -> Mapping[str, Any] | list[Problem]:
+        """Load everything; what the results depend on."""
+        try:
+            self._judge = LocalJudge(prepare(recipe, confirm_run_unsafe_code=unsafe), device, dtype)
+        except AdapterswapError as error:
+            return list(error.problems)
+        return self._judge.described
+
+    def judge(self, cell: Cell) -> Judged | list[Problem]:
+        try:
+            return next(self._judge.judged([cell], lambda done, total: None))
+        except AdapterswapError as error:
+            return list(error.problems)
+
+
+class _Cluster:
+    """Workers of one sweep; see `Judge`. At least one of them is open."""
+
+    def __init__(self, prepared: Prepared, remote: Any, arguments: tuple[Any, ...], workers: int) -> None:
+        self._known: Mapping[str, Any] = prepared.described
+        self._remote, self._arguments = remote, arguments
+        self._idle: deque[Any] = deque()
+        self._busy: dict[Any, tuple[Any, int | None]] = {}  # what is awaited → worker, and its cell or None: it opens
+        self._deaths: Counter[int | None] = Counter()
+        for _ in range(workers):
+            self._start()
+        while not self._idle:
+            self._await()
+        self.described = self._known
+
+    def judged(self, cells: Sequence[Cell], on_progress: OnProgress) -> Iterator[Judged]:
+        """Judge cells side by side. How far each is, is not known here.
+
+        Raises:
+            AdapterswapError: what a worker met; a cell at which workers die time and again.
+        """
+        self._deaths = Counter()
+        waiting, finished, following = deque(range(len(cells))), dict[int, Judged](), 0
+        ahead = _AHEAD * (len(self._idle) + len(self._busy))
+        while following < len(cells):
+            while self._idle and waiting and waiting[0] < following + ahead:
+                worker, number = self._idle.popleft(), waiting.popleft()
+                self._busy[worker.judge.remote(cells[number])] = worker, number
+            if following in finished:
+                yield finished.pop(following)
+                following += 1
+                continue
+            done, judged = self._await()
+            if done is not None and judged is not None:
+                finished[done] = judged
+            elif done is not None:
+                waiting.appendleft(done)
+
+    def _start(self) -> None:
+        worker = self._remote.remote()
+        self._busy[worker.open.remote(*self._arguments)] = worker, None
+
+    def _await(self) -> tuple[int | None, Judged | None]:
+        """What comes next: the number of a cell, if it is one, and its result, if its worker has not died."""
+        ray = _ray()
+        (reference,), _ = ray.wait(list(self._busy), num_returns=1)
+        worker, number = self._busy.pop(reference)
+        try:
+            found = ray.get(reference)
+        except ray.exceptions.RayActorError:
+            self._deaths[number] += 1
+            if self._deaths[number] == _DEATHS:
+                raise AdapterswapError(
+                    f"{_DEATHS} workers died " + ("while they loaded" if number is None else "at the same cell"),
+                    "Most often memory is short: fewer --workers, a smaller --batch-size",
+                ) from None
+            self._start()
+            return number, None
+        if isinstance(found, list):
+            raise AdapterswapError(found)
+        self._idle.append(worker)
+        if number is None:
+            self._known = _same(self._known, found)
+        return number, found if number is not None else None
+
+
+def _same(known: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a worker found, where nothing differs from what is known."""
+    differing = [key for key in known if key not in ("recipe", "settings") and known[key] != found[key]]
+    differing += [key for key, value in known["settings"].items() if found["settings"][key] != value]
+    if differing:
+        raise AdapterswapError(
+            f"a worker finds other {', '.join(differing)} than the rest",
+            "Give all machines the same files and the same versions",
+        )
+    return found

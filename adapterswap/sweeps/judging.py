@@ -1,0 +1,157 @@
+"""Judge cells over one base in memory, with all experts of a sweep loaded beside each other.
+
+Between cells the model's LoRA layers are switched and nothing is loaded or written, but for compositions that need
+tensors of their own (TIES, DARE, pruning, a bound on the rank): these are reduced to an adapter in a temporary folder,
+loaded beside the experts, and removed again. Knows nothing of the folder that is written, or of other processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Protocol
+
+from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.results import Cell, CellResult, TaskValue
+
+if TYPE_CHECKING:
+    from adapterswap.evaluation import EvaluationResult
+    from adapterswap.live import LiveComposer
+
+__all__ = ["Judge", "Judged", "LocalJudge", "OnProgress", "is_live"]
+
+OnProgress = Callable[[int, int], None]
+"""Told the requests of a cell that are done, and their number."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A cell's result with what is kept beside it.
+
+    Attributes:
+        result: its scores.
+        samples: as samples/CELL.jsonl has them.
+        prompts: task → document → prompt.
+    """
+
+    result: CellResult
+    samples: list[dict[str, Any]]
+    prompts: Mapping[str, Mapping[int, str]]
+
+
+class Judge(Protocol):
+    """What can judge cells.
+
+    Attributes:
+        described: all that the results depend on, for sweep.json.
+    """
+
+    @property
+    def described(self) -> Mapping[str, Any]: ...
+
+    def judged(self, cells: Sequence[Cell], on_progress: OnProgress) -> Iterator[Judged]:
+        """Judge these cells; results come in their order."""
+        ...
+
+
+def is_live(prepared: Prepared, cell: Cell) -> bool:
+    """Whether a cell is judged by switching alone; else it is reduced to an adapter first."""
+    from adapterswap.live import why_not_live
+
+    plan = prepared.plans[cell.cell]
+    return plan is None or (not cell.output and why_not_live(plan) is None)
+
+
+class LocalJudge:
+    """A base and all experts of a sweep in this process; see `Judge`.
+
+    Raises:
+        AdapterswapError: see `choose_device`, `load_weights` and `LiveComposer.load_expert`.
+    """
+
+    def __init__(self, prepared: Prepared, device: str, dtype: str) -> None:
+        from adapterswap.bases import choose_device, load_weights
+        from adapterswap.evaluation.evaluating import surroundings
+        from adapterswap.live import LiveComposer
+
+        target = choose_device(device)
+        model = load_weights(prepared.base, dtype=dtype).to(target)
+        self._prepared = prepared
+        self._composer: LiveComposer = LiveComposer.from_experts(model, prepared.experts)
+        self._composer.model.eval()
+        around = surroundings(self._composer.model)
+        versions = around.pop("versions")
+        settings = {**prepared.described["settings"], **around}
+        self.described = {**prepared.described, "settings": settings, "versions": versions}
+
+    def judged(self, cells: Sequence[Cell], on_progress: OnProgress) -> Iterator[Judged]:
+        """Judge cells, each when it is asked for; the model is left as it was.
+
+        Raises:
+            AdapterswapError: see `evaluate`.
+        """
+        for cell in cells:
+            yield self._judge(cell, on_progress)
+
+    def _judge(self, cell: Cell, on_progress: OnProgress) -> Judged:
+        from adapterswap.evaluation import evaluate
+
+        prepared, model = self._prepared, self._composer.model
+        started = time.perf_counter()
+        with self._composed(cell):
+            switched = time.perf_counter()
+            found = evaluate(model, prepared.base.tokenizer, cell.tasks, prepared.settings, on_progress=on_progress)
+            seconds = {"switch": switched - started, "evaluate": time.perf_counter() - switched}
+        rounded = {name: round(value, 6) for name, value in seconds.items()}
+        prompts: dict[str, dict[int, str]] = {task: {} for task in cell.tasks}
+        for sample in found.samples:
+            prompts[sample.task][sample.doc_id] = sample.prompt
+        return Judged(CellResult(cell, _values(found, prepared), rounded), list(_samples(found)), prompts)
+
+    @contextmanager
+    def _composed(self, cell: Cell) -> Iterator[None]:
+        from adapterswap.writing import write_adapter
+
+        plan = self._prepared.plans[cell.cell]
+        if plan is None or is_live(self._prepared, cell):
+            with self._composer.use(plan):
+                yield
+            return
+        name = f"cell-{cell.cell}"
+        with ExitStack() as stack:
+            place = Path(stack.enter_context(TemporaryDirectory()))
+            self._composer.load_expert(write_adapter(plan, place / "composed", **cell.output), name)
+            try:
+                with self._composer.use(name):
+                    yield
+            finally:
+                self._composer.model.delete_adapter(name)
+
+
+def _values(found: EvaluationResult, prepared: Prepared) -> dict[str, TaskValue]:
+    """The scores of one evaluation as they are recorded; numbers that JSON cannot say are None."""
+    plain = {task["name"]: task["scores"] for task in found.as_json()["tasks"]}
+    values = {}
+    for name, task in found.tasks.items():
+        metric, filter_name = prepared.tasks[name].primary
+        scores = {f"{score['metric']},{score['filter']}": score for score in plain[name]}
+        primary = scores.get(f"{metric},{filter_name}", {"value": None, "stderr": None})
+        docs = {
+            sample.doc_id: sample.scores[filter_name][metric]
+            for sample in found.samples
+            if sample.task == task.name and metric in sample.scores.get(filter_name, {})
+        }
+        values[name] = TaskValue(
+            primary["value"], primary["stderr"], {key: score["value"] for key, score in scores.items()}, docs
+        )
+    return values
+
+
+def _samples(found: EvaluationResult) -> Iterator[dict[str, Any]]:
+    for sample in found.samples:
+        content = sample.as_json()
+        yield {key: content[key] for key in ("task", "doc_id", "target", "output", "answers", "scores")}
