@@ -164,6 +164,9 @@ class Run:
 
     @property
     def unfinished(self) -> tuple[Cell, ...]:
+        """Cells that are still to be judged; none are known where a search asks as it goes on."""
+        if self.described.get("recipe", {}).get("search"):
+            return ()
         done = {result.cell.cell for result in self.results}
         return tuple(cell for cell in self.cells if cell.cell not in done)
 
