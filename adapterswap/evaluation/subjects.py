@@ -15,8 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from adapterswap.bases import Base, choose_device, load_weights, quiet_peft, reason_of
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.patterns import Patterns
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import read_header
@@ -125,6 +126,7 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     """`model` with one adapter, every tensor of whose file has found its place."""
     from peft import PeftModel, get_peft_model_state_dict
 
+    _check_regexes(adapter, [name for name, _ in model.named_modules()])
     try:
         with quiet_peft():
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, and told as an error
@@ -141,6 +143,20 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
             f"the adapter {adapter} does not fit the base model: {odd[0]}: {where}", "Give the base it was trained on"
         )
     return model
+
+
+def _check_regexes(adapter: Source, modules: list[str]) -> None:
+    """PEFT tries the regexes of an adapter's config on every module; a stranger's could take it years."""
+    config = read_json(adapter.folder / CONFIG)
+    problems = Problems()
+    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        value = config.get(key)
+        regexes = value if isinstance(value, dict) else {value: None} if isinstance(value, str) else {}
+        try:
+            Patterns(regexes).check(modules)
+        except ValueError as error:
+            problems.add(f"{key} of the adapter {adapter}: {error}", "Write plain names of modules")
+    problems.raise_if_any()
 
 
 def _provenance(folder: Path) -> dict[str, Any] | None:

@@ -198,6 +198,20 @@ def test_an_output_is_replaced_when_asked(evaluate_: Run, tmp_path: Path) -> Non
     assert (tmp_path / "out" / "results.json").is_file()
 
 
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_an_adapter_whose_regexes_would_run_for_ever(
+    key: str, run: Run, tmp_path: Path, byte_base: Path, byte_expert: Callable[[str], Path]
+) -> None:
+    """PEFT would try them on every module."""
+    shutil.copytree(byte_expert("math"), tmp_path / "odd")
+    config = json.loads((tmp_path / "odd" / "adapter_config.json").read_text())
+    endless = "(.*)*(.*)*(.*)*x_proj"
+    config[key] = {endless: 4} if key.endswith("pattern") else endless
+    (tmp_path / "odd" / "adapter_config.json").write_text(json.dumps(config))
+    found = run("evaluate", "--base-model", byte_base, "--adapter", tmp_path / "odd", "--tasks", "mgsm_direct_sw")
+    assert f"{key} of the adapter odd: its regexes could take hours" in error(found)
+
+
 def test_an_adapter_of_another_base(run: Run, tmp_path: Path, byte_base: Path) -> None:
     def expert(name: str, **options: Any) -> Path:
         model = get_peft_model(pico_model(**options), LoraConfig(target_modules=["q_proj"], r=2))
