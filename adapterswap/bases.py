@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.sources import Source, find_source
 
-__all__ = ["Base", "choose_device", "empty_model", "load_weights", "open_base", "quiet_peft", "reason_of"]
+__all__ = ["Base", "choose_device", "empty_model", "load_weights", "open_base", "quiet_peft"]
 
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
                 "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
@@ -139,8 +139,3 @@ def quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
         yield
-
-
-def reason_of(error: BaseException) -> str:
-    """A library's error in one short line."""
-    return (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")[:200]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["AdapterswapError", "Problem", "Problems", "printable"]
+__all__ = ["AdapterswapError", "Problem", "Problems", "printable", "reason_of"]
 
 _TOLD = 20  # mistakes told at once; a wrong config would otherwise repeat itself for every module
 _LENGTH = 1000  # characters of one mistake
@@ -20,6 +20,11 @@ _LENGTH = 1000  # characters of one mistake
 def printable(text: str) -> str:
     """`text` on one line: a character that is not printable, such as a newline or an escape, is written as its code."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def reason_of(error: BaseException) -> str:
+    """A library's error in one short line."""
+    return (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")[:200]
 
 
 @dataclass(frozen=True)

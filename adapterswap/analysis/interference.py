@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.analysis.deltas import Delta, Matrix, blocks, delta_reader, matrices
-from adapterswap.arithmetic.lowrank import Factors
+from adapterswap.arithmetic.lowrank import Factors, cosine
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
@@ -50,7 +50,7 @@ class ModuleInterference:
 
     @property
     def cosine(self) -> float | None:
-        return _cosine(self.product, self.norms)
+        return cosine(self.product, self.norms)
 
 
 @dataclass(frozen=True)
@@ -152,16 +152,11 @@ def _overlap(one: npt.NDArray[np.floating], other: npt.NDArray[np.floating]) -> 
     return float(np.sum(np.square(one.T @ other, dtype=np.float64)) / smaller) if smaller else 0.0
 
 
-def _cosine(product: float, norms: tuple[float, float]) -> float | None:
-    one, other = norms
-    return max(-1.0, min(1.0, product / (one * other))) if one and other else None
-
-
 def _together(modules: list[ModuleInterference]) -> dict[str, float | None]:
     norms = [math.sqrt(math.fsum(module.norms[side] ** 2 for module in modules)) for side in (0, 1)]
     elements = sum(module.elements for module in modules)
     return {
-        "cosine": _cosine(math.fsum(module.product for module in modules), (norms[0], norms[1])),
+        "cosine": cosine(math.fsum(module.product for module in modules), (norms[0], norms[1])),
         "written": float(np.mean([module.written for module in modules])),
         "read": float(np.mean([module.read for module in modules])),
         "sign_conflicts": sum(module.conflicts for module in modules) / elements if elements else None,

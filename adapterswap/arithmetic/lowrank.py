@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Factors", "Truncated", "concatenate", "inner", "row_magnitudes", "smallest_rank", "truncate"]
+__all__ = ["Factors", "Truncated", "concatenate", "cosine", "inner", "row_magnitudes", "smallest_rank", "truncate"]
 
 Matrix = npt.NDArray[np.floating]
 
@@ -52,6 +52,12 @@ def inner(one: Factors, other: Factors) -> float:
     left = one.b.astype(np.float64).T @ other.b.astype(np.float64)
     right = one.a.astype(np.float64) @ other.a.astype(np.float64).T
     return float(np.sum(left * right))
+
+
+def cosine(product: float, norms: tuple[float, float]) -> float | None:
+    """⟨X, Y⟩ / (‖X‖·‖Y‖), kept within ±1 against rounding; None where one of the norms is zero."""
+    one, other = norms
+    return max(-1.0, min(1.0, product / (one * other))) if one and other else None
 
 
 def row_magnitudes(factors: Factors) -> npt.NDArray[np.float64]:

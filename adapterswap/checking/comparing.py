@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adapterswap.arithmetic.lowrank import inner
+from adapterswap.arithmetic.lowrank import cosine, inner
 from adapterswap.arithmetic.tensors import open_files, read_factors
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
@@ -43,8 +43,7 @@ class Difference:
 
     @property
     def cosine(self) -> float | None:
-        one, other = self.norms
-        return max(-1.0, min(1.0, self.product / (one * other))) if one and other else None
+        return cosine(self.product, self.norms)
 
 
 def compare(one: Adapter, other: Adapter) -> list[Difference]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.printing import note, print_json, progress_bar
+from adapterswap.cli.printing import note, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.analysis import Changes, FractionTable, Interference
@@ -175,9 +175,6 @@ def _write(
 
 def _print(tables: list[FractionTable], changes: list[Changes], pairs: list[Interference]) -> None:
     """A row for each layer: what each expert changed there, and what each two have in common."""
-    from sys import stdout
-
-    from rich.console import Console
     from rich.table import Table
 
     shown = Table("layer", box=None, header_style="bold")
@@ -198,7 +195,7 @@ def _print(tables: list[FractionTable], changes: list[Changes], pairs: list[Inte
             columns.append({layer: _number(numbers[key]) for layer, numbers in by_layer.items()})
     for layer in sorted({layer for column in columns for layer in column}):
         shown.add_row(str(layer), *(column.get(layer, "") for column in columns))
-    Console(width=None if stdout.isatty() else 160).print(shown)
+    print_table(shown, width=160)
     if tables[0].threshold is not None:
         note(f"rows: the share, over a layer's matrices, whose mean absolute change is above {tables[0].threshold:.3g}")
 

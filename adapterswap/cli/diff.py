@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.printing import print_json
+from adapterswap.cli.printing import print_json, print_table
 
 if TYPE_CHECKING:
     from adapterswap.checking.comparing import Difference
@@ -49,9 +49,6 @@ def _numbers(row: Difference) -> dict[str, Any]:
 
 
 def _print(rows: list[Difference], what: str) -> None:
-    from sys import stdout
-
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(what, box=None, header_style="bold")
@@ -60,4 +57,4 @@ def _print(rows: list[Difference], what: str) -> None:
     for row in rows:
         cosine = "–" if row.cosine is None else f"{row.cosine:.4f}"
         table.add_row(row.name, f"{row.norms[0]:.4g}", f"{row.norms[1]:.4g}", f"{row.distance:.4f}", cosine)
-    Console(width=None if stdout.isatty() else 120).print(table)
+    print_table(table)

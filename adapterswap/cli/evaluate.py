@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
-from adapterswap.cli.printing import note, print_json
+from adapterswap.cli.printing import note, print_json, print_table
 
 if TYPE_CHECKING:
     from adapterswap.bases import Base
@@ -186,7 +186,7 @@ def _dry_run(
     for task in previews:
         numbers = (task.num_fewshot, task.num_docs, task.num_requests, task.longest)
         table.add_row(task.name, *map(str, numbers), "" if task.room is None else str(task.room))
-    _print_table(table)
+    print_table(table)
     click.echo(f"\nThe first prompt of {previews[0].name}:\n\n{previews[0].prompt}")
     for task in previews:
         if task.room is not None and task.room < settings.max_gen_toks:
@@ -203,14 +203,6 @@ def _table(*columns: str) -> Any:
     return table
 
 
-def _print_table(table: Any) -> None:
-    from sys import stdout
-
-    from rich.console import Console
-
-    Console(width=None if stdout.isatty() else 120).print(table)
-
-
 def _print(result: EvaluationResult) -> None:
     """A table for each set of tasks with the same scores, a row for each task."""
     alike: dict[tuple[tuple[str, str], ...], list[TaskResult]] = {}
@@ -221,7 +213,7 @@ def _print(result: EvaluationResult) -> None:
         table = _table("task", "shots", "n", *heads)
         for task in tasks:
             table.add_row(task.name, str(task.num_fewshot), str(task.num_docs), *map(_score_text, task.scores))
-        _print_table(table)
+        print_table(table)
 
 
 def _score_text(score: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.printing import note, print_json
+from adapterswap.cli.printing import note, print_json, print_table
 from adapterswap.experts.layers import format_layers
 
 if TYPE_CHECKING:
@@ -90,9 +90,6 @@ def _as_json(found: Extraction, out_path: str, dry_run: bool) -> dict[str, Any]:
 
 
 def _print(found: Extraction, max_error: float | None, out_path: str, dry_run: bool) -> None:
-    from sys import stdout
-
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("module", "layers", "rank", box=None, header_style="bold")
@@ -100,7 +97,7 @@ def _print(found: Extraction, max_error: float | None, out_path: str, dry_run: b
         table.add_column(name, justify="right")
     for cells in _rows(found):
         table.add_row(*cells)
-    Console(width=None if stdout.isatty() else 120).print(table)
+    print_table(table)
     note(f"{len(found.modules)} modules: relative error of ΔW {found.error:.4f} over all of them together")
     if found.unchanged:
         note(f"{len(found.unchanged)} modules are those of the base and left out")

@@ -40,7 +40,7 @@ def write_full_weights(
 def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.merging.companions import differing_tokenizers, tokenizer_source
     from adapterswap.planning.model_describe import model_unusual
-    from adapterswap.planning.parameters import parameter_coefficients
+    from adapterswap.planning.modules import coefficients
 
     plan = merged.plan
     return {
@@ -51,7 +51,7 @@ def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
         "base_model": str(plan.base.source) if plan.base else None,
         "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
         "rules": [str(rule) for rule in plan.rules],
-        "tensors": {parameter.name: parameter_coefficients(parameter) for parameter in plan},
+        "tensors": {parameter.name: coefficients(parameter) for parameter in plan},
         "unusual": model_unusual(plan),
         "tokenizer_from": tokenizer_source(plan),
         "other_tokenizers": differing_tokenizers(plan),

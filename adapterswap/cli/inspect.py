@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.printing import human_bytes, print_json
+from adapterswap.cli.printing import human_bytes, print_json, print_table
 from adapterswap.errors import printable
 from adapterswap.experts.layers import format_layers
 
@@ -78,9 +78,6 @@ def _as_json(adapter: Adapter, made_of: Record | None) -> dict[str, Any]:
 
 
 def _print(adapter: Adapter, made_of: Record | None) -> None:
-    from sys import stdout
-
-    from rich.console import Console
     from rich.table import Table
 
     config, modules = adapter.config, adapter.modules.values()
@@ -91,7 +88,7 @@ def _print(adapter: Adapter, made_of: Record | None) -> None:
     table = Table("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype", box=None, header_style="bold")
     for cells in _rows(adapter):
         table.add_row(*cells)
-    Console(width=None if stdout.isatty() else 120).print(table)
+    print_table(table)
     if made_of:
         click.echo(_owners(adapter, made_of))
 

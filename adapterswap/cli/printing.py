@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-__all__ = ["human_bytes", "note", "print_json", "progress_bar"]
+__all__ = ["human_bytes", "note", "print_json", "print_table", "progress_bar"]
 
 
 def print_json(content: Any) -> None:
@@ -31,6 +31,15 @@ def human_bytes(count: float) -> str:
             break
         count /= 1000
     return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def print_table(*tables: Any, width: int = 120) -> None:
+    """rich tables on stdout: as wide as the terminal, or `width` characters where there is none."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else width)
+    for table in tables:
+        console.print(table)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.printing import note, print_json
+from adapterswap.cli.printing import note, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,13 +54,7 @@ def command(
 
 
 def _print(report: Report) -> None:
-    from sys import stdout
-
-    from rich.console import Console
-
-    console = Console(width=None if stdout.isatty() else 140)
-    for target in report.targets:
-        console.print(_table(report, target))
+    print_table(*(_table(report, target) for target in report.targets), width=140)
     if report.ranking is not None and report.ranking.ranks.p is not None:
         ranks = report.ranking.ranks
         click.echo(f"Friedman over {ranks.settings} settings: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}")

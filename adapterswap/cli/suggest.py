@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.printing import note, print_json, progress_bar
+from adapterswap.cli.printing import note, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.analysis.suggesting import Importance, Suggestion
@@ -157,9 +157,6 @@ def _write_recipe(
 
 
 def _print(importance: Importance, suggestion: Suggestion) -> None:
-    from sys import stdout
-
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("layer", box=None, header_style="bold")
@@ -168,7 +165,7 @@ def _print(importance: Importance, suggestion: Suggestion) -> None:
     for layer in range(importance.num_layers):
         task, language = importance.of_layer(layer)
         table.add_row(str(layer), f"{task:.1%}", f"{language:.1%}")
-    Console(width=None if stdout.isatty() else 120).print(table)
+    print_table(table)
     for reason in suggestion.reasons:
         click.echo(reason)
     task, language = suggestion.kept

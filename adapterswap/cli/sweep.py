@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.printing import note, print_json
+from adapterswap.cli.printing import note, print_json, print_table
 
 if TYPE_CHECKING:
     from adapterswap.sweeps import Progress, Row, Run
@@ -151,9 +151,6 @@ def _duration(seconds: float) -> str:
 
 def _print(rows: list[Row], run: Run) -> None:
     """A table of families on stdout, in full also where that is no terminal."""
-    from sys import stdout
-
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
@@ -168,7 +165,7 @@ def _print(rows: list[Row], run: Run) -> None:
         halves = [_number(value) for value in (row.chosen_at, row.reported_at)]
         chosen = ["", "", halves[1]] if row.best is None else [row.best or "(defaults)", *halves]
         table.add_row(row.family, str(row.n), *values, *chosen)
-    Console(file=stdout, width=None if stdout.isatty() else 120).print(table)
+    print_table(table)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     click.echo(f"\nMeans over {', '.join(targets)}.")
     click.echo("Configurations are chosen on one part of the documents, and reported on the other.")

@@ -6,7 +6,6 @@ words what it is. Knows nothing of tasks and scores.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,14 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapterswap.bases import Base, choose_device, load_weights, quiet_peft, reason_of
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.bases import Base, choose_device, load_weights, quiet_peft
+from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.patterns import Patterns
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import read_header
 from adapterswap.planning.plan import Plan
+from adapterswap.writing.copying import sha256_of
 
 __all__ = ["describe_subject", "find_adapter", "load_subject"]
 
@@ -115,10 +115,7 @@ def describe_subject(
 
 
 def _describe(source: Source) -> dict[str, Any]:
-    hashes = {}
-    for name in (WEIGHTS, CONFIG):
-        with (source.folder / name).open("rb") as file:
-            hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    hashes = {name: sha256_of(source.folder / name) for name in (WEIGHTS, CONFIG)}
     return {"source": source.name, "revision": source.revision, "sha256": hashes}
 
 

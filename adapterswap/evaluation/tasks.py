@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.evaluation.flores import flores_folder, flores_task, is_flores
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
 from adapterswap.evaluation.settings import Settings
@@ -179,9 +179,8 @@ def _load_theirs(names: Sequence[str], include_path: str | None, unsafe_code: bo
         with code_allowed(unsafe_code):
             loaded = manager.load(matched)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:  # whatever a task's data loader raises
-        reason = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")[:200]
         raise AdapterswapError(
-            f"lm-evaluation-harness cannot load {', '.join(names)}: {reason}",
+            f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
             "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed",
         ) from None
     for name, task in loaded["tasks"].items():

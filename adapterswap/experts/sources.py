@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, printable
+from adapterswap.errors import AdapterswapError, printable, reason_of
 from adapterswap.files.smallfiles import exists, is_folder, read_json
 
 __all__ = ["Source", "base_config", "find_source", "is_hub_id", "public_name", "publish", "same_base"]
@@ -78,9 +78,8 @@ def _download(repo: str, revision: str | None, files: Sequence[str], what: str) 
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
-        reason = " ".join(str(error).split()).removesuffix(".")[:200]
         raise AdapterswapError(
-            f"{named} is no folder here, and cannot be had from the Hub as a {what}: {reason}",
+            f"{named} is no folder here, and cannot be had from the Hub as a {what}: {reason_of(error)}",
             "Check the path or id; for a private repository log in with `hf auth login`",
         ) from None
     _check_links(folder, named)
@@ -142,8 +141,7 @@ def publish(folder: Path, repo: str) -> str:
         api.create_repo(repo, private=True, exist_ok=True)
         return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a composed adapter"))
     except Exception as error:  # as in `_download`
-        reason = " ".join(str(error).split()).removesuffix(".")[:200]
         raise AdapterswapError(
-            f"{folder} was written, and cannot be uploaded to {repo}: {reason}",
+            f"{folder} was written, and cannot be uploaded to {repo}: {reason_of(error)}",
             "Log in with `hf auth login`, then upload it with `hf upload`",
         ) from None

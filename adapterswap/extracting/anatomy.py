@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.bases import Base, reason_of
-from adapterswap.errors import AdapterswapError
+from adapterswap.bases import Base
+from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.bases import quiet_peft, reason_of
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.bases import quiet_peft
+from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.live.inventory import factors, find_layers, layers_of_base

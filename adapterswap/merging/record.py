@@ -19,7 +19,7 @@ from adapterswap.merging.shards import ModelForm
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.model_describe import model_strip, model_unusual
 from adapterswap.planning.model_plan import ModelPlan
-from adapterswap.planning.parameters import parameter_coefficients
+from adapterswap.planning.modules import coefficients
 from adapterswap.writing.card import METHODS
 from adapterswap.writing.copying import sha256_of
 
@@ -45,7 +45,7 @@ def describe_model(
         "experts": {name: _describe(name, expert, entered) for name, expert in plan.experts.items()},
         "rules": [rule.model_dump(mode="json", exclude_defaults=True, by_alias=True) for rule in plan.rules],
         "output": {key: value for key, value in asdict(form).items() if value is not None},
-        "tensors": {parameter.name: parameter_coefficients(parameter) for parameter in plan},
+        "tensors": {parameter.name: coefficients(parameter) for parameter in plan},
         **({"magnitudes": dict(magnitudes)} if magnitudes else {}),
         **({"kept_rows": dict(kept)} if kept else {}),
     }

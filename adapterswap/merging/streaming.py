@@ -14,7 +14,7 @@ from pathlib import Path
 
 from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.tensors import open_files
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.tensorfile import TensorFile
 from adapterswap.merging.blocks import Entered, Work, read_blocks
@@ -43,9 +43,8 @@ def choose_devices(name: str) -> list[str]:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())[:200].removesuffix(".")
         raise AdapterswapError(
-            f"the device {name!r} cannot be used: {reason}", "Give cpu, cuda for all GPUs, or cuda:N"
+            f"the device {name!r} cannot be used: {reason_of(error)}", "Give cpu, cuda for all GPUs, or cuda:N"
         ) from None
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if name == "cuda" else [name]
 

@@ -5,15 +5,15 @@ Pure data. Knows experts' modules and rules; knows nothing of whole plans, nor o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from adapterswap.experts.adapters import FullModule, LoraModule
 from adapterswap.experts.layers import Kind
 from adapterswap.planning.allocation import BASE, Rule
 
-__all__ = ["ModulePlan", "Term", "coefficients", "needs_base"]
+__all__ = ["ModulePlan", "Term", "coefficients", "needs_base", "owner_of"]
 
 _Module = TypeVar("_Module", LoraModule, FullModule)
 
@@ -48,10 +48,7 @@ class ModulePlan(Generic[_Module]):
     @property
     def owner(self) -> str | None:
         """The expert that is copied, `base` for no change, None for a blend."""
-        if not self.terms:
-            return BASE
-        alone = self.is_linear and len(self.terms) == 1 and self.terms[0].coefficient == 1
-        return self.terms[0].expert if alone else None
+        return owner_of(self.terms, linear=self.is_linear)
 
     @property
     def is_linear(self) -> bool:
@@ -65,9 +62,36 @@ class ModulePlan(Generic[_Module]):
         return tuple(name for name in self.asked if name not in present)
 
 
-def coefficients(module: ModulePlan[LoraModule] | ModulePlan[FullModule]) -> str | dict[str, float]:
-    """What becomes of a module as plain data: the owner's name, `base`, or each expert's coefficient."""
-    return module.owner or {term.expert: term.coefficient for term in module.terms}
+class Part(Protocol):
+    """One expert's part in whatever is made of experts."""
+
+    @property
+    def expert(self) -> str: ...
+
+    @property
+    def coefficient(self) -> float: ...
+
+
+class Composed(Protocol):
+    """What is made of experts' parts: a module of an adapter, or a stored tensor of a model."""
+
+    @property
+    def owner(self) -> str | None: ...
+
+    @property
+    def terms(self) -> Sequence[Part]: ...
+
+
+def owner_of(terms: Sequence[Part], *, linear: bool) -> str | None:
+    """`base` for no terms; the expert of a single linear term with coefficient 1; None for a blend."""
+    if not terms:
+        return BASE
+    return terms[0].expert if linear and len(terms) == 1 and terms[0].coefficient == 1 else None
+
+
+def coefficients(composed: Composed) -> str | dict[str, float]:
+    """What becomes of a module or tensor as plain data: the owner's name, `base`, or each expert's coefficient."""
+    return composed.owner or {term.expert: term.coefficient for term in composed.terms}
 
 
 def needs_base(plan: ModulePlan[FullModule]) -> bool:

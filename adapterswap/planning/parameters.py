@@ -17,9 +17,10 @@ from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.checkpoints import Parameter
 from adapterswap.experts.layers import Kind
 from adapterswap.files.tensorfile import Tensor
-from adapterswap.planning.allocation import BASE, BlendMethod, Rule
+from adapterswap.planning.allocation import BlendMethod, Rule
+from adapterswap.planning.modules import owner_of
 
-__all__ = ["LowRankTerm", "ParameterPlan", "Stored", "WholeTerm", "parameter_coefficients"]
+__all__ = ["LowRankTerm", "ParameterPlan", "Stored", "WholeTerm"]
 
 _NOTHING = 1e-12  # a coefficient of the base below this is a rounding of the experts' coefficients
 
@@ -122,12 +123,4 @@ class ParameterPlan:
     @property
     def owner(self) -> str | None:
         """The expert whose weights or ΔW it gets, `base` for no change, None for a blend."""
-        if not self.terms:
-            return BASE
-        alone = self.is_linear and len(self.terms) == 1 and self.terms[0].coefficient == 1
-        return self.terms[0].expert if alone else None
-
-
-def parameter_coefficients(parameter: ParameterPlan) -> str | dict[str, float]:
-    """What becomes of a tensor as plain data: the owner's name, `base`, or each expert's coefficient."""
-    return parameter.owner or {term.expert: term.coefficient for term in parameter.terms}
+        return owner_of(self.terms, linear=self.is_linear)

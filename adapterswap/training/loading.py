@@ -7,16 +7,16 @@ stream. Knows nothing of what rows are made into.
 from __future__ import annotations
 
 import csv
-import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.templates import Template
+from adapterswap.writing.copying import sha256_of
 
 __all__ = ["SourceCounts", "load_table"]
 
@@ -114,7 +114,7 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
     local = (folder / Path(source.path).expanduser()).resolve()
     if local.is_file() or (local.is_dir() and source.data_files):
         files = [local] if local.is_file() else [local / name for name in _as_list(source.data_files)]
-        counts.files = {file.name: _sha256(file) for file in files if file.is_file()}
+        counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
         return _attempt(source, lambda: _read(files, source.split, streaming=source.streaming))
     if local.is_dir():
         raise AdapterswapError(f"the dataset {source.path} is a folder", "Name its files in `data_files`")
@@ -152,7 +152,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
         return load()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise AdapterswapError(
-            f"the dataset {source.path} is no file here, and cannot be had from the Hub: {_short(error)}",
+            f"the dataset {source.path} is no file here, and cannot be had from the Hub: {reason_of(error)}",
             "Check the path or id; for a gated dataset log in with `hf auth login`",
         ) from None
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
@@ -162,7 +162,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
                 "Datasets made by a script are no longer run: read its files, with path: json (or csv, parquet) and "
                 f"data_files: hf://datasets/{source.path}/…, or name a converted revision"
             )
-        raise AdapterswapError(f"the dataset {source.path} cannot be loaded: {_short(error)}", mend) from None
+        raise AdapterswapError(f"the dataset {source.path} cannot be loaded: {reason_of(error)}", mend) from None
 
 
 def _csv_options(file: Path) -> dict[str, Any]:
@@ -240,12 +240,3 @@ def _values(allowed: Any) -> set[Any]:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split()).removesuffix(".")[:200]
