@@ -10,12 +10,21 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.sources import Source, find_source
 
-__all__ = ["Base", "choose_device", "empty_model", "load_weights", "open_base", "quiet_peft"]
+__all__ = [
+    "Base",
+    "choose_device",
+    "empty_model",
+    "empty_model_as_saved",
+    "load_weights",
+    "open_base",
+    "quiet_peft",
+]
 
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
                 "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
@@ -94,7 +103,7 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
 
 
 def empty_model(base: Base) -> Any:
-    """The model's modules without weights: nothing is downloaded.
+    """The causal language model's modules without weights: nothing is downloaded.
 
     Raises:
         AdapterswapError: transformers has no causal language model for the base.
@@ -109,6 +118,37 @@ def empty_model(base: Base) -> Any:
         raise AdapterswapError(
             f"the base model {base.reference} cannot be loaded: {reason_of(error)}",
             "Give a causal language model that transformers knows",
+        ) from None
+
+
+def empty_model_as_saved(folder: Path, name: str) -> Any:
+    """The modules without weights of the model that a folder's config.json describes, as its `architectures` name it.
+
+    That may be more than a language model, such as one that sees, or less, without its head.
+
+    Args:
+        folder: where config.json lies.
+        name: what to call the model in messages.
+
+    Raises:
+        AdapterswapError: transformers cannot build it without remote code.
+    """
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        names = config.architectures or []
+        kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+        if kind is None:
+            raise ValueError(f"transformers has no {names[0]}")
+        with torch.device("meta"):
+            build = kind._from_config if names else kind.from_config
+            return build(config)
+    except Exception as error:  # configs of strangers make model classes raise whatever they meet
+        raise AdapterswapError(
+            f"the modules of {name} cannot be found: {reason_of(error)}",
+            "Give a model that the installed transformers knows without remote code",
         ) from None
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from adapterswap.arithmetic.tensors import open_files, read_factors, read_number
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import FLOATS, Checkpoint, Parameter
+from adapterswap.extracting.anatomy import transposed_keys
 
 __all__ = ["Delta", "Matrix", "blocks", "delta_reader", "matrices", "norm"]
 
@@ -99,7 +99,8 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
     """A function that reads the ΔW of a matrix, out×in in float32, from files that stay open in the block.
 
     Raises:
-        AdapterswapError: a file changed or cannot be read; a tensor holds NaN or infinity.
+        AdapterswapError: a file changed or cannot be read; a tensor holds NaN or infinity; transformers does not know
+            the model of a full checkpoint, so that rows and columns cannot be told apart.
     """
     with ExitStack() as stack:
         if isinstance(expert, Adapter):
@@ -112,21 +113,16 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
         else:
             assert base is not None
             files = stack.enter_context(open_files([*expert.shards, *base.shards]))
-            turned = _stores_transposed(expert.config)
+            turned = transposed_keys(expert)
 
             def read(matrix: Matrix) -> Delta:
                 assert isinstance(matrix.source, Parameter)
                 own = base.parameters[matrix.source.name]
                 delta = read_numbers(expert.name, files[matrix.source.path], matrix.source.tensor)
                 delta -= read_numbers(base.name, files[own.path], own.tensor)
-                return delta.T if turned else delta
+                return delta.T if matrix.source.name in turned else delta
 
         yield read
-
-
-def _stores_transposed(config: Any) -> bool:
-    """GPT-2's Conv1D keeps its weights in×out."""
-    return config.get("model_type") in ("gpt2", "openai-gpt")
 
 
 def blocks(delta: Delta) -> Iterator[npt.NDArray[np.float32]]:

@@ -18,7 +18,7 @@ from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
 
-__all__ = ["Anatomy", "Slot", "read_anatomy"]
+__all__ = ["Anatomy", "Slot", "read_anatomy", "transposed_keys"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,22 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
         if f"{name}.weight" in sharing
     }
     return Anatomy(slots, parameters, _renaming(model))
+
+
+def transposed_keys(checkpoint: Checkpoint) -> frozenset[str]:
+    """The keys of the checkpoint under which a weight is stored in×out, as Conv1D stores it.
+
+    Raises:
+        AdapterswapError: transformers cannot build the model without remote code, so that nobody says.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    from adapterswap.bases import empty_model_as_saved
+
+    model = empty_model_as_saved(checkpoint.source.folder, checkpoint.name)
+    rename = _renaming(model)
+    transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    return frozenset(key for key in checkpoint.parameters if rename(key) in transposed)
 
 
 def _renaming(model: Any) -> Callable[[str], str | None]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.sources import find_source
 from adapterswap.files.smallfiles import read_json
@@ -49,23 +49,12 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
 
 def _build(folder: Path, base_model: str) -> dict[str, str]:
     import torch
-    import transformers
     from transformers.pytorch_utils import Conv1D
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        names = config.architectures or []
-        kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
-        if kind is None:
-            raise ValueError(f"transformers has no {names[0]}")
-        with torch.device("meta"):
-            build = kind._from_config if names else kind.from_config
-            model = build(config)
-    except Exception as error:  # configs of strangers make model classes raise whatever they meet
-        reason = " ".join(str(error).split())[:200]
-        raise AdapterswapError(f"the shapes of the base {base_model} cannot be found: {reason}", _MEND) from None
+    from adapterswap.bases import empty_model_as_saved
+
     shapes = {}
-    for name, module in model.named_modules():
+    for name, module in empty_model_as_saved(folder, f"the base {base_model}").named_modules():
         if isinstance(module, torch.nn.Linear):
             shapes[name] = f"{module.out_features}×{module.in_features}"
         elif isinstance(module, Conv1D):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +66,61 @@ def test_rows_and_norms_are_those_of_the_dense_matrices(
             assert change.norm == pytest.approx(np.linalg.norm(truth[name]), rel=1e-5)
             stored = load_base(folder).state_dict()[f"{name}.weight"]
             assert change.base_norm == pytest.approx(stored.double().norm().item(), rel=1e-6)
+
+
+SMALL = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+TEXT = transformers.LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+)
+SIGHT = transformers.CLIPVisionConfig(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+)
+
+# Models of other classes than causal language models' usual ones: how to make one, and whether it stores in×out.
+OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "gpt2 without head": (
+        lambda: transformers.GPT2Model(transformers.GPT2Config(**SMALL, bos_token_id=0, eos_token_id=0)), True
+    ),
+    "imagegpt": (
+        lambda: transformers.ImageGPTForCausalImageModeling(transformers.ImageGPTConfig(**SMALL)), True
+    ),
+    "llava": (
+        lambda: transformers.LlavaForConditionalGeneration(
+            transformers.LlavaConfig(vision_config=SIGHT, text_config=TEXT)
+        ),
+        False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_rows_are_what_a_weight_writes_however_it_is_stored(kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    make, turned = OTHERS[kind]
+    torch.manual_seed(0)
+    model = make()
+    model.save_pretrained(tmp_path / "base")
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.01
+    model.save_pretrained(tmp_path / "full")
+    own, changed = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "full"))
+    expert = open_expert(tmp_path / "full")
+    found = by_name(measure(expert, name="full", base=open_checkpoint(tmp_path / "base")))
+    assert len(found) == (8 if turned else 14)
+    for name, change in found.items():
+        stored = (changed[f"{name}.weight"] - own[f"{name}.weight"]).abs().double()
+        np.testing.assert_allclose(change.rows, stored.mean(dim=0 if turned else 1).numpy(), rtol=1e-5)
+
+
+def test_what_transformers_does_not_know_has_no_rows(
+    base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    full = full_expert(base("llama"), expert("llama", seed=1), tmp_path / "full")
+    config = json.loads((full / "config.json").read_text())
+    (full / "config.json").write_text(json.dumps({**config, "architectures": ["RemoteForCausalLM"]}))
+    with pytest.raises(AdapterswapError, match=r"the modules of full cannot be found.*no RemoteForCausalLM"):
+        measure(open_expert(full), name="full", base=open_checkpoint(base("llama")))
 
 
 def test_a_fraction_is_the_share_of_rows_above(math: Path) -> None:
