@@ -156,7 +156,7 @@ def choose_device(name: str) -> Any:
     """The torch device of that name; `auto` takes the first there is of CUDA, MPS and the CPU.
 
     Raises:
-        AdapterswapError: torch knows no such device, or sees none here.
+        AdapterswapError: torch knows no such device, sees none here, or it holds no numbers (`meta`).
     """
     import torch
 
@@ -165,7 +165,7 @@ def choose_device(name: str) -> Any:
         return found or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
         raise AdapterswapError(
             f"the device {name!r} cannot be used: {reason_of(error)}", "Give auto, cpu, cuda, cuda:N or mps"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.printing import note, print_json, print_table
 from adapterswap.experts.layers import format_layers
 
@@ -26,10 +27,8 @@ _TELLING_ERROR = 0.1  # an adapter that misses more of ΔW than this is told of
 @click.option("--layers", metavar="LAYERS", help="Only these layers, such as 0-4,30-31.")
 @click.option("--modules", multiple=True, metavar="NAME", help="Only attention, mlp, or parts of names; repeatable.")
 @click.option("--embeddings", is_flag=True, help="Embeddings and head too.")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the factors.  [default: FULL's]"
-)
-@click.option("--device", default="cpu", show_default=True, metavar="NAME", help="auto, cpu, cuda, cuda:N, mps.")
+@dtype_option("Of the factors.  [default: FULL's]")
+@device_option("cpu")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @click.option("--dry-run", is_flag=True, help="Compute and report, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")

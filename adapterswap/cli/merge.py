@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options
+from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.full_weights import write_full_weights
 
 if TYPE_CHECKING:
@@ -19,12 +20,8 @@ if TYPE_CHECKING:
 @click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
 @click.option("--base-model", metavar="PATH|ID", help="The base.  [default: the one that the experts name]")
 @click.option("--max-shard-size", metavar="SIZE", help="Such as 2GB.  [default: the base's shards]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the result.  [default: each tensor's in the base]",
-)
-@click.option("--device", default="cpu", show_default=True, metavar="D", help="cpu, cuda:N, or cuda for all GPUs.")
+@dtype_option("Of the result.  [default: each tensor's in the base]")
+@device_option("cpu", more="; cuda is all GPUs")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

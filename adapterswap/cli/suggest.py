@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.device_options import device_option
 from adapterswap.cli.printing import note, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Bottom and top layers, or an owner for each layer's attention and MLP.",
 )
-@click.option("--device", default="auto", show_default=True, metavar="NAME", help="For texts: auto, cpu, cuda, mps.")
+@device_option(more="; for texts")
 @click.option("-o", "--out-path", metavar="FILE", help="Write the proposal as a recipe for compose.")
 @click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
 @click.option("--dry-run", is_flag=True, help="Check everything, measure nothing.")

@@ -83,7 +83,7 @@ def merge(
         out_path: the folder; it appears whole or not at all.
         max_shard_size: such as `2GB`; by default the base's shards are kept.
         dtype: of the result; by default each tensor's in the base.
-        device: `cpu`, `cuda:N`, or `cuda` for all visible GPUs.
+        device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
         overwrite: replace the folder if it exists.
 
     Returns:

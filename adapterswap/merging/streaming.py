@@ -14,7 +14,7 @@ from pathlib import Path
 
 from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.tensors import open_files
-from adapterswap.errors import AdapterswapError, reason_of
+from adapterswap.bases import choose_device
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.tensorfile import TensorFile
 from adapterswap.merging.blocks import Entered, Work, read_blocks
@@ -31,22 +31,19 @@ _WORKERS = 4  # more would only wait for the disk
 
 
 def choose_devices(name: str) -> list[str]:
-    """torch's names of the devices to compute on: one, or every visible GPU for `cuda`.
+    """torch's names of the devices to compute on: one, or every visible GPU where the name means CUDA without a number.
 
     Raises:
-        AdapterswapError: torch knows no such device, or sees none here.
+        AdapterswapError: see `bases.choose_device`.
     """
-    if name == "cpu":
+    if name == "cpu":  # which is done without torch
         return [name]
+    device = choose_device(name)
+    if device.type != "cuda" or device.index is not None:
+        return [str(device)]
     import torch
 
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
-        raise AdapterswapError(
-            f"the device {name!r} cannot be used: {reason_of(error)}", "Give cpu, cuda for all GPUs, or cuda:N"
-        ) from None
-    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if name == "cuda" else [name]
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
 def stream(

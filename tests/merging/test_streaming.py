@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adapterswap
+from adapterswap import AdapterswapError
+from adapterswap.bases import choose_device
 from adapterswap.merging import ModelForm, blocks, prepare_model, streaming
 from adapterswap.merging.workers import Stopped, work_off
 from merging.conftest import equal, weights
@@ -46,6 +48,26 @@ def test_the_first_error_ends_all() -> None:
         work_off(range(100_000), do, 2)
     assert gave_up.is_set()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto", "cpu:0", "cuda", "cuda:99", "mps", "meta", "abacus", ""])
+def test_devices_have_the_names_that_they_have_everywhere(name: str) -> None:
+    """The same kind of device, or the same refusal."""
+
+    def outcome(choose: Callable[[], list[str]]) -> set[str]:
+        try:
+            return {torch.device(device).type for device in choose()}
+        except AdapterswapError as error:
+            return {str(error)}
+
+    assert outcome(lambda: streaming.choose_devices(name)) == outcome(lambda: [str(choose_device(name))])
+
+
+def test_devices_hold_numbers() -> None:
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type != "meta"
+    with pytest.raises(AdapterswapError, match="the device 'meta' cannot be used: Cannot copy out of meta tensor"):
+        choose_device("meta")
 
 
 @pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu"] * 5])
