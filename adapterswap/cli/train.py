@@ -5,13 +5,13 @@ Started by torchrun or `accelerate launch`, each process runs this; one of them 
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import click
 
 from adapterswap.cli.printing import human_bytes, note, print_json
-from adapterswap.errors import AdapterswapError
+from adapterswap.cli.together import told_once
+from adapterswap.processes import is_first, leave
 
 if TYPE_CHECKING:
     from adapterswap.training import TrainEstimate, TrainRecipe, TrainReport
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace the output folder, and checkpoints of an unfinished run.")
 @click.option("--dry-run", is_flag=True, help="Print what it would take, and train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@told_once()
 def command(
     recipe: str,
     overrides: tuple[str, ...],
@@ -48,20 +49,13 @@ def command(
     the datasets and the training options; the expert is a PEFT LoRA folder (or, with adapter: none, a whole model) with
     training.json beside the weights. On several devices: accelerate launch -m adapterswap train RECIPE.
     """
-    from adapterswap.training.processes import first_to_tell
-
     short = {"base_model": base_model, "training.device": device, "training.dtype": dtype}
     short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    try:
-        if dry_run:
-            _estimate(recipe, settings, out_path, resume=resume, overwrite=overwrite, as_json=as_json)
-        else:
-            _train(recipe, settings, out_path, resume=resume, overwrite=overwrite, as_json=as_json)
-    except AdapterswapError:
-        if not first_to_tell():
-            raise click.exceptions.Exit(1) from None
-        raise
+    if dry_run:
+        _estimate(recipe, settings, out_path, resume=resume, overwrite=overwrite, as_json=as_json)
+    else:
+        _train(recipe, settings, out_path, resume=resume, overwrite=overwrite, as_json=as_json)
 
 
 def _read(recipe: str, settings: list[str]) -> TrainRecipe:
@@ -69,7 +63,7 @@ def _read(recipe: str, settings: list[str]) -> TrainRecipe:
     from adapterswap.training import read_train_recipe
 
     chosen = read_train_recipe(find_recipe(recipe, "train"), settings)
-    if chosen.selection and _tells():
+    if chosen.selection and is_first():
         for line in chosen.selection.notes():
             note(line)
     return chosen
@@ -83,7 +77,7 @@ def _estimate(
     chosen = _read(recipe, settings)
     _check_output(chosen, out_path, overwrite=overwrite, resume=resume)
     expected = estimate(chosen)
-    if not _tells():
+    if not is_first():
         return
     if as_json:
         print_json({"dry_run": True, **expected.to_json()})
@@ -95,21 +89,15 @@ def _train(
     recipe: str, settings: list[str], out_path: str | None, *, resume: bool, overwrite: bool, as_json: bool
 ) -> None:
     from adapterswap.training import train
-    from adapterswap.training.processes import leave
 
     report = train(_read(recipe, settings), out_path=out_path, overwrite=overwrite, resume=resume)
     leave()
-    if not _tells():
+    if not is_first():
         return
     if as_json:
         print_json({"dry_run": False, **report.to_json()})
     else:
         _print_report(report)
-
-
-def _tells() -> bool:
-    """Whether this is the one process of the run that prints results."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool, resume: bool) -> None:

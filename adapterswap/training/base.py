@@ -9,7 +9,7 @@ from typing import Any
 
 from adapterswap.bases import Base, load_weights, open_base
 from adapterswap.errors import AdapterswapError
-from adapterswap.training.processes import count_processes
+from adapterswap.processes import count_processes
 from adapterswap.training.recipe import Quantization, TrainingOptions, TrainRecipe
 
 __all__ = ["choose_device", "load_trainable", "open_trainable"]

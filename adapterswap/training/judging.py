@@ -22,7 +22,7 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.preview import preview
 from adapterswap.evaluation.tasks import load_tasks
-from adapterswap.training.processes import Processes
+from adapterswap.processes import Processes
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.selection import Enough, Judged, Selection, SelectionOptions, best_first, is_judged, worn_out
@@ -174,8 +174,8 @@ class Judge(TrainerCallback):  # type: ignore[misc]
             return
         began = time.monotonic()
         self._bar.phase(f"evaluating checkpoint {state.global_step}")
-        row = self._processes.when_main_has(f"judged/{state.global_step}", lambda: self._judge(state))
-        self._table.append(Judged(**row))
+        row = self._judge(state) if self._processes.main else {}
+        self._table.append(Judged(**self._processes.from_main(row)))
         if self._processes.main:
             self._keep(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self.seconds += time.monotonic() - began

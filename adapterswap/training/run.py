@@ -53,13 +53,13 @@ def train(
     target = _target(recipe, out_path)
     check_libraries(recipe)
     from adapterswap.bases import empty_model
+    from adapterswap.processes import joined
     from adapterswap.training.base import choose_device, load_trainable, open_trainable
     from adapterswap.training.checkpoints import Checkpoints
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.failures import told
     from adapterswap.training.isolation import isolated
     from adapterswap.training.output import write_expert, write_weights
-    from adapterswap.training.processes import joined
     from adapterswap.training.progress import Bar
     from adapterswap.training.targets import find_targets
 
@@ -196,11 +196,11 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
     """
     check_libraries(recipe)
     from adapterswap.bases import empty_model
+    from adapterswap.processes import count_processes
     from adapterswap.training.base import choose_device, open_trainable
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.isolation import isolated
     from adapterswap.training.memory import memory
-    from adapterswap.training.processes import count_processes
     from adapterswap.training.schedule import rows_a_step, steps_between
     from adapterswap.training.targets import find_targets
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from adapterswap.training.processes import Processes
+from adapterswap.processes import Processes
 
 __all__ = ["Stopping"]
 

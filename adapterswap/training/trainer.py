@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError
-from adapterswap.training.processes import Processes
+from adapterswap.processes import Processes
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.schedule import choose_schedule, rows_a_step, steps_between
