@@ -79,8 +79,8 @@ def command(
     prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code)
     if dry_run:
         choose_device(device)
-        finished = check_out_path(Path(out_path), prepared.described, overwrite=overwrite, inputs=prepared.inputs)
-        expected = estimate(prepared, finished)
+        found = check_out_path(Path(out_path), prepared.described, overwrite=overwrite, inputs=prepared.inputs)
+        expected = estimate(prepared, found)
         print_json({"dry_run": True, **expected.as_json()}) if as_json else _print_estimate(expected)
         note("nothing evaluated (--dry-run)")
         return
@@ -91,9 +91,12 @@ def command(
     rows = summarize(run)
     if as_json:
         finished_rows = [row.as_json() for row in rows]
-        print_json({"dry_run": False, "cells": len(run.results), "families": finished_rows, "out_path": out_path})
+        counts = {"cells": len(run.results), "given_up": len(run.given_up)}
+        print_json({"dry_run": False, **counts, "families": finished_rows, "out_path": out_path})
     else:
         _print(rows, run)
+    if run.given_up:
+        note(f"{len(run.given_up)} cells were given up after a part of their documents")
     note(f"written to {out_path}: adapterswap report {out_path} shows it")
 
 
@@ -127,11 +130,12 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
 def _print_estimate(expected: Estimate) -> None:
     families = ", ".join(f"{count} {name}" for name, count in expected.families.items())
     documents = ", ".join(f"{name} {count}" for name, count in expected.documents.items())
-    left = expected.cells - expected.finished
+    left = expected.cells - expected.finished - expected.given_up
+    given_up = f" and {expected.given_up:,} given up" * bool(expected.given_up)
     lines = {
         "cells": f"{expected.cells:,}: {families}",
         "left out": f"{expected.left_out:,} whose zones overlap",
-        "finished": f"{expected.finished:,}; {left:,} to judge",
+        "finished": f"{expected.finished:,}{given_up}; {left:,} to judge",
         "documents": documents,
         "requests": f"{expected.requests:,}",
         "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first",

@@ -7,7 +7,7 @@ composition changes. Knows nothing of adapters or files, and prints nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ def evaluate(
     tasks: Sequence[str],
     settings: Settings | None = None,
     *,
+    documents: Mapping[str, Collection[int]] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationResult:
     """Run lm-evaluation-harness on a causal language model in memory.
@@ -40,6 +41,8 @@ def evaluate(
         tokenizer: its tokenizer. It is not changed.
         tasks: see `load_tasks`.
         settings: see `Settings`; its defaults, if none are given.
+        documents: task → the numbers of those that are asked, at least one; all that `settings.limit` lets through, if
+            none are given. Shots that a task draws at random are drawn for these alone.
         on_progress: called with the requests that are done, and their number.
 
     Returns:
@@ -59,6 +62,8 @@ def evaluate(
 
     from adapterswap.evaluation.harness import EvaluatedModel
 
+    # The harness numbers what it finds in their order, and reads an empty list as all.
+    asked = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
     done = 0
 
     def step() -> None:
@@ -87,7 +92,8 @@ def evaluate(
             found = evaluator.evaluate(
                 harness_model,
                 loaded,
-                limit=settings.limit,
+                limit=settings.limit if asked is None else None,
+                samples=asked,
                 apply_chat_template=settings.apply_chat_template,
                 fewshot_as_multiturn=settings.apply_chat_template,
                 system_instruction=settings.system_instruction,

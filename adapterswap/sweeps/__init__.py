@@ -6,11 +6,13 @@ lm-evaluation-harness until something is evaluated.
 
 from __future__ import annotations
 
+from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.preparing import prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
-from adapterswap.sweeps.results import Cell, CellResult, Run, TaskInfo, TaskValue, read_prompts, read_run, read_samples
+from adapterswap.sweeps.results import Run, read_prompts, read_run, read_samples
 from adapterswap.sweeps.running import Progress, sweep
 from adapterswap.sweeps.summary import Row, summarize
+from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
 
 __all__ = [
     "Cell",
@@ -18,6 +20,7 @@ __all__ = [
     "Progress",
     "Row",
     "Run",
+    "RungResult",
     "SweepRecipe",
     "TaskInfo",
     "TaskValue",

@@ -1,4 +1,4 @@
-"""A cell: one thing that a sweep judges, as plain data that is written in JSON and read back.
+"""A cell: one thing that a sweep judges, as plain data that is written in JSON and read back; and what is asked of it.
 
 Knows nothing of how cells are made or judged.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Cell"]
+__all__ = ["Assignment", "Cell"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,24 @@ class Cell:
             default=content["default"],
             tasks=tuple(content["tasks"]),
         )
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a judge is given: a cell, on everything that it is judged on, or on a rung of a search that halves.
+
+    Attributes:
+        cell: the cell.
+        documents: target task → the documents that are asked, equally many of each; None for all of all tasks.
+    """
+
+    cell: Cell
+    documents: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def rung(self) -> int | None:
+        """How many documents of each task there are; None for all."""
+        return None if self.documents is None else len(next(iter(self.documents.values())))
 
 
 def _side_as_json(names: tuple[str, ...]) -> str | list[str] | None:

@@ -19,10 +19,10 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problem
 from adapterswap.files.smallfiles import exists
+from adapterswap.sweeps.cells import Assignment
 from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress
 from adapterswap.sweeps.preparing import Prepared, prepare
 from adapterswap.sweeps.recipe import SweepRecipe, with_places
-from adapterswap.sweeps.results import Cell
 
 __all__ = ["over_ray"]
 
@@ -110,9 +110,9 @@ class _Worker:
             return list(error.problems)
         return self._judge.described
 
-    def judge(self, cell: Cell) -> Judged | list[Problem]:
+    def judge(self, assignment: Assignment) -> Judged | list[Problem]:
         try:
-            return next(self._judge.judged([cell], lambda done, total: None))
+            return next(self._judge.judged([assignment], lambda done, total: None))
         except AdapterswapError as error:
             return list(error.problems)
 
@@ -132,19 +132,19 @@ class _Cluster:
             self._await()
         self.described = self._known
 
-    def judged(self, cells: Sequence[Cell], on_progress: OnProgress) -> Iterator[Judged]:
+    def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
         """Judge cells side by side. How far each is, is not known here.
 
         Raises:
             AdapterswapError: what a worker met; a cell at which workers die time and again.
         """
         self._deaths = Counter()
-        waiting, finished, following = deque(range(len(cells))), dict[int, Judged](), 0
+        waiting, finished, following = deque(range(len(assignments))), dict[int, Judged](), 0
         ahead = _AHEAD * (len(self._idle) + len(self._busy))
-        while following < len(cells):
+        while following < len(assignments):
             while self._idle and waiting and waiting[0] < following + ahead:
                 worker, number = self._idle.popleft(), waiting.popleft()
-                self._busy[worker.judge.remote(cells[number])] = worker, number
+                self._busy[worker.judge.remote(assignments[number])] = worker, number
             if following in finished:
                 yield finished.pop(following)
                 following += 1

@@ -6,14 +6,14 @@ Loads no weights. Knows prepared sweeps and what their folder holds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.judging import is_live
 from adapterswap.sweeps.preparing import Prepared
-from adapterswap.sweeps.results import Cell, CellResult
 from adapterswap.sweeps.search import expected
+from adapterswap.sweeps.values import Findings
 
 __all__ = ["Estimate", "estimate"]
 
@@ -25,11 +25,12 @@ class Estimate:
     Attributes:
         cells: in all; of a family that is searched, as many as there are trials.
         finished: of them, in the folder already.
+        given_up: of them, by a search that halves.
         families: row → its cells.
         left_out: compositions whose zones need more layers than there are.
         repeated: compositions that a family holds twice.
         documents: task → documents.
-        requests: to the model, for the cells that are left.
+        requests: to the model, for the cells that are left, as if all were judged whole.
         switched: cells that are left and need a switch alone.
         reduced: cells that are left and are reduced to an adapter first.
         seconds: for the cells that are left, at the rate of the finished ones on whatever machine ran them; None where
@@ -38,6 +39,7 @@ class Estimate:
 
     cells: int
     finished: int
+    given_up: int
     families: dict[str, int]
     left_out: int
     repeated: int
@@ -51,26 +53,25 @@ class Estimate:
         return asdict(self)
 
 
-def estimate(prepared: Prepared, finished: Sequence[CellResult] = ()) -> Estimate:
-    """What `sweep` would do in a folder with these finished cells; prompts are built, and must fit the model.
+def estimate(prepared: Prepared, found: Findings | None = None) -> Estimate:
+    """What `sweep` would do in a folder where so much is found; prompts are built, and must fit the model.
 
     Raises:
         AdapterswapError: see `preview`.
     """
     from adapterswap.evaluation.preview import preview
 
-    grid, base = prepared.grid, prepared.base
+    grid, base, found = prepared.grid, prepared.base, found or Findings()
     previews = preview(base.tokenizer, base.config, list(prepared.tasks), prepared.settings)
     requests = {task.name: task.num_requests for task in previews}
 
     def asked(cell: Cell) -> int:
         return sum(requests[task] for task in cell.tasks)
 
-    done = {result.cell.cell for result in finished}
-    cells = expected(prepared, done)
-    pending = [cell for cell in cells if cell.cell not in done]
+    cells = expected(prepared, found.seen)
+    pending = [cell for cell in cells if cell.cell not in found.seen]
     live = sum(is_live(prepared, cell) for cell in pending)
-    measured = [result for result in finished if result.seconds["evaluate"] > 0]
+    measured = [result for result in found.results.values() if result.seconds["evaluate"] > 0]
     left = sum(map(asked, pending))
     seconds = None
     if measured:
@@ -78,7 +79,8 @@ def estimate(prepared: Prepared, finished: Sequence[CellResult] = ()) -> Estimat
         seconds = spent / sum(asked(result.cell) for result in measured) * left
     return Estimate(
         cells=len(cells),
-        finished=len(done),
+        finished=len(found.results),
+        given_up=len(found.seen) - len(found.results),
         families=dict(Counter(cell.family for cell in cells)),
         left_out=grid.left_out,
         repeated=grid.repeated,

@@ -14,8 +14,8 @@ from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.sweeps.grid import Asked, target_groups
 from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.sweeps.results import TaskInfo
 from adapterswap.sweeps.settings import Selection
+from adapterswap.sweeps.values import TaskInfo
 
 __all__ = ["find_tasks", "language_of"]
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
+from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.preparing import Prepared
-from adapterswap.sweeps.results import Cell, CellResult, TaskValue
+from adapterswap.sweeps.values import CellResult, TaskValue
 
 if TYPE_CHECKING:
     from adapterswap.evaluation import EvaluationResult
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["Judge", "Judged", "LocalJudge", "OnProgress", "is_live"]
 
 OnProgress = Callable[[int, int], None]
-"""Told the requests of a cell that are done, and their number."""
+"""Told the requests of an assignment that are done, and their number."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A cell's result with what is kept beside it.
+    """What an assignment gave, with what is kept beside it.
 
     Attributes:
-        result: its scores.
+        result: the scores, of the tasks and documents that were asked.
         samples: as samples/CELL.jsonl has them.
         prompts: task → document → prompt.
     """
@@ -53,8 +54,8 @@ class Judge(Protocol):
     @property
     def described(self) -> Mapping[str, Any]: ...
 
-    def judged(self, cells: Sequence[Cell], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge these cells; results come in their order."""
+    def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
+        """Judge these; results come in their order."""
         ...
 
 
@@ -88,26 +89,28 @@ class LocalJudge:
         settings = {**prepared.described["settings"], **around}
         self.described = {**prepared.described, "settings": settings, "versions": versions}
 
-    def judged(self, cells: Sequence[Cell], on_progress: OnProgress) -> Iterator[Judged]:
+    def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
         """Judge cells, each when it is asked for; the model is left as it was.
 
         Raises:
             AdapterswapError: see `evaluate`.
         """
-        for cell in cells:
-            yield self._judge(cell, on_progress)
+        for assignment in assignments:
+            yield self._judge(assignment, on_progress)
 
-    def _judge(self, cell: Cell, on_progress: OnProgress) -> Judged:
+    def _judge(self, assignment: Assignment, on_progress: OnProgress) -> Judged:
         from adapterswap.evaluation import evaluate
 
-        prepared, model = self._prepared, self._composer.model
+        prepared, model, tokenizer = self._prepared, self._composer.model, self._prepared.base.tokenizer
+        cell, documents = assignment.cell, assignment.documents
+        tasks = cell.tasks if documents is None else tuple(documents)
         started = time.perf_counter()
         with self._composed(cell):
             switched = time.perf_counter()
-            found = evaluate(model, prepared.base.tokenizer, cell.tasks, prepared.settings, on_progress=on_progress)
+            found = evaluate(model, tokenizer, tasks, prepared.settings, documents=documents, on_progress=on_progress)
             seconds = {"switch": switched - started, "evaluate": time.perf_counter() - switched}
         rounded = {name: round(value, 6) for name, value in seconds.items()}
-        prompts: dict[str, dict[int, str]] = {task: {} for task in cell.tasks}
+        prompts: dict[str, dict[int, str]] = {task: {} for task in tasks}
         for sample in found.samples:
             prompts[sample.task][sample.doc_id] = sample.prompt
         return Judged(CellResult(cell, _values(found, prepared), rounded), list(_samples(found)), prompts)

@@ -22,7 +22,8 @@ from adapterswap.planning.plan import Plan, make_plan
 from adapterswap.sweeps.grid import Grid, composition_of, extra_experts, make_cells
 from adapterswap.sweeps.judges import find_tasks
 from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.sweeps.results import FORMAT, TaskInfo
+from adapterswap.sweeps.results import FORMAT
+from adapterswap.sweeps.values import TaskInfo
 from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Prepared", "prepare"]

@@ -1,8 +1,9 @@
 """Write a sweep's folder, a cell at a time, so that it can be killed anywhere and gone on with.
 
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell whose line is whole is
-finished; a torn last line is cut off. A lock keeps a second sweep out of the folder. Nothing is forced to the disk, so
-this holds for processes that die, not for a machine that loses power. Knows nothing of models or of making cells.
+finished; a torn last line is cut off, there and in rungs.jsonl. A lock keeps a second sweep out of the folder. Nothing
+is forced to the disk, so this holds for processes that die, not for a machine that loses power. Knows nothing of models
+or of making cells.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.sweeps.results import (
     CELLS,
     PROMPTS,
+    RUNGS,
     SAMPLES,
     SWEEP,
-    CellResult,
-    parse_cells,
     prompts_file,
     read_prompts,
     read_run,
 )
+from adapterswap.sweeps.values import CellResult, Findings, RungResult
 
 __all__ = ["Recording", "check_out_path", "recording"]
 
@@ -38,8 +39,8 @@ _LOCK, _TMP = "sweep.lock", ".tmp"
 
 def check_out_path(
     folder: Path, described: Mapping[str, Any], *, overwrite: bool, inputs: Iterable[Path] = ()
-) -> list[CellResult]:
-    """What is finished in `folder`; none if there is nothing. A dry run calls this too; nothing is changed.
+) -> Findings:
+    """What is known from `folder`; nothing, if there is none. A dry run calls this too; nothing is changed.
 
     Raises:
         AdapterswapError: it holds something else than a sweep, or, unless `overwrite`, another sweep than `described`;
@@ -47,14 +48,14 @@ def check_out_path(
     """
     check_target(folder, overwrite=True, inputs=inputs)
     if not exists(folder) or not [path for path in folder.iterdir() if path.name != _LOCK]:
-        return []
+        return Findings()
     if not exists(folder / SWEEP):
         raise AdapterswapError(f"{folder} exists, and holds something else than a sweep", "Give another path")
     if overwrite:
-        return []
+        return Findings()
     run = read_run(folder)
     _compare(run.described, described, folder)
-    return list(run.results)
+    return Findings.of(run.results, run.rungs)
 
 
 def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Path) -> None:
@@ -95,22 +96,22 @@ def recording(
     with ExitStack() as stack:
         with _told(folder):
             stack.enter_context(_held(folder))
-            results = check_out_path(folder, described, overwrite=overwrite, inputs=inputs)  # again, now it is ours
+            found = check_out_path(folder, described, overwrite=overwrite, inputs=inputs)  # again, now it is ours
             if overwrite:
                 _clear(folder)
             _mend(folder)
-        yield Recording(folder, results)
+        yield Recording(folder, found)
 
 
 class Recording:
     """A sweep's folder that is being written.
 
     Attributes:
-        results: what is finished, in order.
+        found: what it holds.
     """
 
-    def __init__(self, folder: Path, results: list[CellResult]) -> None:
-        self.results = results
+    def __init__(self, folder: Path, found: Findings) -> None:
+        self.found = found
         self._folder = folder
         self._checked: set[str] = set()
 
@@ -129,12 +130,17 @@ class Recording:
     def add(self, result: CellResult, samples: Iterable[Mapping[str, Any]]) -> None:
         """Record a finished cell: its samples, then its line."""
         self._place(self._samples(result), "".join(map(_line, samples)))
-        self._append(result)
+        self._finish(result)
 
     def add_copy(self, result: CellResult, like: CellResult) -> None:
         """Record a cell that equals a finished one, with that one's samples."""
         self._place(self._samples(result), self._samples(like).read_text(encoding="utf-8"))
-        self._append(result)
+        self._finish(result)
+
+    def add_rung(self, result: RungResult) -> None:
+        """Record what a search saw of a cell."""
+        self._append(RUNGS, result)
+        self.found.rungs[result.cell, result.documents] = result
 
     def keep_prompts(self, task: str, prompts: Mapping[int, str]) -> None:
         """Write a task's prompts, or compare them with those that are there; once in a process.
@@ -158,8 +164,12 @@ class Recording:
     def _samples(self, result: CellResult) -> Path:
         return self._folder / SAMPLES / f"{result.cell.cell}.jsonl"
 
-    def _append(self, result: CellResult) -> None:
-        path, line = self._folder / CELLS, _line(result.as_json()).encode("utf-8")
+    def _finish(self, result: CellResult) -> None:
+        self._append(CELLS, result)
+        self.found.results[result.cell.cell] = result
+
+    def _append(self, name: str, result: CellResult | RungResult) -> None:
+        path, line = self._folder / name, _line(result.as_json()).encode("utf-8")
         with _told(self._folder), path.open("ab", buffering=0) as file:
             before = file.tell()
             try:
@@ -168,7 +178,6 @@ class Recording:
             except BaseException:
                 file.truncate(before)
                 raise
-        self.results.append(result)
 
     def _place(self, path: Path, text: str) -> None:
         """Write a file that is whole or absent."""
@@ -187,13 +196,12 @@ def _line(content: Mapping[str, Any]) -> str:
 
 
 def _mend(folder: Path) -> None:
-    """After a sweep that was killed: cut off a torn line, remove files that were not finished."""
+    """After a sweep that was killed: cut off torn lines, remove files that were not finished."""
     for left in (*folder.glob(f"*{_TMP}"), *folder.glob(f"{SAMPLES}/*{_TMP}"), *folder.glob(f"{PROMPTS}/*{_TMP}")):
         left.unlink()
-    path = folder / CELLS
-    if exists(path):
-        _, whole = parse_cells(path.read_bytes(), path)
-        os.truncate(path, whole)
+    for path in (folder / CELLS, folder / RUNGS):
+        if exists(path):
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _clear(folder: Path) -> None:

@@ -6,19 +6,21 @@ together, and nothing of models, searches or clusters themselves. Prints nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.judging import Judge, LocalJudge
 from adapterswap.sweeps.preparing import Prepared, prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.recording import Recording, recording
-from adapterswap.sweeps.results import Cell, CellResult, Run, read_run
+from adapterswap.sweeps.results import Run, read_run
 from adapterswap.sweeps.search import batches, expected
 from adapterswap.sweeps.summary import better, cell_value
+from adapterswap.sweeps.values import CellResult, RungResult
 
 __all__ = ["Progress", "sweep"]
 
@@ -28,7 +30,7 @@ class Progress:
     """How far a sweep is.
 
     Attributes:
-        done, total: cells; of a search, as many as it will judge.
+        done, total: cells; of a search, as many as it will look at, and those that were given up are done.
         cell: the short name of the one that is being judged; empty when there is none.
         requests, requests_total: of that cell; none where other processes judge.
         best: the best cell so far, by the mean of its target tasks.
@@ -90,58 +92,75 @@ def sweep(
         return over_ray(prepared, ray, workers=workers, device=device, dtype=dtype)
 
     with recording(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs) as record:
-        _complete(prepared, record, opened, tell)
+        _Completion(prepared, record, tell).run(opened)
     return read_run(out_path)
 
 
-def _complete(
-    prepared: Prepared, record: Recording, opened: Callable[[], AbstractContextManager[Judge]], tell: Tell
-) -> None:
-    """Judge what is not recorded yet; `opened` makes the judge, where there is something to judge."""
-    results = {result.cell.cell: result for result in record.results}
-    alike = {_identity(result.cell): result for result in record.results}
-    total = len(expected(prepared, results))
-    judge: Judge | None = None
-    best: CellResult | None = None
-    for finished in record.results:
-        best = better(best, finished, prepared.tasks)
+class _Completion:
+    """A sweep that is being completed: what is not recorded yet is judged and recorded, and progress is told."""
 
-    def so_far(judging: str = "") -> Progress:
-        if best is None:
-            return Progress(len(results), total, judging)
-        return Progress(len(results), total, judging, best=best.cell, value=cell_value(best, prepared.tasks))
+    def __init__(self, prepared: Prepared, record: Recording, tell: Tell) -> None:
+        self._prepared, self._record, self._found, self._tell = prepared, record, record.found, tell
+        self._alike = {_identity(result.cell): result for result in self._found.results.values()}
+        self._total = len(expected(prepared, self._found.seen))
+        self._best: CellResult | None = None
+        for result in self._found.results.values():
+            self._best = better(self._best, result, prepared.tasks)
+        self._now = Progress(0, self._total)
 
-    now = so_far()
+    def run(self, opened: Callable[[], AbstractContextManager[Judge]]) -> None:
+        """`opened` makes the judge, where there is something to judge."""
+        judge: Judge | None = None
+        with ExitStack() as stack:
+            for batch in batches(self._prepared, self._found):
+                pending = [assignment for assignment in batch if self._found.get(assignment) is None]
+                if not pending:
+                    continue
+                if judge is None:
+                    judge = stack.enter_context(opened())
+                    self._record.begin(judge.described)
+                self._judge_whole(pending, judge) if pending[0].rung is None else self._judge_rung(pending, judge)
+        self._begin("", ())
 
-    def on_progress(done: int, of: int) -> None:
-        tell(replace(now, requests=done, requests_total=of))
+    def _judge_whole(self, pending: Sequence[Assignment], judge: Judge) -> None:
+        """Judge cells on everything; of those that are the same, one."""
+        new = {_identity(one.cell): one for one in reversed(pending) if _identity(one.cell) not in self._alike}
+        judged = judge.judged([one for one in pending if new.get(_identity(one.cell)) is one], self._on_progress)
+        for cell in (assignment.cell for assignment in pending):
+            self._begin(cell.short, pending)
+            if (like := self._alike.get(_identity(cell))) is not None:
+                result = replace(like, cell=cell, seconds={"switch": 0.0, "evaluate": 0.0})
+                self._record.add_copy(result, like)
+            else:
+                found = next(judged)
+                for task, prompts in found.prompts.items():
+                    self._record.keep_prompts(task, prompts)
+                result = found.result
+                self._record.add(result, found.samples)
+                self._alike[_identity(cell)] = result
+            self._best = better(self._best, result, self._prepared.tasks)
 
-    with ExitStack() as stack:
-        for batch in batches(prepared, results):
-            pending = [cell for cell in batch if cell.cell not in results]
-            if not pending:
-                continue
-            if judge is None:
-                judge = stack.enter_context(opened())
-                record.begin(judge.described)
-            new = {_identity(cell): cell for cell in reversed(pending) if _identity(cell) not in alike}
-            found = judge.judged([cell for cell in pending if new.get(_identity(cell)) is cell], on_progress)
-            for cell in pending:
-                now = so_far(cell.short)
-                tell(now)
-                if (like := alike.get(_identity(cell))) is not None:
-                    result = replace(like, cell=cell, seconds={"switch": 0.0, "evaluate": 0.0})
-                    record.add_copy(result, like)
-                else:
-                    judged = next(found)
-                    for task, prompts in judged.prompts.items():
-                        record.keep_prompts(task, prompts)
-                    result = judged.result
-                    record.add(result, judged.samples)
-                    alike[_identity(cell)] = result
-                results[cell.cell] = result
-                best = better(best, result, prepared.tasks)
-    tell(so_far())
+    def _judge_rung(self, pending: Sequence[Assignment], judge: Judge) -> None:
+        judged = judge.judged(pending, self._on_progress)
+        for assignment in pending:
+            assert assignment.rung is not None
+            self._begin(f"{assignment.cell.short} on {assignment.rung} documents", pending)
+            found = next(judged).result
+            result = RungResult(assignment.cell.cell, assignment.rung, found.results, found.seconds)
+            self._record.add_rung(result)
+
+    def _begin(self, judging: str, pending: Sequence[Assignment]) -> None:
+        """Tell what is judged now; what was given up after some documents is done too."""
+        undone = {assignment.cell.cell for assignment in pending} - self._found.results.keys()
+        done = len(self._found.seen - undone)
+        self._now = Progress(done, self._total, judging)
+        if self._best is not None:
+            value = cell_value(self._best, self._prepared.tasks)
+            self._now = replace(self._now, best=self._best.cell, value=value)
+        self._tell(self._now)
+
+    def _on_progress(self, done: int, of: int) -> None:
+        self._tell(replace(self._now, requests=done, requests_total=of))
 
 
 def _identity(cell: Cell) -> str:

@@ -2,58 +2,87 @@
 
 A search (optuna) asks for configurations of a family, one after the other. A trial is a configuration judged with every
 pair, and its value the mean of the target tasks' primary scores on the documents to choose on: the same number by which
-the table chooses, so no document that is reported on is looked at. What a folder already holds is told to the sampler
-in the order in which it asks, so a sweep that was killed asks the same questions again and gets the same answers.
+the table chooses, so no document that is reported on is looked at. A search that halves judges a trial on few of them
+first, then on more, and gives it up where others did better. What a folder already holds is told to the sampler in the
+order in which it asks, so a sweep that was killed asks the same questions again and gets the same answers.
 
 Knows prepared sweeps and results; knows nothing of models or folders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from random import Random
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.grid import Space, Trial
 from adapterswap.sweeps.preparing import Prepared
-from adapterswap.sweeps.results import Cell, CellResult
 from adapterswap.sweeps.settings import Search
 from adapterswap.sweeps.summary import half_value, sign_of
+from adapterswap.sweeps.values import Findings
 
-__all__ = ["batches", "expected"]
+__all__ = ["batches", "expected", "rungs"]
 
 _PATIENCE = 20  # questions in a row that were asked before, or whose zones overlap, until one is drawn at random
 
 
-def batches(prepared: Prepared, results: Mapping[str, CellResult]) -> Iterator[list[Cell]]:
-    """Lists of cells that are judged one after the other, or at once.
+def batches(prepared: Prepared, found: Findings) -> Iterator[list[Assignment]]:
+    """Lists of assignments that are judged one after the other, or at once; all on the same documents.
 
     Args:
         prepared: the sweep.
-        results: what is finished, by cell; before the next list is asked for, all of the last one must be in it.
+        found: what is known; before the next list is asked for, all of the last one must be in it.
 
     Raises:
         AdapterswapError: optuna is not installed; a task to search by has no score of each document.
     """
     cells = {cell.cell: cell for cell in prepared.grid.cells}
-    yield _always(prepared)
+    yield [Assignment(cell) for cell in _always(prepared)]
     search = prepared.recipe.search
     for space in _searched(prepared):
         assert search is not None
-        for trial in _trials(space, search, prepared, results):
-            yield [cells[cell] for cell in trial.cells]
+        for trial, documents in _trials(space, search, prepared, found):
+            yield [_on(documents, cells[cell], prepared) for cell in trial.cells]
 
 
-def expected(prepared: Prepared, done: Collection[str]) -> list[Cell]:
-    """As many cells as there will be, the finished ones among them; a search does not know yet which it asks for."""
-    kept = {cell.cell for cell in _always(prepared)} | set(done)
+def expected(prepared: Prepared, seen: Collection[str]) -> list[Cell]:
+    """As many cells as will be looked at, those that were seen among them: a search does not know its questions yet.
+
+    Args:
+        prepared: the sweep.
+        seen: cells that were judged, or given up after some documents.
+    """
+    kept = {cell.cell for cell in _always(prepared)} | set(seen)
     for space in _searched(prepared):
-        finished_first = sorted(space.trials, key=lambda trial: -sum(cell in done for cell in trial.cells))
+        seen_first = sorted(space.trials, key=lambda trial: -sum(cell in seen for cell in trial.cells))
         assert prepared.recipe.search is not None
-        kept |= {cell for trial in finished_first[: prepared.recipe.search.trials] for cell in trial.cells}
+        kept |= {cell for trial in seen_first[: prepared.recipe.search.trials] for cell in trial.cells}
     return [cell for cell in prepared.grid.cells if cell.cell in kept]
+
+
+def rungs(prepared: Prepared) -> tuple[int, ...]:
+    """How many documents of each target task the rungs of a search that halves have; none, if it does not."""
+    search = prepared.recipe.search
+    if search is None or search.halving is None:
+        return ()
+    return search.halving.rungs(min(len(task.select) for task in prepared.tasks.values() if task.role == "target"))
+
+
+def _on(documents: int | None, cell: Cell, prepared: Prepared) -> Assignment:
+    """A cell on a rung: the first so many documents to choose on, in a seeded order; tasks of one size alike."""
+    if documents is None:
+        return Assignment(cell)
+    assert prepared.recipe.search is not None
+    asked = {}
+    for name in cell.tasks:
+        task = prepared.tasks[name]
+        if task.role == "target":
+            order = Random(prepared.recipe.search.seed).sample(task.select, len(task.select))
+            asked[name] = tuple(sorted(order[:documents]))
+    return Assignment(cell, asked)
 
 
 def _searched(prepared: Prepared) -> list[Space]:
@@ -73,30 +102,45 @@ def _always(prepared: Prepared) -> list[Cell]:
     return [cell for cell in prepared.grid.cells if cell.cell not in asked]
 
 
-def _trials(space: Space, search: Search, prepared: Prepared, results: Mapping[str, CellResult]) -> Iterator[Trial]:
-    """The configurations that the sampler asks for: the papers' default first, and none twice."""
+def _trials(space: Space, search: Search, prepared: Prepared, found: Findings) -> Iterator[tuple[Trial, int | None]]:
+    """The configurations that the sampler asks for, and on how many documents: the papers' default first."""
+    cells = {cell.cell: cell for cell in prepared.grid.cells}
     defaults = {cell.cell for cell in prepared.grid.cells if cell.default}
 
-    def value(trial: Trial) -> float:
-        found = [half_value(results[cell], prepared.tasks, "select") for cell in trial.cells]
-        known = [score for score in found if score is not None]
-        if len(known) < len(found):
+    def value(trial: Trial, documents: int | None) -> float:
+        judged = [found.get(_on(documents, cells[cell], prepared)) for cell in trial.cells]
+        results = [result for result in judged if result is not None]
+        scores = [half_value(result, prepared.tasks, "select") for result in results]
+        known = [score for score in scores if score is not None]
+        if len(known) < len(trial.cells):
             raise AdapterswapError(
                 f"search: {', '.join(prepared.tasks)}: a target task has no score of each document to choose on",
                 "Give another score in primary, more documents, or leave search out",
             )
-        return sign_of([results[trial.cells[0]]], prepared.tasks) * sum(known) / len(known)
+        return sign_of(results, prepared.tasks) * sum(known) / len(known)
 
     first = [trial for trial in space.trials if defaults.issuperset(trial.cells)]
-    yield from ask(space.trials, search, value, first=first)
+    yield from ask(space.trials, search, value, first=first, rungs=rungs(prepared))
 
 
 def ask(
-    trials: Collection[Trial], search: Search, value: Callable[[Trial], float], *, first: Collection[Trial] = ()
-) -> Iterator[Trial]:
+    trials: Collection[Trial],
+    search: Search,
+    value: Callable[[Trial, int | None], float],
+    *,
+    first: Collection[Trial] = (),
+    rungs: Sequence[int] = (),
+) -> Iterator[tuple[Trial, int | None]]:
     """As many different trials as `search` says, each chosen by the values of those before; more is better.
 
     Numbers are searched by rank: neighbours in a list are neighbours for the sampler, whatever lies between them.
+
+    Args:
+        trials: all that there are.
+        search: how many, and how.
+        value: what a trial gave, on so many documents or, for None, on all; asked when the next trial is.
+        first: trials to begin with.
+        rungs: how many documents a trial is asked for before all, each number once; it may be given up after each.
 
     Raises:
         AdapterswapError: optuna is not installed.
@@ -109,7 +153,12 @@ def ask(
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
-    study = optuna.create_study(sampler=samplers[search.sampler](seed=search.seed), direction="maximize")
+    pruner = optuna.pruners.NopPruner()
+    if search.halving is not None:
+        pruner = optuna.pruners.SuccessiveHalvingPruner(
+            min_resource=search.halving.min_documents, reduction_factor=search.halving.reduction_factor
+        )
+    study = optuna.create_study(sampler=samplers[search.sampler](seed=search.seed), pruner=pruner, direction="maximize")
     fields = {field: _ordered(field, trials) for field in next(iter(trials)).values}
     space = {
         field: optuna.distributions.IntDistribution(0, len(values) - 1)
@@ -134,8 +183,15 @@ def ask(
             study.enqueue_trial(dict(zip(space, point, strict=True)))
             question = study.ask(space)
         trial = left.pop(point)
-        yield trial
-        study.tell(question, value(trial))
+        for documents in rungs:
+            yield trial, documents
+            question.report(value(trial, documents), documents)
+            if question.should_prune():
+                study.tell(question, state=optuna.trial.TrialState.PRUNED)
+                break
+        else:
+            yield trial, None
+            study.tell(question, value(trial, None))
 
 
 def _ordered(field: str, trials: Collection[Trial]) -> list[Any]:

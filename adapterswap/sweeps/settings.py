@@ -13,7 +13,7 @@ from pydantic import Field
 from adapterswap.evaluation.settings import SEED, Settings
 from adapterswap.files.yamlfiles import StrictModel
 
-__all__ = ["Search", "Selection", "SweepSettings"]
+__all__ = ["Halving", "Search", "Selection", "SweepSettings"]
 
 
 class SweepSettings(StrictModel):
@@ -52,6 +52,24 @@ class Selection(StrictModel):
         return tuple(select), tuple(doc_id for doc_id in range(num_docs) if doc_id not in kept)
 
 
+class Halving(StrictModel):
+    """Successive halving, asynchronous (Li et al. 2020): trials begin on few documents, and the better ones go on."""
+
+    min_documents: int = Field(default=16, ge=1, description="Documents of each target task on the first rung.")
+    reduction_factor: int = Field(
+        default=3, ge=2, description="Each rung has so many times more, and one in so many goes on to the next."
+    )
+
+    def rungs(self, available: int) -> tuple[int, ...]:
+        """How many documents each rung has, as long as there are more than that to choose on."""
+        found = []
+        documents = self.min_documents
+        while documents < available:
+            found.append(documents)
+            documents *= self.reduction_factor
+        return tuple(found)
+
+
 class Search(StrictModel):
     """Some configurations of a family instead of all: a trial is a configuration, judged with every pair."""
 
@@ -59,5 +77,6 @@ class Search(StrictModel):
         default="tpe", description="tpe: Bayesian, by the trials so far (Bergstra et al. 2011); random: at random."
     )
     trials: int = Field(default=40, ge=1, description="Configurations of each family that is searched.")
-    seed: int = Field(default=0, ge=0, description="Of the sampler.")
+    halving: Halving | None = Field(default=None, description="Give most of them up after some documents.")
+    seed: int = Field(default=0, ge=0, description="Of the sampler, and of the documents that a rung has.")
     family: str | None = Field(default=None, description="The only family to search; default: all that have a choice.")

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from adapterswap.sweeps.results import CellResult, Run, TaskInfo
+from adapterswap.sweeps.results import Run
+from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo
 
 __all__ = ["Row", "better", "cell_value", "half_value", "sign_of", "summarize"]
 
@@ -89,17 +90,17 @@ def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) 
     )
 
 
-def _targets(result: CellResult, tasks: Mapping[str, TaskInfo]) -> list[TaskInfo]:
+def _targets(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo]) -> list[TaskInfo]:
     return [tasks[name] for name in result.results if tasks[name].role == "target"]
 
 
-def sign_of(results: Iterable[CellResult], tasks: Mapping[str, TaskInfo]) -> int:
+def sign_of(results: Iterable[CellResult | RungResult], tasks: Mapping[str, TaskInfo]) -> int:
     """-1 where less is better."""
     return 1 if all(task.higher_is_better for result in results for task in _targets(result, tasks)) else -1
 
 
-def half_value(result: CellResult, tasks: Mapping[str, TaskInfo], half: str) -> float | None:
-    """The mean over target tasks of the mean over one part of their documents."""
+def half_value(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo], half: str) -> float | None:
+    """The mean over target tasks of the mean over one part of their documents, of those that were asked."""
     return _mean(result.results[task.name].mean_over(getattr(task, half)) for task in _targets(result, tasks))
 
 

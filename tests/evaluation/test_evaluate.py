@@ -52,6 +52,18 @@ def test_outputs_equal_a_plain_loop_over_the_model(byte_model: Model) -> None:
         assert sample.output == written(model, tokenizer, prompt, 16).split("Swali:")[0]
 
 
+def test_some_documents_are_asked_as_among_all(byte_model: Model) -> None:
+    """Across tasks, in whatever order they are named, and past the limit."""
+    chosen = {"mgsm_direct_sw": (4, 1), "mgsm_direct_en": {0}}
+    every = evaluate(*byte_model, list(chosen), Settings(batch_size=1, **(SHORT | {"limit": 5})))
+    some = evaluate(*byte_model, list(chosen), Settings(batch_size=1, **SHORT), documents=chosen)
+    assert [(sample.task, sample.doc_id) for sample in some.samples] == [
+        ("mgsm_direct_sw", 1), ("mgsm_direct_sw", 4), ("mgsm_direct_en", 0),
+    ]  # fmt: skip
+    assert some.samples == tuple(sample for sample in every.samples if sample.doc_id in chosen[sample.task])
+    assert [task.num_docs for task in some.tasks.values()] == [2, 1]
+
+
 def test_a_batch_gives_what_single_prompts_give(byte_model: Model) -> None:
     alone = evaluate(*byte_model, ["mgsm_native_cot_te"], Settings(batch_size=1, **SHORT))
     together = evaluate(*byte_model, ["mgsm_native_cot_te"], Settings(batch_size=3, **SHORT))

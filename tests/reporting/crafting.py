@@ -11,10 +11,11 @@ from urllib.parse import quote
 
 import numpy as np
 
+from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.grid import Asked, make_cells, target_groups
 from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.sweeps.results import Cell, CellResult, TaskInfo, TaskValue
 from adapterswap.sweeps.settings import Selection
+from adapterswap.sweeps.values import CellResult, TaskInfo, TaskValue
 
 HOSTILE = (
     '</pre></script><script>document.title="owned"</script><img src=x onerror=alert(1)> & "quoted" \u202e{{ 7*7 }}'

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from adapterswap import AdapterswapError
 from adapterswap.reporting import open_source
-from adapterswap.sweeps.results import Cell
+from adapterswap.sweeps.cells import Cell
 
 from .conftest import Written
 from .crafting import craft, recipe

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from adapterswap.sweeps import read_run
-from adapterswap.sweeps.results import CellResult
+from adapterswap.sweeps.values import CellResult
 
 from .conftest import Written
 from .crafting import craft, recipe

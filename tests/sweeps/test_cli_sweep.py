@@ -30,6 +30,7 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
         "dry_run": True,
         "cells": 6,
         "finished": 0,
+        "given_up": 0,
         "families": {"base": 1, "task expert": 1, "language expert": 1, "layer_swap": 2, "ties": 1},
         "left_out": 1,
         "repeated": 0,

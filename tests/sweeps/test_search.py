@@ -16,9 +16,9 @@ from adapterswap.sweeps import Progress, SweepRecipe, prepare, summarize, sweep
 from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
 from adapterswap.sweeps.preparing import Prepared
-from adapterswap.sweeps.results import CellResult, TaskValue
 from adapterswap.sweeps.search import ask, batches
 from adapterswap.sweeps.settings import Search
+from adapterswap.sweeps.values import CellResult, Findings, TaskValue
 
 from .conftest import plain
 
@@ -34,7 +34,7 @@ def trials_of(fields: dict[str, list[Any]]) -> list[Trial]:
 
 
 def asked(search: Search, fields: dict[str, list[Any]], value: Callable[[Any], float]) -> list[dict[str, Any]]:
-    return [dict(trial.values) for trial in ask(trials_of(fields), search, lambda trial: value(trial.values))]
+    return [dict(trial.values) for trial, _ in ask(trials_of(fields), search, lambda trial, _: value(trial.values))]
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
@@ -109,12 +109,12 @@ def test_only_the_documents_to_choose_on_are_looked_at(searching: Callable[..., 
     def order(prepared: Prepared, select: float, report: float) -> list[str]:
         """Scores that rise with the bottom zone, or fall, by half."""
         found: list[str] = []
-        results: dict[str, CellResult] = {}
-        for batch in batches(prepared, results):
-            for cell in batch:
+        known = Findings()
+        for batch in batches(prepared, known):
+            for cell in (assignment.cell for assignment in batch):
                 height = cell.composition.get("bottom", 0)
                 docs = dict.fromkeys(task.select, select * height) | dict.fromkeys(task.report, report * height)
-                results[cell.cell] = CellResult(cell, {task.name: TaskValue(None, None, {}, docs)}, {})
+                known.results[cell.cell] = CellResult(cell, {task.name: TaskValue(None, None, {}, docs)}, {})
                 found.append(cell.short)
         return found
 

@@ -1,0 +1,180 @@
+"""What judging gives, as plain data that is written in JSON and read back: tasks, scores, results of cells.
+
+Knows nothing of folders, of how cells are made or judged, or of statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from adapterswap.sweeps.cells import Assignment, Cell
+
+__all__ = ["CellResult", "Findings", "RungResult", "TaskInfo", "TaskValue"]
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """A task of a sweep.
+
+    Attributes:
+        name: its name.
+        role: `target`, or `retention` for a task whose score is reported beside.
+        language: the code of its language as its name gives it (sw, swh_Latn); None where it gives none.
+        primary: (metric, filter) of the score that counts.
+        higher_is_better: whether more of it is better.
+        num_docs: how many documents are asked.
+        select: the documents on which configurations are chosen.
+        report: the others, on which the chosen ones are reported.
+    """
+
+    name: str
+    role: str
+    language: str | None
+    primary: tuple[str, str]
+    higher_is_better: bool
+    num_docs: int
+    select: tuple[int, ...]
+    report: tuple[int, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "role": self.role,
+            "language": self.language,
+            "primary": list(self.primary),
+            "higher_is_better": self.higher_is_better,
+            "num_docs": self.num_docs,
+            "split": {"select": list(self.select), "report": list(self.report)},
+        }
+
+    @classmethod
+    def from_json(cls, name: str, content: Mapping[str, Any]) -> TaskInfo:
+        metric, filter_name = content["primary"]
+        return cls(
+            name=name,
+            role=content["role"],
+            language=content["language"],
+            primary=(metric, filter_name),
+            higher_is_better=content["higher_is_better"],
+            num_docs=content["num_docs"],
+            select=tuple(content["split"]["select"]),
+            report=tuple(content["split"]["report"]),
+        )
+
+
+@dataclass(frozen=True)
+class TaskValue:
+    """The scores of one cell on one task.
+
+    Attributes:
+        value: the primary score over all documents; None where it is no number.
+        stderr: its standard error; None where it is not known.
+        scores: every score, by `metric,filter`.
+        docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++).
+    """
+
+    value: float | None
+    stderr: float | None
+    scores: Mapping[str, float | None]
+    docs: Mapping[int, float]
+
+    def mean_over(self, doc_ids: tuple[int, ...]) -> float | None:
+        """The mean of the primary score over these documents; None where documents have no scores of their own."""
+        found = [self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs]
+        return sum(found) / len(found) if found else None
+
+    def only(self, doc_ids: tuple[int, ...]) -> TaskValue:
+        """The scores of some documents, without what is said of all of them."""
+        return TaskValue(None, None, {}, {doc_id: self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs})
+
+    def as_json(self) -> dict[str, Any]:
+        docs = [[doc_id, score] for doc_id, score in self.docs.items()]
+        return {"value": self.value, "stderr": self.stderr, "scores": dict(self.scores), "docs": docs}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> TaskValue:
+        return cls(content["value"], content["stderr"], content["scores"], dict(content["docs"]))
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A finished cell.
+
+    Attributes:
+        cell: what was judged.
+        results: by task.
+        seconds: `switch`, from one composition to this one, and `evaluate`.
+    """
+
+    cell: Cell
+    results: Mapping[str, TaskValue]
+    seconds: Mapping[str, float] = field(compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        results = {task: value.as_json() for task, value in self.results.items()}
+        return {**self.cell.as_json(), "results": results, "seconds": dict(self.seconds)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> CellResult:
+        results = {task: TaskValue.from_json(value) for task, value in content["results"].items()}
+        return cls(Cell.from_json(content), results, content["seconds"])
+
+
+@dataclass(frozen=True)
+class RungResult:
+    """What a search that halves saw of a cell before it was judged whole, or given up.
+
+    Attributes:
+        cell: its id.
+        documents: how many documents of each target task it was judged on.
+        results: by target task, over these documents.
+        seconds: as for a `CellResult`.
+    """
+
+    cell: str
+    documents: int
+    results: Mapping[str, TaskValue]
+    seconds: Mapping[str, float] = field(compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        results = {task: value.as_json() for task, value in self.results.items()}
+        return {"cell": self.cell, "documents": self.documents, "results": results, "seconds": dict(self.seconds)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RungResult:
+        results = {task: TaskValue.from_json(value) for task, value in content["results"].items()}
+        return cls(content["cell"], content["documents"], results, content["seconds"])
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a sweep has found so far.
+
+    Attributes:
+        results: by cell, what is finished.
+        rungs: by cell and number of documents.
+    """
+
+    results: dict[str, CellResult] = field(default_factory=dict)
+    rungs: dict[tuple[str, int], RungResult] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, results: Iterable[CellResult], rungs: Iterable[RungResult]) -> Findings:
+        return cls(
+            {result.cell.cell: result for result in results}, {(rung.cell, rung.documents): rung for rung in rungs}
+        )
+
+    @property
+    def seen(self) -> set[str]:
+        """Cells that were judged on some documents at least."""
+        return {*self.results, *(cell for cell, _ in self.rungs)}
+
+    def get(self, assignment: Assignment) -> CellResult | RungResult | None:
+        """What an assignment gave, or what a finished cell's result says of it; None if it is not known."""
+        cell, rung = assignment.cell.cell, assignment.rung
+        finished = self.results.get(cell)
+        if assignment.documents is None or rung is None or finished is None or (cell, rung) in self.rungs:
+            return finished if rung is None else self.rungs.get((cell, rung))
+        parts = {task: finished.results[task].only(asked) for task, asked in assignment.documents.items()}
+        return RungResult(cell, rung, parts, {})

@@ -1,0 +1,166 @@
+"""Successive halving: who goes on is who should, what was given up is no cell, and a killed search ends the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import yaml
+
+from adapterswap.sweeps import Progress, SweepRecipe, prepare, sweep
+from adapterswap.sweeps.estimating import estimate
+from adapterswap.sweeps.grid import Trial
+from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.recording import check_out_path
+from adapterswap.sweeps.search import ask, rungs
+from adapterswap.sweeps.settings import Halving, Search
+
+from .conftest import plain
+from .test_dying import dying
+
+pytest.importorskip("optuna")
+
+Content = Callable[..., dict[str, Any]]
+SEARCH = {"sampler": "random", "trials": 8, "halving": {"min_documents": 3, "reduction_factor": 2}}
+
+
+def test_rungs_have_fewer_documents_than_there_are() -> None:
+    assert Halving(min_documents=16, reduction_factor=3).rungs(125) == (16, 48)
+    assert Halving(min_documents=16, reduction_factor=3).rungs(144) == (16, 48)
+    assert Halving(min_documents=16, reduction_factor=3).rungs(145) == (16, 48, 144)
+    assert Halving(min_documents=125).rungs(125) == ()
+
+
+@pytest.mark.parametrize("factor", [2, 3, 4])
+def test_those_go_on_that_should(factor: int) -> None:
+    """By the rule itself: of n trials that came to a rung, one goes on if it is among the best n / factor there."""
+    trials = [Trial({"bottom": number}, (str(number),)) for number in range(30)]
+    settings = Search(sampler="random", trials=30, halving=Halving(min_documents=5, reduction_factor=factor))
+    steps = Halving(min_documents=5, reduction_factor=factor).rungs(100)
+
+    def value(trial: Trial, documents: int | None) -> float:
+        """Another order at each rung."""
+        return float((trial.values["bottom"] * 7 + (documents or 0)) % 30)
+
+    questions = list(ask(trials, settings, value, rungs=steps))
+    came: dict[int | None, list[Trial]] = {step: [] for step in (*steps, None)}
+    expected: list[tuple[Trial, int | None]] = []
+    for trial in dict.fromkeys(trial.values["bottom"] for trial, _ in questions):
+        for step in (*steps, None):
+            came[step].append(trials[trial])
+            expected.append((trials[trial], step))
+            ranked = sorted((value(rival, step) for rival in came[step]), reverse=True)
+            if value(trials[trial], step) < ranked[max(len(ranked) // factor, 1) - 1]:
+                break
+    assert questions == expected
+    assert 30 == len(came[steps[0]]) > len(came[steps[1]]) > len(came[None]) > 0
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tasks of 24 short questions: which of two syllables is likelier? A random model's scores differ there."""
+    folder, chosen = tmp_path_factory.mktemp("tasks"), Random(0)
+
+    def drawn(count: int) -> str:
+        return "".join(chosen.choices("abcdefgh", k=count))
+
+    for name in ("syllables", "others"):
+        rows = [{"question": drawn(6), "choices": [drawn(2), drawn(2)], "label": n % 2} for n in range(24)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = {
+            "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{folder}/{name}.jsonl"}},
+            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }  # fmt: skip
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+@pytest.fixture
+def halving(content: Content, world: Path, tasks: Path) -> Content:
+    """Two pairs, 13 configurations that fit 6 layers, 24 documents, of which 18 are there to choose on."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        zones = {"bottom": [0, 1, 2, 3], "top": [0, 1, 2, 4]}
+        return content(
+            task_experts={name: str(world / name) for name in ("math1", "math2")},
+            compositions={"swap": zones},
+            tasks=["syllables"],
+            retention=["others"],
+            settings={"batch_size": 48, "include_path": str(tasks)},
+            selection={"fraction": 0.75},
+            **{"search": SEARCH, **changes},
+        )
+
+    return make
+
+
+def prepared_from(content: dict[str, Any]) -> Prepared:
+    return prepare(SweepRecipe.model_validate(content))
+
+
+def test_what_goes_on_is_judged_as_in_the_grid(halving: Content, tmp_path: Path) -> None:
+    prepared = prepared_from(halving())
+    assert rungs(prepared) == (3, 6, 12)
+    told: list[Progress] = []
+    run = sweep(prepared, tmp_path / "run", device="cpu", tell=told.append)
+    assert (told[-1].done, told[-1].total) == (4 + 2 * 8, 4 + 2 * 8)
+    assert [progress.done for progress in told] == sorted(progress.done for progress in told)
+    swaps = [result.cell for result in run.results if result.cell.family == "swap"]
+    given_up = {cell.configuration for cell in run.given_up}
+    assert len(given_up) + len({cell.configuration for cell in swaps}) == 8
+    assert len(given_up) >= 2
+    assert swaps[0].default  # the papers' default comes first, and has no rival yet
+
+    whole = sweep(prepared_from(halving(search=None)), tmp_path / "whole", device="cpu")
+    judged = {result.cell.cell: result for result in whole.results}
+    assert all(judged[result.cell.cell] == result for result in run.results)
+    task = prepared.tasks["syllables"]
+    nested: dict[int, set[int]] = {}
+    for rung in run.rungs:
+        assert list(rung.results) == ["syllables"]  # retention can wait
+        docs = rung.results["syllables"].docs
+        assert len(docs) == rung.documents
+        assert set(docs) <= set(task.select)
+        assert docs == {doc: judged[rung.cell].results["syllables"].docs[doc] for doc in docs}
+        assert nested.setdefault(rung.documents, set(docs)) == set(docs)  # the same for all
+    assert nested[3] < nested[6] < nested[12]
+
+
+def test_a_grid_that_is_finished_answers_all_questions(halving: Content, tmp_path: Path) -> None:
+    sweep(prepared_from(halving(search=None)), tmp_path / "run", device="cpu")
+    before = plain(tmp_path / "run")
+    sweep(prepared_from(halving()), tmp_path / "run", device="cpu")
+    assert plain(tmp_path / "run") == before
+
+
+def test_cut_short_it_asks_the_same_questions(halving: Content, tmp_path: Path) -> None:
+    prepared = prepared_from(halving())
+    sweep(prepared, tmp_path / "peace", device="cpu")
+    sweep(prepared, tmp_path / "cut", device="cpu")
+    cells, seen = (tmp_path / "peace" / name for name in ("cells.jsonl", "rungs.jsonl"))
+    assert len(seen.read_bytes().splitlines()) > 16
+    for kept_cells, kept_rungs in ((6, 9), (4, 1), (4, 0)):
+        for path, kept in ((cells, kept_cells), (seen, kept_rungs)):
+            lines = path.read_bytes().splitlines(keepends=True)
+            torn = lines[kept][:20]
+            (tmp_path / "cut" / path.name).write_bytes(b"".join(lines[:kept]) + torn)
+        found = estimate(prepared, check_out_path(tmp_path / "cut", prepared.described, overwrite=False))
+        assert (found.cells, found.finished) == (4 + 2 * 8, kept_cells)
+        sweep(prepared, tmp_path / "cut", device="cpu")
+        assert plain(tmp_path / "cut") == plain(tmp_path / "peace")
+
+
+def test_killed_it_ends_the_same(halving: Content, tmp_path: Path) -> None:
+    found = {}
+    for name, kills in (("peace", 0), ("killed", 4)):
+        found[name] = dying("kill", recipe=halving(), folder=str(tmp_path / name), kills=kills, seed=1)
+    assert [code for code, _ in found["killed"]["killed_at"]].count(-9) >= 2
+    assert (found["peace"]["last"], found["killed"]["last"]) == (0, 0)
+    assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
+    assert json.loads((tmp_path / "peace" / "rungs.jsonl").read_text().splitlines()[0])["documents"] == 3
