@@ -156,7 +156,11 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "trainable tokens": (
         with_tensor(f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"), {}, "trainable tokens"
     ),
-    "an unknown tensor": (with_tensor(f"{PREFIX}lm_head.weight"), {}, "nor in modules_to_save"),
+    "a whole weight": (with_tensor(f"{PREFIX}lm_head.weight"), {}, "lm_head.weight is a whole weight"),
+    "the base's weight without LoRA": (
+        with_tensor(f"{PREFIX}lm_head.base_layer.weight"), {}, "lm_head.base_layer.weight is a copy that PEFT saved"
+    ),
+    "an unknown tensor": (with_tensor(f"{PREFIX}lm_head.sheen"), {}, "nor in modules_to_save"),
     "a saved module of integers": (
         with_tensor(f"{PREFIX}lm_head.weight", (2, 2), "I64"), {"modules_to_save": ["lm_head"]}, "is I64"
     ),

@@ -6,14 +6,14 @@ No tensor is read and torch is not imported. Knows nothing of compositions.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
+from adapterswap.experts.adapter_keys import FactorTensors, check_dtypes, check_names, sort_keys
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, parse_layers
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import exists, read_json
@@ -24,19 +24,6 @@ __all__ = ["Adapter", "FullModule", "LoraModule", "by_layer", "open_adapter"]
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PROVENANCE = "adapterswap.json"
-
-_PREFIX = "base_model.model."
-_BASE_COPY = ".base_layer.weight"
-_DTYPES = ("F32", "F16", "BF16")
-
-# What PEFT writes beside A and B, by the end of the key, and why it is refused.
-_REFUSED_KEYS = {
-    "lora_magnitude_vector": "DoRA's magnitude vector",
-    "lora_A.bias": "a bias of lora_A",
-    "lora_B.bias": "a bias of lora_B (lora_bias)",
-    "trainable_tokens_delta": "trainable tokens",
-    "base_layer.bias": "a trained bias of the base",
-}
 
 
 @dataclass(frozen=True)
@@ -137,13 +124,6 @@ class Adapter:
 _Module = TypeVar("_Module", LoraModule, FullModule)
 
 
-class _Factors(NamedTuple):
-    a: Tensor
-    b: Tensor
-    embedding: bool
-    base: Tensor | None
-
-
 def open_adapter(reference: str | Path) -> Adapter:
     """Open a PEFT LoRA adapter from a local folder or a Hub id `org/name[@revision]`.
 
@@ -164,9 +144,9 @@ def open_adapter(reference: str | Path) -> Adapter:
     problems.raise_if_any()
     assert config is not None
     assert file is not None
-    pairs, saved = _sort_keys(file, config, folder, problems)
-    _check_names([*pairs, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems)
-    _check_dtypes(file, folder, problems)
+    pairs, saved = sort_keys(file, config.modules_to_save, folder, problems)
+    check_names([*pairs, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems)
+    check_dtypes(file, folder, problems)
     config.check_patterns(pairs)
     container = None
     with problems.collect():
@@ -212,70 +192,9 @@ def _explain_missing(folder: Path) -> tuple[str, str]:
     return f"{folder} has no {WEIGHTS}", "Give the folder of a PEFT adapter"
 
 
-def _sort_keys(
-    file: TensorFile, config: AdapterConfig, folder: Path, problems: Problems
-) -> tuple[dict[str, _Factors], dict[str, dict[str, Tensor]]]:
-    """The factors of each LoRA module, and the parameters of each saved one, by name; all other keys are problems."""
-    factors: dict[str, dict[str, Tensor]] = {}
-    saved: dict[str, dict[str, Tensor]] = {}
-    copies: dict[str, Tensor] = {}
-    for key, tensor in file.tensors.items():
-        match = re.fullmatch(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?", key)
-        if match and key.startswith(_PREFIX) and bool(match["embedding"]) != bool(match["weight"]):
-            factor = (match["embedding"] or "") + match["factor"]
-            factors.setdefault(match["name"].removeprefix(_PREFIX), {})[factor] = tensor
-            continue
-        if key.startswith(_PREFIX) and key.endswith(_BASE_COPY):
-            copies[key.removeprefix(_PREFIX).removesuffix(_BASE_COPY)] = tensor
-            continue
-        name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
-        if key.startswith(_PREFIX) and any(f".{name}".endswith(f".{end}") for end in config.modules_to_save):
-            saved.setdefault(name, {})[parameter] = tensor
-            continue
-        refused = next((why for end, why in _REFUSED_KEYS.items() if key.endswith(end)), None)
-        if refused:
-            problems.add(f"{folder}: {key} is {refused}, which is no part of s·B·A", "Train it as a plain or rsLoRA")
-        else:
-            problems.add(
-                f"{folder}: {key} is neither a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight) "
-                "nor in modules_to_save",
-                "Save the adapter again with PEFT",
-            )
-    for name in sorted(copies.keys() - factors.keys()):
-        problems.add(f"{folder}: {name}{_BASE_COPY} is the base's weight, and {name} has no LoRA", "Save it again")
-    return _pair_factors(factors, copies, folder, problems), saved
-
-
-def _check_names(names: Iterable[str], folder: Path, problems: Problems) -> None:
-    """Names are printed, and written as regexes into PEFT's configs: nothing in them may have a meaning there."""
-    for name in names:
-        if not re.fullmatch(r"[\w.-]+", name):
-            problems.add(f"{folder}: {name!r} is no name of a module", "Save the adapter again with PEFT")
-
-
-def _check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
-    for tensor in file.tensors.values():
-        if tensor.dtype not in _DTYPES:
-            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", f"Save it as one of {', '.join(_DTYPES)}")
-
-
-def _pair_factors(
-    factors: dict[str, dict[str, Tensor]], copies: dict[str, Tensor], folder: Path, problems: Problems
-) -> dict[str, _Factors]:
-    pairs = {}
-    for name, found in factors.items():
-        embedding = any(key.startswith("embedding_") for key in found)
-        prefix = "embedding_" if embedding else ""
-        missing = [factor for factor in (f"{prefix}A", f"{prefix}B") if factor not in found]
-        if missing or len(found) != 2:
-            lacks = " and ".join(f"lora_{factor}" for factor in missing) or "one pair of factors"
-            problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
-        else:
-            pairs[name] = _Factors(found[f"{prefix}A"], found[f"{prefix}B"], embedding, copies.get(name))
-    return pairs
-
-
-def _module(name: str, factors: _Factors, config: AdapterConfig, container: str | None, folder: Path) -> LoraModule:
+def _module(
+    name: str, factors: FactorTensors, config: AdapterConfig, container: str | None, folder: Path
+) -> LoraModule:
     a, b = factors.a, factors.b
     mend = "The file and its config do not belong together: save the adapter again"
     for factor, tensor in (("A", a), ("B", b)):

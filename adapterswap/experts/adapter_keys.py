@@ -1,0 +1,139 @@
+"""What the keys of an adapter's safetensors file mean, as PEFT 0.21 writes them; all that have no meaning are told.
+
+Knows names, and which tensors belong together. Knows nothing of ranks and scales, and reads no tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from adapterswap.errors import Problems
+from adapterswap.files.tensorfile import Tensor, TensorFile
+
+__all__ = ["FactorTensors", "check_dtypes", "check_names", "sort_keys"]
+
+_PREFIX = "base_model.model."
+_BASE_COPY = ".base_layer.weight"
+_DTYPES = ("F32", "F16", "BF16")
+
+# What PEFT writes beside A and B, by the end of the key, and why it is refused.
+_REFUSED_KEYS = {
+    "lora_magnitude_vector": "DoRA's magnitude vector",
+    "lora_A.bias": "a bias of lora_A",
+    "lora_B.bias": "a bias of lora_B (lora_bias)",
+    "trainable_tokens_delta": "trainable tokens",
+    "base_layer.bias": "a trained bias of the base",
+}
+
+# What `save_embedding_layers=True` adds to modules that hold more than their LoRA; it stands in the file once more.
+_DOUBLES = (".original_module.weight", ".modules_to_save.weight")
+
+_WITHOUT = "save_pretrained(PATH, save_embedding_layers=False)"
+
+
+class FactorTensors(NamedTuple):
+    """A module's A and B, whether they are an embedding's, and the copy of the base's weight beside them."""
+
+    a: Tensor
+    b: Tensor
+    embedding: bool
+    base: Tensor | None
+
+
+def sort_keys(
+    file: TensorFile, modules_to_save: Collection[str], folder: Path, problems: Problems
+) -> tuple[dict[str, FactorTensors], dict[str, dict[str, Tensor]]]:
+    """The factors of each LoRA module, and the parameters of each saved one, by name; all other keys are problems.
+
+    Args:
+        file: the header.
+        modules_to_save: the last parts of the names of modules that were trained in full.
+        folder: the adapter's, for messages.
+        problems: gets what is wrong.
+    """
+    factors: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, dict[str, Tensor]] = {}
+    copies: dict[str, Tensor] = {}
+    whole: list[str] = []
+    for key, tensor in file.tensors.items():
+        match = re.fullmatch(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?", key)
+        if match and key.startswith(_PREFIX) and bool(match["embedding"]) != bool(match["weight"]):
+            factor = (match["embedding"] or "") + match["factor"]
+            factors.setdefault(match["name"].removeprefix(_PREFIX), {})[factor] = tensor
+            continue
+        if key.startswith(_PREFIX) and key.endswith(_BASE_COPY):
+            copies[key.removeprefix(_PREFIX).removesuffix(_BASE_COPY)] = tensor
+            continue
+        name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
+        if key.startswith(_PREFIX) and any(f".{name}".endswith(f".{end}") for end in modules_to_save):
+            saved.setdefault(name, {})[parameter] = tensor
+            continue
+        refused = next((why for end, why in _REFUSED_KEYS.items() if key.endswith(end)), None)
+        if refused:
+            problems.add(f"{folder}: {key} is {refused}, which is no part of s·B·A", "Train it as a plain or rsLoRA")
+        elif key.startswith(_PREFIX) and key.endswith(_DOUBLES):
+            _refuse_copy(key.removeprefix(_PREFIX), folder, problems)
+        elif key.startswith(_PREFIX) and parameter == "weight" and ".lora_" not in key:
+            whole.append(key.removeprefix(_PREFIX))
+        else:
+            problems.add(
+                f"{folder}: {key} is neither a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight) "
+                "nor in modules_to_save",
+                "Save the adapter again with PEFT",
+            )
+    for name in sorted(copies.keys() - factors.keys()):
+        _refuse_copy(f"{name}{_BASE_COPY}", folder, problems)
+    if whole:
+        _refuse_whole(whole, folder, problems)
+    return _pair_factors(factors, copies, folder, problems), saved
+
+
+def _refuse_copy(key: str, folder: Path, problems: Problems) -> None:
+    problems.add(
+        f"{folder}: {key} is a copy that PEFT saved of a module without LoRA (save_embedding_layers)",
+        f"Load the adapter with PEFT, and save it with {_WITHOUT}",
+    )
+
+
+def _refuse_whole(names: list[str], folder: Path, problems: Problems) -> None:
+    """Nothing in the adapter says whether they are the base's own, and PEFT changes the base when it loads them."""
+    are = "are whole weights" if len(names) > 1 else "is a whole weight"
+    problems.add(
+        f"{folder}: {', '.join(sorted(names))} {are}, as PEFT saves embeddings and heads (save_embedding_layers), and "
+        "puts over the base's when it loads the adapter",
+        f"If it is the base's own, load the adapter with PEFT and save it with {_WITHOUT}; "
+        "if it was trained, name its module in modules_to_save of adapter_config.json",
+    )
+
+
+def check_names(names: Iterable[str], folder: Path, problems: Problems) -> None:
+    """Names are printed, and written as regexes into PEFT's configs: nothing in them may have a meaning there."""
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+", name):
+            problems.add(f"{folder}: {name!r} is no name of a module", "Save the adapter again with PEFT")
+
+
+def check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
+    """All tensors are in floating point numbers that are computed with."""
+    for tensor in file.tensors.values():
+        if tensor.dtype not in _DTYPES:
+            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", f"Save it as one of {', '.join(_DTYPES)}")
+
+
+def _pair_factors(
+    factors: Mapping[str, Mapping[str, Tensor]], copies: Mapping[str, Tensor], folder: Path, problems: Problems
+) -> dict[str, FactorTensors]:
+    pairs = {}
+    for name, found in factors.items():
+        embedding = any(key.startswith("embedding_") for key in found)
+        prefix = "embedding_" if embedding else ""
+        missing = [factor for factor in (f"{prefix}A", f"{prefix}B") if factor not in found]
+        if missing or len(found) != 2:
+            lacks = " and ".join(f"lora_{factor}" for factor in missing) or "one pair of factors"
+            problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
+        else:
+            pairs[name] = FactorTensors(found[f"{prefix}A"], found[f"{prefix}B"], embedding, copies.get(name))
+    return pairs
