@@ -21,6 +21,7 @@ from adapterswap.experts.opening import open_expert
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.merging.companions import copy_companions
 from adapterswap.merging.computing import Rows
+from adapterswap.merging.copies import check_copies
 from adapterswap.merging.record import describe_model, merged_card
 from adapterswap.merging.resolving import resolve_model
 from adapterswap.merging.shards import ModelForm, OutputShard, index_of, lay_out_model
@@ -91,8 +92,8 @@ def merge(
 
     Raises:
         AdapterswapError: the folder exists (without `overwrite`), overlaps an input, or cannot be written; the base is
-            not known, or does not fit the experts; a source holds NaN or infinity, or changed since it was opened; a
-            result overflows its dtype; no such device.
+            not known, does not fit the experts, or is not the one whose weights they carry copies of; a source holds
+            NaN or infinity, or changed since it was opened; a result overflows its dtype; no such device.
     """
     form = ModelForm(max_shard_size, dtype)
     base_model = None if base_model is None else str(base_model)
@@ -129,6 +130,7 @@ def prepare_model(plan: Plan | ModelPlan, form: ModelForm, base_model: str | Non
         merge_plan(plan, base)  # tells of what does not fit before anything is read
         resolved = resolve(plan)
         full = merge_plan(resolved.plan, base)
+        check_copies(full)
         return Merged(
             full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share()
         )
@@ -136,6 +138,7 @@ def prepare_model(plan: Plan | ModelPlan, form: ModelForm, base_model: str | Non
         composition = plan.composition.model_copy(update={"base_model": base_model})
         plan = make_model_plan(composition, plan.experts)
     full, magnitudes = resolve_model(plan)
+    check_copies(full)
     return Merged(full, form, lay_out_model(full, form), magnitudes)
 
 
