@@ -7,28 +7,29 @@ filter more, `normalized`, where answers are written. Knows nothing of models.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.flores import flores_folder, flores_task, is_flores
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
 from adapterswap.evaluation.settings import Settings
+from adapterswap.evaluation.stock_tasks import check_known, load_stock
 from adapterswap.evaluation.tydiqa import MAX_SHOTS as TYDIQA_SHOTS
 from adapterswap.evaluation.tydiqa import tydiqa_task_names
-from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 from adapterswap.evaluation.xcopa import MAX_SHOTS as XCOPA_SHOTS
 from adapterswap.evaluation.xcopa import xcopa_task_names
 
-__all__ = ["MAX_SHOTS", "load_tasks", "require_lm_eval"]
+__all__ = ["MAX_SHOTS", "load_tasks", "require_lm_eval", "split_shots"]
 
 MAX_SHOTS = 8  # as many exemplars as MGSM has
 _SHIPPED = {**dict.fromkeys(tydiqa_task_names(), TYDIQA_SHOTS), **dict.fromkeys(xcopa_task_names(), XCOPA_SHOTS)}
+_SHOTS = re.compile(r"(.+)@(\d{1,3})")
 _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
 
 
@@ -48,7 +49,8 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
     Args:
         names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such as
             `mgsm_*_sw`; those of `tydiqa` and `xcopa`, by their whole names; `flores_eng_Latn-swh_Latn` and other
-            pairs, see `flores`; and whatever the harness knows: its tasks, groups and tags.
+            pairs, see `flores`; and whatever the harness knows: its tasks, groups and tags. `NAME@2` is asked with 2
+            shots, whatever the settings say, and is called so in all results.
         settings: of these `num_fewshot`, `gen_kwargs`, `include_path` and `confirm_run_unsafe_code` matter to tasks.
 
     Raises:
@@ -56,17 +58,40 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
             many shots; a task's data that cannot be loaded; a task that needs images, or runs code unconfirmed.
     """
     require_lm_eval()
-    settings = settings or Settings()
-    num_fewshot, include_path = settings.num_fewshot, settings.include_path
     if not names:
         raise AdapterswapError("no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}")
+    by_shots: dict[str, list[str]] = {}
+    for name in names:
+        stem, shots = split_shots(name)
+        by_shots.setdefault(f"@{shots}" if shots is not None else "", []).append(stem)
+    problems = Problems()
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+    for suffix, stems in by_shots.items():
+        with problems.collect():
+            found = _load_alike(stems, settings or Settings(), suffix)
+            loaded["tasks"] |= found["tasks"]
+            loaded["groups"] |= found["groups"]
+    problems.raise_if_any()
+    return loaded
+
+
+def split_shots(name: str) -> tuple[str, int | None]:
+    """What a task is called without its shots, and their number: mgsm_direct_sw@2 → (mgsm_direct_sw, 2)."""
+    match = _SHOTS.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[str, Any]:
+    """Tasks that are asked with as many shots as each other: as the suffix of their names says, else the settings."""
+    num_fewshot = int(suffix[1:]) if suffix else settings.num_fewshot
+    include_path = settings.include_path
     asked = _resolve(names)
     problems = Problems()
     if num_fewshot is not None:
         _check_shots(asked, num_fewshot, problems)
     if asked.theirs:
         with problems.collect():
-            _check_known(asked.theirs, include_path)
+            check_known(asked.theirs, include_path, others=[*mgsm_task_names(), *_FAMILIES, *_SHIPPED])
     folder = None
     if asked.flores:
         with problems.collect():
@@ -76,7 +101,7 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
     problems.raise_if_any()
     generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
     include = str(include_path) if include_path else None
-    return _load(asked, folder, num_fewshot, generation, include, settings.confirm_run_unsafe_code)
+    return _load(asked, folder, num_fewshot, suffix, generation, include, settings.confirm_run_unsafe_code)
 
 
 class _Asked(NamedTuple):
@@ -111,33 +136,13 @@ def _check_shots(asked: _Asked, num_fewshot: int, problems: Problems) -> None:
             problems.add(f"{num_fewshot} shots are asked for, and {name} has {most}", f"Give 0 to {most}")
 
 
-@lru_cache(maxsize=2)
-def _manager(include_path: str | None) -> Any:
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=include_path)  # indexing the harness's tasks takes seconds
-
-
-def _check_known(names: Sequence[str], include_path: str | Path | None) -> None:
-    problems = Problems()
-    if include_path is not None and not Path(include_path).is_dir():
-        raise AdapterswapError(f"{include_path} is not a folder", "Give the folder that holds your task files (YAML)")
-    manager = _manager(str(include_path) if include_path else None)
-    known = sorted({*mgsm_task_names(), *_FAMILIES, *_SHIPPED, *manager.all_tasks})
-    for name in names:
-        if not manager.match_tasks([name]):
-            near = difflib.get_close_matches(name, known)
-            mend = f"Did you mean {' or '.join(near)}" if near else "`lm_eval ls tasks` lists the harness's tasks"
-            problems.add(f"no task is named {name!r}", mend)
-    problems.raise_if_any()
-
-
 # The same composition loop asks for the same tasks again and again, and loading the harness's data takes seconds.
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _load(
     asked: _Asked,
     folder: Path | None,
     num_fewshot: int | None,
+    suffix: str,
     settings: str,
     include_path: str | None,
     unsafe_code: bool,
@@ -152,7 +157,7 @@ def _load(
         tasks |= {name: build_flores_task(name, folder, num_fewshot or 0) for name in asked.flores}
     groups: dict[str, Any] = {}
     if asked.theirs:
-        loaded = _load_theirs(asked.theirs, include_path, unsafe_code)
+        loaded = load_stock(asked.theirs, include_path, unsafe_code)
         clash = tasks.keys() & loaded["tasks"].keys()
         if clash:
             raise AdapterswapError(
@@ -167,36 +172,22 @@ def _load(
         with problems.collect():
             _check_pool(name, task)
     problems.raise_if_any()
-    return {"tasks": tasks, "groups": groups}
+    return _renamed(tasks, groups, suffix) if suffix else {"tasks": tasks, "groups": groups}
 
 
-def _load_theirs(names: Sequence[str], include_path: str | None, unsafe_code: bool) -> Any:
-    manager = _manager(include_path)
-    matched = manager.match_tasks(list(names))
-    if not unsafe_code:
-        _refuse_code(unsafe_tasks(matched, manager.task_index))
-    try:
-        with code_allowed(unsafe_code):
-            loaded = manager.load(matched)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:  # whatever a task's data loader raises
-        raise AdapterswapError(
-            f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
-            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed",
-        ) from None
-    for name, task in loaded["tasks"].items():
-        if getattr(task, "MULTIMODAL", False):
-            raise AdapterswapError(f"the task {name} needs images or sound", "Run it with lm_eval itself")
-    if not unsafe_code:  # tasks written in Python say so only when they are loaded
-        _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
-    return loaded
-
-
-def _refuse_code(names: Sequence[str]) -> None:
-    if names:
-        raise AdapterswapError(
-            f"{', '.join(names)}: code that the model writes would be run on this machine, as this user",
-            "If that is meant, and the machine is one for it (a container), give --confirm-run-unsafe-code",
-        )
+def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> dict[str, Any]:
+    """The same with the suffix after every name; a group finds its members under their new ones."""
+    for task in tasks.values():
+        task.set_config("task", task.task_name + suffix)
+    for group in groups.values():
+        group.name += suffix
+    for group in groups.values():
+        for name in group.child_names:
+            group.add(group.pop(name))
+    return {
+        "tasks": {name + suffix: task for name, task in tasks.items()},
+        "groups": {name + suffix: group for name, group in groups.items()},
+    }
 
 
 def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -> None:

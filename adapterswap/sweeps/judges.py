@@ -11,7 +11,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.evaluation.tasks import load_tasks, split_shots
 from adapterswap.sweeps.grid import Asked, target_groups
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.settings import Selection
@@ -26,8 +26,9 @@ _OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers a
 def language_of(task: str) -> str | None:
     """The language that a task's name ends in: mgsm_direct_sw → sw, belebele_swh_Latn → swh_Latn; else None.
 
-    FLORES's names end in the language that is written: flores_eng_Latn-swh_Latn → swh_Latn.
+    FLORES's names end in the language that is written: flores_eng_Latn-swh_Latn → swh_Latn. Shots may follow: @2.
     """
+    task, _ = split_shots(task)
     ends = [match[1] for match in _LANGUAGE.finditer(task) if match.end() == len(task)]
     return ends[0] if ends else None
 

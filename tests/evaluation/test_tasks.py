@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,32 @@ def test_shots_of_a_task_of_the_harness_follow_the_seed(byte_model: Model, own_t
 
     assert prompts(1) == prompts(1)
     assert prompts(1) != prompts(2)
+
+
+def test_a_name_says_its_shots(byte_model: Model, own_tasks: Path) -> None:
+    """One evaluation with several numbers of shots gives what several with one number give; so do groups."""
+    names, settings = ["pico@2", "mgsm_direct_sw", "pico@0", "mgsm_direct_s?@1"], {"limit": 3, "max_gen_toks": 2}
+    settings |= {"include_path": own_tasks, "batch_size": 1}
+    together = evaluate(*byte_model, names, Settings(num_fewshot=0, **settings))
+    assert {name: task.num_fewshot for name, task in together.tasks.items()} == {
+        "pico_one@2": 2, "pico_two@2": 2, "mgsm_direct_sw": 0, "pico_one@0": 0, "pico_two@0": 0, "mgsm_direct_sw@1": 1,
+    }  # fmt: skip
+    for asked, shots in (("pico", 2), ("pico", 0), ("mgsm_direct_sw", 1)):
+        alone = evaluate(*byte_model, [asked], Settings(num_fewshot=shots, **settings))
+        for name, task in alone.tasks.items():
+            assert replace(together.tasks[f"{name}@{shots}"], name=name) == task
+        samples = [
+            replace(one, task=one.task.partition("@")[0])
+            for one in together.samples
+            if one.task.endswith(f"@{shots}") and one.task.startswith(asked)
+        ]
+        assert tuple(samples) == alone.samples
+        for name, group in alone.groups.items():
+            assert replace(together.groups[f"{name}@{shots}"], name=name) == group
+    assert together.groups["pico@2"] != together.groups["pico@0"]
+    for name, told in (("mgsm_direct_sw@9", "MGSM has 8 exemplars"), ("mgsm_direct_swa@2", "'mgsm_direct_swa'")):
+        with pytest.raises(AdapterswapError, match=told):
+            load_tasks([name])
 
 
 def test_an_unknown_task_is_told_with_its_nearest_names(own_tasks: Path) -> None:

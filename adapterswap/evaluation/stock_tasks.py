@@ -1,0 +1,77 @@
+"""Tasks that lm-evaluation-harness brings, or that a folder of task files adds to it: known by name, and loaded.
+
+Knows nothing of tasks that are shipped here, or of settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
+
+__all__ = ["check_known", "load_stock"]
+
+
+@lru_cache(maxsize=2)
+def _manager(include_path: str | None) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path)  # indexing the harness's tasks takes seconds
+
+
+def check_known(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
+    """Refuse names of no task, group, tag or pattern of them.
+
+    Raises:
+        AdapterswapError: with the nearest names, of `others` too; `include_path` is no folder.
+    """
+    problems = Problems()
+    if include_path is not None and not Path(include_path).is_dir():
+        raise AdapterswapError(f"{include_path} is not a folder", "Give the folder that holds your task files (YAML)")
+    manager = _manager(str(include_path) if include_path else None)
+    known = sorted({*others, *manager.all_tasks})
+    for name in names:
+        if not manager.match_tasks([name]):
+            near = difflib.get_close_matches(name, known)
+            mend = f"Did you mean {' or '.join(near)}" if near else "`lm_eval ls tasks` lists the harness's tasks"
+            problems.add(f"no task is named {name!r}", mend)
+    problems.raise_if_any()
+
+
+def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool) -> Any:
+    """The tasks and groups of these names, as the harness loads them.
+
+    Raises:
+        AdapterswapError: data that cannot be loaded; a task that needs images, or runs code unconfirmed.
+    """
+    manager = _manager(include_path)
+    matched = manager.match_tasks(list(names))
+    if not unsafe_code:
+        _refuse_code(unsafe_tasks(matched, manager.task_index))
+    try:
+        with code_allowed(unsafe_code):
+            loaded = manager.load(matched)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:  # whatever a task's data loader raises
+        raise AdapterswapError(
+            f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
+            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed",
+        ) from None
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "MULTIMODAL", False):
+            raise AdapterswapError(f"the task {name} needs images or sound", "Run it with lm_eval itself")
+    if not unsafe_code:  # tasks written in Python say so only when they are loaded
+        _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
+    return loaded
+
+
+def _refuse_code(names: Sequence[str]) -> None:
+    if names:
+        raise AdapterswapError(
+            f"{', '.join(names)}: code that the model writes would be run on this machine, as this user",
+            "If that is meant, and the machine is one for it (a container), give --confirm-run-unsafe-code",
+        )
