@@ -56,7 +56,7 @@ def swept(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Prepar
             "extra": {"joint SFT": str(world / "joint")},
             "compositions": FAMILIES,
             "tasks": ["mgsm_direct_sw"],
-            "retention": ["mgsm_direct_en"],
+            "retention": ["mgsm_direct_en@0"],  # where all others have the settings' one shot
             "settings": SETTINGS,
         }
     )
@@ -110,7 +110,7 @@ def test_the_folder_says_what_was_asked(swept: tuple[Prepared, Run], world: Path
     assert [result.cell for result in run.results] == list(run.cells) == list(prepared.grid.cells)
     assert run.tasks == prepared.tasks
     assert (run.tasks["mgsm_direct_sw"].language, run.tasks["mgsm_direct_sw"].role) == ("sw", "target")
-    assert run.tasks["mgsm_direct_en"].role == "retention"
+    assert (run.tasks["mgsm_direct_en@0"].language, run.tasks["mgsm_direct_en@0"].role) == ("en", "retention")
     assert run.tasks["mgsm_direct_sw"].primary == ("exact_match", "normalized")
     assert run.described["settings"]["dtype"] == "float32"
     assert run.described["settings"]["limit"] == 3
@@ -119,6 +119,7 @@ def test_the_folder_says_what_was_asked(swept: tuple[Prepared, Run], world: Path
     prompts = read_prompts(run.folder, "mgsm_direct_sw")
     assert list(prompts) == [0, 1, 2]
     assert prompts[0].count("Swali:") == 2
+    assert read_prompts(run.folder, "mgsm_direct_en@0")[0].count("Question:") == 1
     everything = b"".join(path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
     assert str(world).encode() not in everything
     assert read_run(run.folder) == run
