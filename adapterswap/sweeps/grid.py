@@ -5,12 +5,11 @@ Knows recipes and `Composition`, which checks what is asked for. Knows nothing o
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count, product
+from itertools import product
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
@@ -19,11 +18,11 @@ from adapterswap.planning.allocation import BASE, SPARSE_METHODS
 from adapterswap.planning.compositions import Composition
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.defaults import is_default, overlaps
-from adapterswap.sweeps.recipe import BASELINES, EXTRA, GRID_FIELDS, Family, SweepRecipe
+from adapterswap.sweeps.families import BASELINES, GRID_FIELDS, Family
+from adapterswap.sweeps.recipe import SweepRecipe
+from adapterswap.sweeps.sides import Asked, extra_experts, pairs_of
 
-__all__ = ["Asked", "Grid", "Space", "Trial", "composition_of", "extra_experts", "make_cells", "target_groups"]
-
-Tasks = Mapping[str, tuple[str, ...]]
+__all__ = ["Grid", "Space", "Trial", "composition_of", "make_cells"]
 
 
 @dataclass(frozen=True)
@@ -57,57 +56,6 @@ class Grid:
     left_out: int
     repeated: int
     spaces: tuple[Space, ...]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The tasks that a cell is judged on.
-
-    Attributes:
-        target: language expert → the target tasks of its pairs.
-        retention: what everything is judged on beside.
-    """
-
-    target: Tasks
-    retention: tuple[str, ...]
-
-    def of(self, languages: Iterable[str]) -> tuple[str, ...]:
-        """The target tasks of these language experts, each once, then retention."""
-        target = (task for language in languages for task in self.target[language])
-        return tuple(dict.fromkeys((*target, *self.retention)))
-
-
-def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
-    """Language expert → the names of its target tasks, as the recipe says them.
-
-    Raises:
-        AdapterswapError: a pattern matches no language expert, or none matches one.
-    """
-    if isinstance(recipe.tasks, list):
-        return dict.fromkeys(recipe.language_experts, recipe.tasks)
-    problems = Problems()
-    found: dict[str, list[str]] = {}
-    for pattern, tasks in recipe.tasks.items():
-        matched = fnmatch.filter(recipe.language_experts, pattern)
-        if not matched:
-            problems.add(
-                f"tasks: {pattern!r} is no language expert and matches none",
-                f"Name them ({', '.join(recipe.language_experts)}), or patterns of their names",
-            )
-        for name in matched:
-            found.setdefault(name, []).extend(tasks)
-    for name in recipe.language_experts:
-        if name not in found:
-            problems.add(f"tasks: the language expert {name!r} has no task", f"Add `{name}: [TASK, …]`")
-    problems.raise_if_any()
-    return found
-
-
-def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
-    """Row → the adapters of `extra` in it, by the name under which each is loaded: extra-1, extra-2, …"""
-    number = count(1)
-    listed = {row: [places] if isinstance(places, str) else places for row, places in recipe.extra.items()}
-    return {row: {f"{EXTRA}{next(number)}": place for place in places} for row, places in listed.items()}
 
 
 def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
@@ -150,7 +98,7 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
             with problems.collect():
                 configurations.append(_check(content, family))
         held: list[list[str]] = [[] for _ in configurations]
-        for task, language in _pairs(recipe, family):
+        for task, language in pairs_of(recipe, family):
             for content, ids in zip(configurations, held, strict=True):
                 composition = _on(content, task, language or (BASE,))
                 if overlaps(composition, num_layers):
@@ -184,22 +132,6 @@ def composition_of(cell: Cell) -> Composition | None:
 def _families(recipe: SweepRecipe) -> list[Family]:
     named = [BASELINES[name] for name in recipe.baselines if name in BASELINES]
     return [*(Family.model_validate({"name": name, **content}) for name, content in named), *recipe.compositions]
-
-
-def _pairs(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """(task side, language side) for each pair; a reset has each task side once, and no language side."""
-    if recipe.pairs is not None:
-        pairs = [(pair.task, pair.language) for pair in recipe.pairs]
-    else:
-        pairs = [((task,), (language,)) for task in recipe.task_experts for language in recipe.language_experts]
-    if recipe.soup_sides:
-        by_tasks: dict[tuple[str, ...], list[str]] = {}
-        for name, tasks in target_groups(recipe).items():
-            by_tasks.setdefault(tuple(tasks), []).append(name)
-        pairs += [(tuple(recipe.task_experts), tuple(names)) for names in by_tasks.values()]
-    if family.language == BASE:
-        pairs = [(task, ()) for task, _ in pairs]
-    return list(dict.fromkeys(pairs))
 
 
 def _configurations(family: Family) -> Iterator[dict[str, Any]]:

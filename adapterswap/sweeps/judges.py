@@ -12,9 +12,9 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks, split_shots
-from adapterswap.sweeps.grid import Asked, target_groups
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.settings import Selection
+from adapterswap.sweeps.sides import Asked, target_groups
 from adapterswap.sweeps.values import TaskInfo
 
 __all__ = ["find_tasks", "language_of"]

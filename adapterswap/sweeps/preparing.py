@@ -19,10 +19,11 @@ from adapterswap.evaluation.tasks import require_lm_eval
 from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.planning.plan import Plan, make_plan
-from adapterswap.sweeps.grid import Grid, composition_of, extra_experts, make_cells
+from adapterswap.sweeps.grid import Grid, composition_of, make_cells
 from adapterswap.sweeps.judges import find_tasks
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.results import FORMAT
+from adapterswap.sweeps.sides import extra_experts
 from adapterswap.sweeps.values import TaskInfo
 from adapterswap.writing.copying import sha256_of
 

@@ -12,9 +12,10 @@ from urllib.parse import quote
 import numpy as np
 
 from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.grid import Asked, make_cells, target_groups
+from adapterswap.sweeps.grid import make_cells
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.settings import Selection
+from adapterswap.sweeps.sides import Asked, target_groups
 from adapterswap.sweeps.values import CellResult, TaskInfo, TaskValue
 
 HOSTILE = (

@@ -17,10 +17,11 @@ from adapterswap import AdapterswapError
 from adapterswap.evaluation import Settings
 from adapterswap.planning.compositions import Composition, parse_composition
 from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
-from adapterswap.sweeps.grid import Asked, Grid, composition_of, make_cells, target_groups
+from adapterswap.sweeps.families import GRID_FIELDS, Family
+from adapterswap.sweeps.grid import Grid, composition_of, make_cells
 from adapterswap.sweeps.judges import language_of
-from adapterswap.sweeps.recipe import GRID_FIELDS, Family
 from adapterswap.sweeps.settings import Selection, SweepSettings
+from adapterswap.sweeps.sides import Asked, target_groups
 
 SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
 
