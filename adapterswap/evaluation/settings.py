@@ -1,4 +1,5 @@
-"""The settings of an evaluation: one value that `evaluate`, `preview` and whoever calls them again and again share.
+"""The settings of an evaluation: one value that `evaluate`, `preview` and whoever calls them again and again share;
+and the part of them that recipes say.
 
 Knows nothing of models and tasks.
 """
@@ -11,9 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import Problems
+from pydantic import Field
 
-__all__ = ["SEED", "Settings"]
+from adapterswap.errors import Problems
+from adapterswap.files.yamlfiles import FiniteModel
+
+__all__ = ["SEED", "EvaluationOptions", "Settings"]
 
 SEED = 1234  # lm-evaluation-harness's
 
@@ -74,3 +78,32 @@ class Settings:
         if self.limit is not None and self.limit >= 1:
             content["limit"] = int(self.limit)
         return content
+
+
+class EvaluationOptions(FiniteModel):
+    """How a recipe says tasks to be evaluated; the names, and their meaning, are those of `adapterswap evaluate`."""
+
+    num_fewshot: int | None = Field(
+        default=None, ge=0, description="Shots. Default: each task's own, which is 8 in MGSM."
+    )
+    limit: float | None = Field(default=None, gt=0, description="Only the first documents of each task, or a fraction.")
+    batch_size: int = Field(default=8, ge=1, description="Sequences at once.")
+    max_gen_toks: int = Field(default=512, ge=1, description="Longest output, in tokens.")
+    apply_chat_template: bool = Field(default=False, description="Prompt as a chat, each shot a turn.")
+    system_instruction: str | None = Field(default=None, description="A text before everything else.")
+    truncate: bool = Field(default=False, description="Let prompts that do not fit lose their beginning.")
+    include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
+
+    def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
+        """As `evaluate` takes them.
+
+        Args:
+            folder: what `include_path` is relative to; None for the current folder.
+            more: settings that recipes cannot say: to run code that a model wrote, the user consents.
+        """
+        content = {
+            name: getattr(self, name) for name in type(self).model_fields if name in Settings.__dataclass_fields__
+        }
+        if folder is not None and self.include_path is not None:
+            content["include_path"] = folder / self.include_path
+        return Settings(**content, **more)

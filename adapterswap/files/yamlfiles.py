@@ -30,6 +30,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
 
 
+class FiniteModel(StrictModel):
+    """Numbers are finite: `.inf` is valid YAML, and no rate, rank or norm."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
 def list_values(value: Any) -> Any:
     """A mapping's values as a list, without those that are null: for fields that are a list in the end.
 

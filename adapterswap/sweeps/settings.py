@@ -10,29 +10,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from adapterswap.evaluation.settings import SEED, Settings
+from adapterswap.evaluation.settings import SEED, EvaluationOptions
 from adapterswap.files.yamlfiles import StrictModel
 
 __all__ = ["Halving", "Search", "Selection", "SweepSettings"]
 
 
-class SweepSettings(StrictModel):
-    """The fields of `evaluation.Settings`, as a recipe says them, and where the model runs."""
+class SweepSettings(EvaluationOptions):
+    """What recipes say of evaluations, and what only a sweep lets them say."""
 
-    num_fewshot: int | None = Field(default=None, description="Shots; by default each task's own, for MGSM 8.")
-    limit: float | None = Field(default=None, description="Only the first documents: their number, or a fraction.")
-    batch_size: int = Field(default=8, description="Sequences at once.")
-    max_gen_toks: int = Field(default=512, description="The longest output in tokens.")
     gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings over the tasks' own.")
-    apply_chat_template: bool = Field(default=False, description="Prompt as a chat, each shot a turn.")
-    system_instruction: str | None = Field(default=None, description="A text before everything else.")
-    truncate: bool = Field(default=False, description="Let prompts that do not fit lose their beginning.")
-    include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
     seed: int = Field(default=SEED, ge=0, description="For shots and sampling.")
-
-    def as_settings(self, *, confirm_run_unsafe_code: bool = False) -> Settings:
-        """As `evaluate` takes them; to run code that a model wrote, the user consents, never a recipe."""
-        return Settings(**self.model_dump(), confirm_run_unsafe_code=confirm_run_unsafe_code)
 
 
 class Selection(StrictModel):

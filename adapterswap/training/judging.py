@@ -56,7 +56,7 @@ def examine(recipe: TrainRecipe, base: Base) -> Examination:
     """
     options = recipe.selection
     assert options is not None
-    settings = options.settings(recipe.folder)
+    settings = options.as_settings(recipe.folder)
     asked = preview(base.tokenizer, base.config, options.tasks, settings)
     loaded = load_tasks(options.tasks, settings)
     problems = Problems()

@@ -7,20 +7,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from adapterswap.experts.layers import format_layers, parse_layers
-from adapterswap.files.yamlfiles import StrictModel
+from adapterswap.files.yamlfiles import FiniteModel
 from adapterswap.planning.compositions import Partition
 from adapterswap.planning.partitions import Side
 
-__all__ = ["LORA_KEYS", "AdapterOptions", "FiniteModel", "Quantization", "Simultaneous", "TrainingOptions"]
-
-
-class FiniteModel(StrictModel):
-    """Numbers are finite: `.inf` is valid YAML, and no rate, rank or norm."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
+__all__ = ["LORA_KEYS", "AdapterOptions", "Quantization", "Simultaneous", "TrainingOptions"]
 
 
 LORA_KEYS = ("r", "alpha", "rslora", "dropout", "target_modules", "modules_to_save")

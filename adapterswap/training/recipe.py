@@ -13,12 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.yamlfiles import StrictModel, list_values, read_recipe
+from adapterswap.files.yamlfiles import FiniteModel, StrictModel, list_values, read_recipe
 from adapterswap.planning.partitions import SIDES, Side
 from adapterswap.training.options import (
     LORA_KEYS,
     AdapterOptions,
-    FiniteModel,
     Quantization,
     Simultaneous,
     TrainingOptions,

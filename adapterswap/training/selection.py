@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import Field
 
-from adapterswap.evaluation.settings import SEED, Settings
-from adapterswap.training.options import FiniteModel
+from adapterswap.evaluation.settings import EvaluationOptions
 
 __all__ = ["Enough", "Judged", "Selection", "SelectionOptions", "best_first", "is_judged", "worn_out"]
 
@@ -24,11 +22,8 @@ class Enough(Exception):
     """A resumed run has nothing left to train: early stopping had ended it before it was interrupted."""
 
 
-class SelectionOptions(FiniteModel):
-    """Evaluate checkpoints on tasks while training, and write the best one. Needs the `eval` extra.
-
-    The settings bear the names, and the meaning, that they have in `adapterswap evaluate`.
-    """
+class SelectionOptions(EvaluationOptions):
+    """Evaluate checkpoints on tasks while training, and write the best one. Needs the `eval` extra."""
 
     tasks: list[str] = Field(
         min_length=1,
@@ -47,30 +42,6 @@ class SelectionOptions(FiniteModel):
         default=None, ge=1, description="Stop after so many checkpoints in a row that are no better. Default: never."
     )
     every: int = Field(default=1, ge=1, description="Evaluate every so many checkpoints, and the last one.")
-    num_fewshot: int | None = Field(
-        default=None, ge=0, description="Shots. Default: each task's own, which is 8 in MGSM."
-    )
-    limit: float | None = Field(default=None, gt=0, description="Only the first documents of each task, or a fraction.")
-    batch_size: int = Field(default=8, ge=1, description="Sequences at once.")
-    max_gen_toks: int = Field(default=512, ge=1, description="Longest output, in tokens.")
-    apply_chat_template: bool = Field(default=False, description="Prompt as a chat, each shot a turn.")
-    system_instruction: str | None = Field(default=None, description="A text before everything else.")
-    truncate: bool = Field(default=False, description="Let prompts that do not fit lose their beginning.")
-    include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
-
-    def settings(self, folder: Path) -> Settings:
-        """As settings of an evaluation; `include_path` is relative to `folder`."""
-        return Settings(
-            num_fewshot=self.num_fewshot,
-            limit=self.limit,
-            batch_size=self.batch_size,
-            max_gen_toks=self.max_gen_toks,
-            apply_chat_template=self.apply_chat_template,
-            system_instruction=self.system_instruction,
-            truncate=self.truncate,
-            include_path=folder / self.include_path if self.include_path else None,
-            seed=SEED,
-        )
 
     def notes(self) -> list[str]:
         """What a user should know of this choice of tasks, in words."""
