@@ -107,7 +107,7 @@ def test_verify_names_the_module_that_differs(run: Callable[..., Result], compos
     result = run("verify", composed["swap"], *sources, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout) == {
-        "equal": False, "changed_sources": {}, "differing": [key], "config_differs": False
+        "equal": False, "changed_sources": {}, "differing": [key], "config_differs": False, "unchecked": []
     }  # fmt: skip
 
 

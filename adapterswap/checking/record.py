@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import MAX_LAYERS
+from adapterswap.experts.sources import is_hub_id
 from adapterswap.files.smallfiles import read_json
 from adapterswap.planning.allocation import BASE
 
@@ -26,6 +27,11 @@ class SourceRecord(BaseModel):
 
     def __str__(self) -> str:
         return f"{self.source}@{self.revision}" if self.revision else self.source
+
+    @property
+    def reference(self) -> str | None:
+        """The Hub id with its commit; None for others: a path that a record names is never followed."""
+        return str(self) if self.revision and is_hub_id(str(self)) else None
 
 
 class Record(BaseModel):

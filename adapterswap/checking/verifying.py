@@ -1,26 +1,30 @@
 """Recompute what was composed or merged from its sources and compare, by what its adapterswap.json says.
 
 Finds the sources again (Hub ids by themselves, folders where the caller says), writes the composition anew to a
-temporary folder and compares byte for byte. Knows provenance; knows nothing of how a composition is asked for.
+temporary folder and compares byte for byte; what was extracted is left to `extracted`. Knows provenance; knows nothing
+of how a composition is asked for.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.tensors import open_files, read_bytes
+from adapterswap.checking.extracted import is_extraction, verify_extracted
+from adapterswap.checking.record import SourceRecord
+from adapterswap.checking.result import Verification
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.opening import open_expert
-from adapterswap.experts.sources import find_source, is_hub_id
+from adapterswap.experts.sources import find_source
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.yamlfiles import validate
@@ -35,30 +39,9 @@ __all__ = ["Verification", "verify"]
 
 Expert = Adapter | Checkpoint
 
-_MEND = "Give a folder that `adapterswap compose` or `adapterswap merge` wrote"
+_MEND = "Give a folder that `adapterswap compose`, `adapterswap merge` or `adapterswap extract` wrote"
 
 _BLOCK = 2**24  # bytes compared at a time
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What a comparison found.
-
-    Attributes:
-        changed_sources: experts, or `base`, that are not what was composed: name → the file that differs, or `weights`.
-        differing: tensors that are not what the sources give (or are missing, or too many).
-        config_differs: the config is not what the sources give.
-        config: the config's file name.
-    """
-
-    changed_sources: Mapping[str, str] = field(default_factory=dict)
-    differing: tuple[str, ...] = ()
-    config_differs: bool = False
-    config: str = CONFIG
-
-    @property
-    def equal(self) -> bool:
-        return not (self.changed_sources or self.differing or self.config_differs)
 
 
 def verify(
@@ -66,20 +49,26 @@ def verify(
 ) -> Verification:
     """Recompute the composed adapter, or the full weights, in `path` and compare them, byte for byte.
 
-    Full weights are written anew to the folder for temporary files, and take their own size there.
+    Full weights are written anew to the folder for temporary files, and take their own size there. An extracted adapter
+    is compared as `verify_extracted` says.
 
     Args:
         path: a folder or Hub id.
-        experts: where the sources lie, by name; those that came from the Hub are found by themselves.
+        experts: where the sources lie, by name; those that came from the Hub are found by themselves. What an adapter
+            was extracted from is called `full`.
         base_model: the base, where the composition needed it and it did not come from the Hub.
 
     Raises:
-        AdapterswapError: no adapterswap.json or one that is not understood; a source that cannot be found.
+        AdapterswapError: no adapterswap.json or one that is not understood; a source that cannot be found; see also
+            `verify_extracted`.
     """
     folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter").folder
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model").folder
-    record = _record(folder)
+    content = _content(folder)
+    if is_extraction(content):
+        return verify_extracted(folder, content, experts or {}, base_model, _MEND)
+    record = _record(folder, content)
     opened = _sources(record, experts or {})
     is_model = record.get("kind") == "model"
     if is_model:
@@ -136,25 +125,29 @@ def _model(
     return Verification(changed, differing, config_differs, MODEL_CONFIG)
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _content(folder: Path) -> dict[str, Any]:
     if not (folder / PROVENANCE).exists():
         raise AdapterswapError(f"{folder} has no {PROVENANCE}, so nothing says what it was composed of", _MEND)
-    record = read_json(folder / PROVENANCE, _MEND)
+    return read_json(folder / PROVENANCE, _MEND)
+
+
+def _record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     try:
         usable = record["format"] == 1 and isinstance(record["num_layers"], int)
         for each in record["experts"].values():
-            usable = usable and isinstance(each["sha256"], dict) and isinstance(each["source"], str)
+            usable = usable and isinstance(each["sha256"], dict) and bool(SourceRecord.model_validate(each))
         usable = usable and isinstance(record["composition"], dict) and isinstance(record.get("output", {}), dict)
         if record.get("kind") == "model":
             usable = usable and set(record["output"]) <= {"max_shard_size", "dtype"}
-            usable = usable and (record["base_model"] is None or isinstance(record["base_model"]["source"], str))
+            base = record["base_model"]
+            usable = usable and (base is None or bool(SourceRecord.model_validate(base)))
         else:
             Form(**record.get("output", {}))
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, ValidationError):
         usable = False
     if not usable:
         raise AdapterswapError(f"{folder / PROVENANCE} is not understood by this version of adapterswap", _MEND)
-    return dict(record)
+    return record
 
 
 def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict[str, Expert]:
@@ -165,7 +158,7 @@ def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict
     opened = {}
     for name, source in record["experts"].items():
         reference = given.get(name)
-        reference = reference or _noted(source)
+        reference = reference or SourceRecord.model_validate(source).reference
         if reference is None:
             problems.add(
                 f"the expert {name!r} came from a folder named {source['source']!r}, and nothing says where that is",
@@ -183,18 +176,12 @@ def _base(record: Mapping[str, Any], given: str | None) -> str | None:
     source = record["base_model"]
     if source is None:
         return None
-    if (found := given or _noted(source)) is None:
+    if (found := given or SourceRecord.model_validate(source).reference) is None:
         raise AdapterswapError(
             f"the base came from a folder named {source['source']!r}, and nothing says where that is",
             "Give --base-model",
         )
     return found
-
-
-def _noted(source: Mapping[str, Any]) -> str | None:
-    """A source's Hub id with its commit; None for others: a path that a record names is never followed."""
-    noted = f"{source['source']}@{source.get('revision')}"
-    return noted if source.get("revision") and is_hub_id(noted) else None
 
 
 def _changed(record: Mapping[str, Any], opened: Mapping[str, Expert]) -> dict[str, str]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from adapterswap.cli.printing import note, print_json
+
+if TYPE_CHECKING:
+    from adapterswap.checking.verifying import Verification
+
+_WHERE = {"full": "--expert full=PATH", "base": "--base-model"}  # where the sources of an extraction are said to lie
 
 
 @click.command("verify")
@@ -18,7 +24,9 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
     """Recompute what was composed or merged from its sources and compare.
 
     PATH is an adapter or a model that adapterswap wrote. Its adapterswap.json names the sources; those from the Hub are
-    found by themselves, folders are given with --expert. Exits with 1 if anything differs.
+    found by themselves, folders are given with --expert. Of an extracted adapter the files are compared by their
+    SHA-256, and with --expert full=PATH and --base-model the error of every module's ΔW. Exits with 1 if anything
+    differs.
     """
     from adapterswap.checking.verifying import verify
 
@@ -36,17 +44,29 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
                 "changed_sources": dict(found.changed_sources),
                 "differing": list(found.differing),
                 "config_differs": found.config_differs,
+                "unchecked": list(found.unchecked),
             }
         )
-    elif found.equal:
-        click.echo("equal: every tensor and the config are what the sources give")
     else:
-        for name, file in found.changed_sources.items():
-            click.echo(f"source changed: {name}'s {file} differs from what was composed (SHA-256)")
-        for key in found.differing:
-            click.echo(f"differs: {key}")
-        if found.config_differs:
-            click.echo(f"differs: {found.config}")
+        _print(found)
+    if found.unchecked:
+        told = " and ".join(_WHERE[name] for name in found.unchecked)
+        note(f"not compared with what it was cut out of: {', '.join(found.unchecked)} came from a folder. Give {told}.")
     if not found.equal:
-        note("Error: it is not what its sources give. Compose or merge it again, or find the sources it was made of.")
+        note("Error: it is not what its sources give. Make it again, or find the sources it was made of.")
         sys.exit(1)
+
+
+def _print(found: Verification) -> None:
+    if found.equal and not found.extracted:
+        click.echo("equal: every tensor and the config are what the sources give")
+    elif found.equal:
+        more = "" if found.unchecked else ", and every module comes as near to its ΔW"
+        click.echo(f"equal: the files are those that were recorded{more}")
+    made = "cut" if found.extracted else "composed"
+    for name, file in found.changed_sources.items():
+        click.echo(f"source changed: {name}'s {file} differs from what was {made} (SHA-256)")
+    for key in found.differing:
+        click.echo(f"differs: {key}")
+    if found.config_differs:
+        click.echo(f"differs: {found.config}")

@@ -6,21 +6,19 @@ copies of the largest weight. Knows checkpoints and adapter folders; knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.extracting.cutting import DTYPES, CutForm, cut, norm_of_change
+from adapterswap.extracting.hashing import hashed
 from adapterswap.extracting.output import Spool, write_folder
 from adapterswap.extracting.pairing import Pair, Selection, pair
 from adapterswap.extracting.result import Extracted, Extraction, Lost
 from adapterswap.files.folders import atomic_folder, check_target
-from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Extracted", "Extraction", "Lost", "extract"]
 
@@ -86,7 +84,7 @@ def extract(
         return _carry_out(matched, form, None, progress)
     with (
         atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder,
-        _hashed(opened) as hashes,
+        hashed(opened) as hashes,
         Spool(folder) as spool,
     ):
         found = _carry_out(matched, form, spool, progress)
@@ -120,14 +118,3 @@ def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Call
             "Give a full fine-tune of this base, or select what it changed",
         )
     return Extraction(tuple(extracted), tuple(unchanged), tuple(lost))
-
-
-@contextmanager
-def _hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
-    """Hash the shards beside the work; what is yielded waits for each checkpoint's SHA-256 by file."""
-    with ThreadPoolExecutor(1) as worker:
-        waiting = [{shard.path.name: worker.submit(sha256_of, shard.path) for shard in c.shards} for c in checkpoints]
-        try:
-            yield lambda: [{name: future.result() for name, future in files.items()} for files in waiting]
-        finally:
-            worker.shutdown(wait=False, cancel_futures=True)

@@ -23,7 +23,7 @@ from adapterswap.experts.checkpoints import Parameter
 from adapterswap.extracting.pairing import LeftOut, Matrix
 from adapterswap.files.tensorfile import DTYPE_BYTES
 
-__all__ = ["DTYPES", "Cut", "CutForm", "cut", "norm_of_change"]
+__all__ = ["DTYPES", "Cut", "CutForm", "cut", "measure", "norm_of_change"]
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as users name them, as files do
 
@@ -106,9 +106,7 @@ def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[s
     Raises:
         AdapterswapError: a weight holds NaN or infinity, or a factor overflows its dtype.
     """
-    delta = _difference(matrix.full, matrix.base, files, names)
-    if matrix.slot.transposed:
-        delta = np.ascontiguousarray(delta.T)
+    delta = _change(matrix, files, names)
     norm = math.sqrt(_sum_of_squares(delta))
     if norm == 0:
         return None
@@ -118,6 +116,19 @@ def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[s
     written = Factors(decode(a, dtype, result.factors.a.shape), decode(b, dtype, result.factors.b.shape))
     error = _distance(delta, written, form.device) / norm
     return Cut(matrix, len(result.singular_values), norm, error, dtype, written)
+
+
+def measure(
+    matrix: Matrix, factors: Factors | None, files: Mapping[Path, int], names: tuple[str, str]
+) -> tuple[float, float]:
+    """‖ΔW‖ of a weight, and ‖ΔW - B·A‖ of factors that stand for it; none are a B·A of zero.
+
+    Raises:
+        AdapterswapError: the weight holds NaN or infinity.
+    """
+    delta = _change(matrix, files, names)
+    norm = math.sqrt(_sum_of_squares(delta))
+    return norm, norm if factors is None else _distance(delta, factors, "cpu")
 
 
 def norm_of_change(left_out: LeftOut, files: Mapping[Path, int], names: tuple[str, str]) -> float:
@@ -157,12 +168,11 @@ def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.floa
     return [blocks[0][:common] - blocks[1][:common], longer[common:]]
 
 
-def _difference(
-    full: Parameter, base: Parameter, files: Mapping[Path, int], names: tuple[str, str]
-) -> npt.NDArray[np.float32]:
-    delta = read_numbers(names[0], files[full.path], full.tensor)
-    delta -= read_numbers(names[1], files[base.path], base.tensor)
-    return delta
+def _change(matrix: Matrix, files: Mapping[Path, int], names: tuple[str, str]) -> npt.NDArray[np.float32]:
+    """ΔW, out×in."""
+    delta = read_numbers(names[0], files[matrix.full.path], matrix.full.tensor)
+    delta -= read_numbers(names[1], files[matrix.base.path], matrix.base.tensor)
+    return np.ascontiguousarray(delta.T) if matrix.slot.transposed else delta
 
 
 def _sum_of_squares(values: npt.NDArray[np.float32]) -> float:

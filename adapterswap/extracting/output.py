@@ -26,7 +26,7 @@ from adapterswap.extracting.cutting import Cut, CutForm
 from adapterswap.extracting.pairing import Pair, Selection
 from adapterswap.extracting.result import Extracted, Extraction
 from adapterswap.files.tensorfile import header_bytes
-from adapterswap.writing.copying import write_at
+from adapterswap.writing.copying import sha256_of, write_at
 from adapterswap.writing.provenance import FORMAT
 
 __all__ = ["Spool", "write_folder"]
@@ -86,12 +86,14 @@ def write_folder(
         OSError: the folder cannot be written.
     """
     spool.write(folder / WEIGHTS)
+    _write_json(folder / CONFIG, _config(pair, found, base_model))
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
     record: dict[str, Any] = {
         "format": FORMAT,
         "adapterswap_version": __version__,
         "base_model": base,
         "num_layers": pair.num_layers,
+        "sha256": {name: sha256_of(folder / name) for name in (WEIGHTS, CONFIG)},
         "extraction": {
             "full": _source(pair.full, hashes[0]),
             "base": _source(pair.base, hashes[1]),
@@ -104,10 +106,12 @@ def write_folder(
         "left_out": {each.name: {"reason": each.reason, "norm": each.norm} for each in found.lost},
         **({"slice": {"layers": selection.layers}} if selection.layers is not None else {}),
     }
-    for name, content in ((CONFIG, _config(pair, found, base_model)), (PROVENANCE, record)):
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        (folder / name).write_text(f"{text}\n", encoding="utf-8")
+    _write_json(folder / PROVENANCE, record)
     (folder / "README.md").write_text(_card(pair, found, base), encoding="utf-8")
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:

@@ -48,6 +48,10 @@ def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
         assert record["extraction"][name] == {
             "source": folder.name, "revision": None, "sha256": {"model.safetensors": digest}
         }  # fmt: skip
+    assert record["sha256"] == {
+        name: hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest()
+        for name in ("adapter_model.safetensors", "adapter_config.json")
+    }
     assert record["extraction"]["max_error"] == 0.5
     errors = {name: entry["relative_error"] for name, entry in record["extracted"].items()}
     assert errors == {module.name: module.error for module in found.modules}

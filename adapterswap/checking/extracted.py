@@ -1,0 +1,164 @@
+"""Check an extracted adapter by its record: its files, what they were cut out of, and how near ΔW they come.
+
+The last digits of a singular value decomposition are the machine's, so nothing is cut anew. The files are compared by
+their SHA-256; where the fine-tune and its base are at hand, so are theirs, and every module's ‖ΔW‖ and error are
+computed again. Knows the records that `extract` writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from adapterswap.arithmetic.cores import cores, torch_threads
+from adapterswap.arithmetic.lowrank import Factors
+from adapterswap.arithmetic.tensors import open_files, read_factors
+from adapterswap.checking.record import SourceRecord
+from adapterswap.checking.result import Verification
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.extracting.cutting import measure
+from adapterswap.extracting.hashing import hashed
+from adapterswap.extracting.pairing import Matrix, Selection, pair
+from adapterswap.writing.copying import sha256_of
+
+__all__ = ["is_extraction", "verify_extracted"]
+
+_FULL, _BASE = "full", "base"  # what an adapter is cut out of, as its record names the two
+
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
+
+
+class _Source(SourceRecord):
+    sha256: dict[str, str]
+
+
+class _Asked(BaseModel):
+    full: _Source
+    base: _Source
+    layers: str | None
+    modules: list[str]
+    embeddings: bool
+
+
+class _Module(BaseModel):
+    relative_error: float = Field(ge=0)
+    norm: float = Field(gt=0)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    format: Literal[1]
+    sha256: dict[str, str]
+    extraction: _Asked
+    extracted: dict[str, _Module]
+
+
+def is_extraction(content: Mapping[str, Any]) -> bool:
+    """Whether the content of an adapterswap.json is an extraction's."""
+    return "extraction" in content
+
+
+def verify_extracted(
+    folder: Path, content: Mapping[str, Any], given: Mapping[str, str | Path], base_model: str | None, mend: str
+) -> Verification:
+    """Check the adapter in `folder`, of which adapterswap.json says `content`.
+
+    Args:
+        folder: the adapter's.
+        content: an extraction's record.
+        given: where the fine-tune lies, as `full`, if it is not on the Hub and is to be compared.
+        base_model: where the base lies, likewise.
+        mend: what to do where the record is not understood.
+
+    Raises:
+        AdapterswapError: the record is not understood; a source is named that it has not; a checkpoint or the adapter
+            cannot be opened, or they are no fine-tune, base and adapter of one shape.
+    """
+    try:
+        record = _Record.model_validate(content)
+    except ValidationError:
+        raise AdapterswapError(
+            f"{folder / PROVENANCE} is not understood by this version of adapterswap", mend
+        ) from None
+    opened = _open(record.extraction, given, base_model)
+    differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
+    with hashed(list(opened.values())) as hashes:
+        if len(opened) == 2:
+            differing += _other_changes(open_adapter(folder), opened[_FULL], opened[_BASE], record)
+        found = dict(zip(opened, hashes(), strict=True))
+    changed = {}
+    for name, source in ((_FULL, record.extraction.full), (_BASE, record.extraction.base)):
+        files = found.get(name, source.sha256)
+        if odd := sorted(file for file, _ in files.items() ^ source.sha256.items()):
+            changed[name] = odd[0]
+    return Verification(
+        changed,
+        tuple(differing),
+        sha256_of(folder / CONFIG) != record.sha256.get(CONFIG),
+        extracted=True,
+        unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
+    )
+
+
+def _open(asked: _Asked, given: Mapping[str, str | Path], base_model: str | None) -> dict[str, Checkpoint]:
+    """The checkpoints that are given or on the Hub, by their names in the record."""
+    problems = Problems()
+    for name in given.keys() - {_FULL}:
+        problems.add(
+            f"--expert {name}: the adapter was cut out of one fine-tune, called {_FULL}",
+            f"Give --expert {_FULL}=PATH, and its base as --base-model",
+        )
+    places = {_FULL: given.get(_FULL) or asked.full.reference, _BASE: base_model or asked.base.reference}
+    opened = {}
+    for (name, place), what in zip(places.items(), ("full fine-tune", "base model"), strict=True):
+        if place is not None:
+            with problems.collect():
+                opened[name] = open_checkpoint(place, what=what)
+    problems.raise_if_any()
+    return opened
+
+
+def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record: _Record) -> list[str]:
+    """The modules whose ‖ΔW‖, or whose error, is not the recorded one; and those that only one side has."""
+    asked = record.extraction
+    matched = pair(full, base, Selection(asked.layers, tuple(asked.modules), asked.embeddings))
+    matrices = {matrix.slot.name: matrix for matrix in matched.matrices}
+    heads = {head for matrix in matrices.values() for head in matrix.slot.heads}
+    names = dict.fromkeys([*matrices, *record.extracted, *(adapter.modules.keys() - heads)])
+    with open_files([*full.shards, *base.shards, adapter.file]) as files, torch_threads(cores() - 1):
+
+        def as_recorded(name: str) -> bool:
+            told, matrix = record.extracted.get(name), matrices.get(name)
+            if matrix is None or (told is None and name in adapter.modules):
+                return False
+            if told is None:
+                return measure(matrix, None, files, (full.name, base.name))[0] == 0
+            if not {name, *matrix.slot.heads} <= adapter.modules.keys():
+                return False
+            for factors in _factors(adapter, matrix, files):
+                if (factors.b.shape[0], factors.a.shape[1]) != matrix.shape:
+                    return False
+                norm, rest = measure(matrix, factors, files, (full.name, base.name))
+                if not math.isclose(norm, told.norm, rel_tol=_RELATIVE):
+                    return False
+                if not math.isclose(rest / norm, told.relative_error, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):
+                    return False
+            return True
+
+        return [name for name in names if not as_recorded(name)]
+
+
+def _factors(adapter: Adapter, matrix: Matrix, files: Mapping[Path, int]) -> Iterator[Factors]:
+    """The adapter's factors of a weight; once more for each head that is tied to it, the other way round."""
+    file = files[adapter.file.path]
+    yield read_factors(adapter.name, file, adapter.modules[matrix.slot.name])
+    for head in matrix.slot.heads:
+        factors = read_factors(adapter.name, file, adapter.modules[head])
+        yield Factors(factors.b.T, factors.a.T)
