@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,34 @@ def open_source(folder: str | Path) -> Source:
             raise AdapterswapError(f"no cell of {folder} is finished", "Run the sweep; it goes on where it was")
         _check_finite(run)
         name = folder.resolve().name
-        return Source(run, "sweep", name, "pairs", (f"adapterswap sweep recipe.yaml --out-path {name}",))
+        return Source(
+            run, "sweep", name, "pairs", (f"adapterswap sweep recipe.yaml --out-path {name}",), tuple(_searched(run))
+        )
     if exists(folder / RESULTS) and exists(folder / ANSWERS):
         content = read_json(folder / RESULTS, _MEND)
         if content.get("format") == _LAB:
             with open_regular(folder / ANSWERS, _MEND) as file:
                 return _damage_told(folder, content, file.read())
     raise AdapterswapError(f"{folder} is the folder of no sweep and of no lab run", _MEND)
+
+
+def _searched(run: Run) -> Iterator[str]:
+    """What a search left out: the rows of its families are of what it liked, not of their grids."""
+    search = run.described.get("recipe", {}).get("search")
+    if not search:
+        return
+    judged = [result.cell for result in run.results]
+    for family in dict.fromkeys(cell.family for cell in run.cells):
+        asked, whole, given_up = (
+            {cell.configuration for cell in cells if cell.family == family}
+            for cells in (run.cells, judged, run.given_up)
+        )
+        if len(whole) < len(asked):
+            dropped = f", and gave {len(given_up - whole)} more up after some documents" * bool(given_up - whole)
+            yield (
+                f"{family}: a search ({search.get('sampler', 'tpe')}) judged {len(whole)} of {len(asked)} "
+                f"configurations{dropped}. Its rows are of those, so minimum and mean say nothing of the whole grid."
+            )
 
 
 def _check_finite(run: Run) -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from adapterswap import AdapterswapError
 from adapterswap.reporting import open_source
 from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.results import read_run
+from adapterswap.sweeps.values import RungResult
 
 from .conftest import Written
 from .crafting import craft, recipe
@@ -38,6 +40,24 @@ def test_without_a_split_the_best_is_told_by_the_papers_protocol_alone(tmp_path:
     assert (found.kind, found.spread, found.difference, found.chosen) == ("none", None, None, ())
     assert found.papers is not None
     strict(free)
+
+
+def test_what_a_search_left_out_is_told(tmp_path: Path) -> None:
+    """Three configurations of nine were judged with all pairs; two more were begun."""
+
+    def finished(cell: Cell) -> bool:
+        return cell.family != "layer_swap" or cell.composition.get("top", 0) == 2  # 5 and 2 are the papers' defaults
+
+    folder = craft(tmp_path / "run", recipe(search={"trials": 5}), documents=8, finished=finished)
+    begun = [cell for cell in read_run(folder).cells if cell.configuration in ("bottom=3,top=0", "bottom=4,top=0")]
+    lines = [json.dumps(RungResult(cell.cell, 2, {}, {}).as_json()) for cell in begun]
+    (folder / "rungs.jsonl").write_text("\n".join(lines) + "\n")
+    report = reported(folder)
+    (told,) = report.remarks
+    assert told.startswith("layer_swap: a search (tpe) judged 3 of 9 configurations, and gave 2 more up after some")
+    assert report.missing == {}
+    whole = reported(craft(tmp_path / "whole", recipe(search={"trials": 9}), documents=8))
+    assert whole.remarks == ()
 
 
 def test_one_pair(tmp_path: Path) -> None:
