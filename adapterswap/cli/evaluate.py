@@ -1,4 +1,7 @@
-"""`adapterswap evaluate`: a base, an adapter or a composition → lm-evaluation-harness → a table, JSON, a folder."""
+"""`adapterswap evaluate`: a base, an adapter or a composition → lm-evaluation-harness → a table, JSON, a folder.
+
+Started by torchrun or `accelerate launch`, each process runs this; one of them writes and prints.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
+from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.printing import note, print_json, print_table
+from adapterswap.cli.together import one_voice, together
+from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
     from adapterswap.bases import Base
@@ -45,14 +51,8 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
 @click.option("--truncate", is_flag=True, help="Let prompts that do not fit lose their beginning.")
 @click.option("--include-path", metavar="DIR", help="A folder with lm-eval task files of your own.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
-@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda, cuda:N, mps.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
-    show_default=True,
-    help="Of the base; auto: as stored.",
-)
+@device_option()
+@dtype_option("Of the base; auto: as stored.", auto=True)
 @click.option(
     "--sampling-seed",
     type=click.IntRange(min=0),
@@ -65,6 +65,7 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @click.option("--dry-run", is_flag=True, help="Check everything, show a prompt, load no weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@one_voice()
 def command(
     base_model: str,
     adapter: str | None,
@@ -85,7 +86,8 @@ def command(
     Give --adapter, or --task-expert and --language-expert with the options of compose, or neither for the base alone.
     MGSM (mgsm_direct_*, mgsm_native_cot_*, mgsm_en_cot_* in bn de en es fr ja ru sw te th zh) needs no network and is
     scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers. Reading
-    (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) need none either.
+    (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) need none either. On several devices:
+    accelerate launch --multi_gpu -m adapterswap evaluate …
     """
     from pathlib import Path
 
@@ -114,10 +116,17 @@ def command(
     subject = describe_subject(base, adapter=source, **what)
     if dry_run:
         choose_device(device)
-        _dry_run(base, names, settings, subject, plan, as_json)
+        if is_first():
+            _dry_run(base, names, settings, subject, plan, as_json)
         return
-    with load_subject(base, adapter=source, **what, device=device, dtype=dtype) as model, _bar() as advance:
-        result = evaluate(model, base.tokenizer, names, settings, on_progress=advance)
+    with (
+        together(device) as processes,
+        load_subject(base, adapter=source, **what, device=device, dtype=dtype) as model,
+        _bar(shown=processes.main) as advance,
+    ):
+        result = evaluate(model, base.tokenizer, names, settings, processes=processes, on_progress=advance)
+    if not processes.main:
+        return
     if out_path is not None:
         write_result(result, out_path, subject=subject, overwrite=overwrite, inputs=inputs)
     if as_json:
@@ -154,14 +163,15 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
+def _bar(*, shown: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    disable = not (shown and console.is_terminal)
+    with Progress(*columns, console=console, disable=disable, transient=True) as progress:
         bar = progress.add_task("requests", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 

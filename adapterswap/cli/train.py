@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.printing import human_bytes, note, print_json
-from adapterswap.cli.together import told_once
+from adapterswap.cli.together import one_voice
 from adapterswap.processes import is_first, leave
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace the output folder, and checkpoints of an unfinished run.")
 @click.option("--dry-run", is_flag=True, help="Print what it would take, and train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@told_once()
+@one_voice()
 def command(
     recipe: str,
     overrides: tuple[str, ...],

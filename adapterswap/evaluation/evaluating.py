@@ -17,6 +17,7 @@ from adapterswap.evaluation.results import EvaluationResult, Sample, Score, Task
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
 from adapterswap.evaluation.unsafe_code import code_allowed
+from adapterswap.processes import Processes
 
 if TYPE_CHECKING:
     from adapterswap.evaluation.harness import EvaluatedModel
@@ -31,6 +32,7 @@ def evaluate(
     settings: Settings | None = None,
     *,
     documents: Mapping[str, Collection[int]] | None = None,
+    processes: Processes | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationResult:
     """Run lm-evaluation-harness on a causal language model in memory.
@@ -43,10 +45,13 @@ def evaluate(
         settings: see `Settings`; its defaults, if none are given.
         documents: task → the numbers of those that are asked, at least one; all that `settings.limit` lets through, if
             none are given. Shots that a task draws at random are drawn for these alone.
-        on_progress: called with the requests that are done, and their number.
+        processes: those that evaluate together, from `adapterswap.processes.joined`; this one alone, if none are given.
+            All call this with the same model and arguments; each answers its share of the batches.
+        on_progress: called with the requests that are done, and their number. Of those of other processes it assumes
+            that they are as far as this one.
 
     Returns:
-        Scores with standard errors, and every sample.
+        Scores with standard errors, and every sample; in each process, and the same from any number of them.
 
     Raises:
         AdapterswapError: see `load_tasks` and `Settings.check`; a prompt that does not fit; the device runs out
@@ -64,13 +69,15 @@ def evaluate(
 
     # The harness numbers what it finds in their order, and reads an empty list as all.
     asked = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
+    processes = processes or Processes()
     done = 0
 
     def step() -> None:
         nonlocal done
-        done += 1
+        total = sum(len(task.instances or ()) for task in loaded["tasks"].values())
+        done = min(done + processes.count, total)
         assert on_progress is not None
-        on_progress(done, sum(len(task.instances or ()) for task in loaded["tasks"].values()))
+        on_progress(done, total)
 
     with ExitStack() as stack:
         stack.enter_context(restored_modes(model))
@@ -84,6 +91,8 @@ def evaluate(
             batch_size=settings.batch_size,
             max_gen_toks=settings.max_gen_toks,
             truncate=settings.truncate,
+            seed=settings.seed,
+            processes=processes,
             on_progress=step if on_progress else None,
         )
         for task in loaded["tasks"].values():
@@ -107,7 +116,8 @@ def evaluate(
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be
     told = {"tasks": list(loaded["tasks"]), **settings.described(), **surroundings(model)}
-    return _collect(found, harness_model, told)
+    # All have found the same, but where a task runs code that was written: the main process is believed.
+    return processes.from_main(_collect(found, harness_model, told))
 
 
 def surroundings(model: Any) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def surroundings(model: Any) -> dict[str, Any]:
 
 def _collect(found: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[str, Any]) -> EvaluationResult:
     """The harness's nested dictionaries as our result."""
-    from adapterswap.evaluation.harness import request_key
+    from adapterswap.evaluation.batches import request_key
 
     samples: dict[str, dict[int, Sample]] = {}
     truncated: dict[str, int] = {}

@@ -6,11 +6,11 @@ Knows nothing of adapters: a PeftModel is a model like any other.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+import torch
 from datasets import Dataset
 from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import exact_match_fn
@@ -19,9 +19,11 @@ from lm_eval.models.huggingface import HFLM
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation.answers import extract_answer
+from adapterswap.evaluation.batches import in_batches, request_key, seed_of
 from adapterswap.evaluation.mgsm import mgsm_task
+from adapterswap.processes import Processes
 
-__all__ = ["EvaluatedModel", "OfflineTask", "build_mgsm_task", "request_key"]
+__all__ = ["EvaluatedModel", "OfflineTask", "build_mgsm_task"]
 
 _FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter, and its last match
 
@@ -112,13 +114,11 @@ def _score(doc: dict[str, str], results: list[str | Decimal | None]) -> dict[str
     return {"exact_match": float(answer == Decimal(doc["answer"]))}
 
 
-def request_key(prompt: str, gen_kwargs: dict[str, Any]) -> str:
-    """What identifies a generation request: the same key, the same output."""
-    return json.dumps([prompt, gen_kwargs], sort_keys=True)
-
-
 class EvaluatedModel(HFLM):  # type: ignore[misc]
     """A loaded model as the harness sees it: without bars, and telling what the harness leaves unsaid.
+
+    The harness is not told of several processes: it would draw other shots for their documents, and pad their batches
+    otherwise. Each of them builds all requests, answers its share of the batches, and gets the answers of the others.
 
     Attributes:
         cut: keys of the requests whose output ended at the limit of tokens.
@@ -133,6 +133,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         batch_size: int,
         max_gen_toks: int,
         truncate: bool,
+        seed: int,
+        processes: Processes,
         on_progress: Callable[[], None] | None,
     ) -> None:
         # A loaded model is tied already, and where adapters wrap tied embeddings, tying again raises or undoes them.
@@ -142,6 +144,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         finally:
             del model.tie_weights
         self._max_gen_toks, self._truncate, self._on_progress = max_gen_toks, truncate, on_progress
+        self._seed, self._processes = seed, processes
         self._cut_in_batch: list[bool] = []
         self.cut: set[str] = set()
         self.truncated: set[str] = set()
@@ -165,29 +168,53 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         Raises:
             AdapterswapError: a prompt and its output do not fit into the model's context.
         """
+        prompts = dict.fromkeys(request.args[0] for request in requests)
+        lengths = dict(zip(prompts, self._measured(list(prompts)), strict=True))
         for request in requests:
             prompt, gen_kwargs = request.args
             budget = int(gen_kwargs.get("max_gen_toks", self.max_gen_toks))
-            length = len(self.tok_encode(prompt))
-            if length + budget <= self.max_length:
+            if lengths[prompt] + budget <= self.max_length:
                 continue
             self.truncated.add(request_key(prompt, gen_kwargs))
             if not self._truncate or budget >= self.max_length:
                 raise AdapterswapError(
-                    f"{request.task_name}: a prompt of {length} tokens and an output of up to {budget} do not fit into "
-                    f"the model's context of {self.max_length}",
+                    f"{request.task_name}: a prompt of {lengths[prompt]} tokens and an output of up to {budget} do not "
+                    f"fit into the model's context of {self.max_length}",
                     "Give fewer shots (--num-fewshot), a lower --max-gen-toks, or let prompts lose their beginning "
                     "(--truncate)",
                 )
-        return super().generate_until(requests, disable_tqdm=True)
+        batches = in_batches(requests, self.batch_size, lambda texts: [lengths[text] for text in texts])
+        return self._answers(requests, batches, super().generate_until)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         """See the harness."""
-        return super().loglikelihood(requests, disable_tqdm=True)
+        return self._answers(requests, in_batches(requests, self.batch_size, self._measured), super().loglikelihood)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         """See the harness."""
-        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        batches = in_batches(requests, self.batch_size, self._measured)
+        return self._answers(requests, batches, super().loglikelihood_rolling)
+
+    def _measured(self, texts: list[str]) -> list[int]:
+        return self._processes.shared(texts, lambda text: len(self.tok_encode(text)))
+
+    def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
+        """The answers to all requests, in their order, whichever process found them."""
+
+        def answered(number: int) -> tuple[list[Any], set[str]]:
+            torch.manual_seed(seed_of(self._seed, number))  # what is drawn does not depend on who drew before
+            self.cut = set()
+            return answer([requests[place] for place in batches[number]], disable_tqdm=True), self.cut
+
+        answers: dict[int, Any] = {}
+        cut: set[str] = set()
+        for batch, (found, cut_in_it) in zip(
+            batches, self._processes.shared(range(len(batches)), answered), strict=True
+        ):
+            answers |= zip(batch, found, strict=True)
+            cut |= cut_in_it
+        self.cut = cut
+        return [answers[place] for place in range(len(requests))]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
         # Rolling likelihoods ask for a bar whatever they were told.

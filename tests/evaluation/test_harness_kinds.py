@@ -15,7 +15,8 @@ from adapterswap import AdapterswapError
 from adapterswap.evaluation import EvaluationResult, Settings, evaluate
 from adapterswap.evaluation.flores import is_flores
 from adapterswap.evaluation.mgsm import mgsm_task_names
-from adapterswap.evaluation.tasks import _manager, load_tasks
+from adapterswap.evaluation.stock_tasks import _manager
+from adapterswap.evaluation.tasks import load_tasks
 
 Model = tuple[Any, Any]
 

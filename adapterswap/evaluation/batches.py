@@ -1,0 +1,55 @@
+"""How the requests of an evaluation are put into batches: the same ones, whoever answers them.
+
+A batch is the unit that processes share, and what is computed together is computed alike: padding, and so every bit of
+an answer, does not depend on how many processes there are. Knows nothing of models and of processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["in_batches", "request_key", "seed_of"]
+
+
+def request_key(prompt: str, gen_kwargs: dict[str, Any]) -> str:
+    """What identifies a generation request: the same key, the same output."""
+    return json.dumps([prompt, gen_kwargs], sort_keys=True)
+
+
+def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]], Sequence[int]]) -> list[list[int]]:
+    """The places of the requests, in batches of texts that are about equally long, the longest first.
+
+    Requests with the same text stay together, since a model may read it once for all of them: the choices of a
+    question, or several samples of one prompt. Each batch is generated with the same settings.
+
+    Args:
+        requests: the harness's instances, of one kind: a prompt with settings, a context with a continuation, a text.
+        size: texts in a batch, at most.
+        measured: gives the lengths of texts in tokens.
+    """
+    kinds: dict[str, dict[str, list[int]]] = {}
+    longest: dict[tuple[str, str], str] = {}
+    for place, request in enumerate(requests):
+        text, *more = request.args
+        generated = bool(more) and isinstance(more[0], dict)
+        kind = request_key("", more[0]) if generated else ""
+        whole = text if generated else "".join(request.args)
+        text = text or whole  # continuations of nothing are texts of their own
+        kinds.setdefault(kind, {}).setdefault(text, []).append(place)
+        longest[kind, text] = max(longest.get((kind, text), ""), whole, key=len)
+    lengths = dict(zip(longest, measured(list(longest.values())), strict=True))
+    found = []
+    for kind, places in kinds.items():
+        texts = sorted(places, key=lambda text: (-lengths[kind, text], text))
+        for begin in range(0, len(texts), size):
+            found.append([place for text in texts[begin : begin + size] for place in places[text]])
+    return found
+
+
+def seed_of(seed: int, batch: int) -> int:
+    """The seed of a batch whose outputs are drawn, from 0 to 2⁶⁴ - 1: unrelated to that of other batches and seeds."""
+    import numpy
+
+    return int(numpy.random.SeedSequence((seed, batch)).generate_state(1, numpy.uint64)[0])

@@ -1,0 +1,163 @@
+"""Two processes with gloo find what one finds, to the last bit, and tell it once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.evaluation import Settings
+from adapterswap.evaluation.batches import in_batches
+from adapterswap.evaluation.preview import preview
+from adapterswap.processes import joined
+
+from .in_processes import judge
+from .test_evaluate import Model, memorizer
+from .test_flores import flores
+from .test_harness_kinds import kinds
+
+__all__ = ["flores", "kinds", "memorizer"]  # the fixtures
+
+HERE = Path(__file__).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+SHORT = {"num_fewshot": 1, "max_gen_toks": 12}
+EVALUATE = ["evaluate", "--device", "cpu", "--limit", "3", "--num-fewshot", "0", "--max-gen-toks", "20"]
+
+
+def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return subprocess.run(
+        [*map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def error(done: subprocess.CompletedProcess[str]) -> str:
+    """The one error that was told."""
+    assert done.returncode == 1
+    assert done.stdout == ""
+    told = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
+    assert len(told) == 1, done.stderr
+    return told[0]
+
+
+@pytest.fixture
+def folder(memorizer: Model, tmp_path: Path) -> Path:
+    """Holds the model that knows two answers of mgsm_direct_sw by heart, with its tokenizer."""
+    for part in memorizer:
+        part.save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("flores")
+def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds: Path) -> None:
+    options = {"num_fewshot": 2, "limit": 3, "max_gen_toks": 8}
+    (longest,) = preview(memorizer[1], memorizer[0].config, ["mgsm_direct_sw"], Settings(**options))
+    own = {"include_path": str(kinds)}
+    cases: dict[str, Any] = {
+        # Seven documents in batches of two: four batches of one task; outputs that end by themselves, and some cut.
+        "written": {"tasks": ["mgsm_direct_sw"], "settings": {"limit": 7, "num_fewshot": 0, "max_gen_toks": 13}},
+        "languages": {"tasks": ["mgsm_native_cot_te", "mgsm_direct_ja"], "settings": SHORT | {"limit": 3}},
+        "choices": {"tasks": ["xcopa_val_sw"], "settings": {"limit": 9}},
+        "corpus": {"tasks": ["flores_eng_Latn-swh_Latn"], "settings": {"max_gen_toks": 12}},
+        "some": {
+            "tasks": ["mgsm_direct_sw", "xcopa_val_sw"],
+            "settings": SHORT,
+            "documents": {"mgsm_direct_sw": [8, 1, 3], "xcopa_val_sw": [99]},
+        },
+        "drawn": {
+            "tasks": ["mgsm_direct_sw"],
+            "settings": SHORT | {"limit": 5, "gen_kwargs": {"do_sample": True, "temperature": 1.0}},
+        },
+        "shots drawn": {"tasks": ["pico_choice_all"], "settings": own | {"num_fewshot": 2}},
+        # One document stands alone, and two tasks' standard errors are bootstrapped.
+        "kinds": {"tasks": ["pico_all", "pico_write", "pico_perplexity", "pico_last"], "settings": own},
+        "truncated": {
+            "tasks": ["mgsm_direct_sw"], "settings": options | {"truncate": True}, "context": longest.longest + 7,
+        },
+    }  # fmt: skip
+    for case in cases.values():
+        case["settings"]["batch_size"] = 2
+    (folder / "cases.json").write_text(json.dumps(cases))
+    alone = judge(folder, folder / "alone")
+    done = launch(*TORCHRUN, HERE / "in_processes.py", folder)
+    assert done.returncode == 0, done.stderr
+
+    one, other = (json.loads((folder / f"told-{rank}.json").read_text()) for rank in (0, 1))
+    for name in cases:
+        expected = files(folder / "alone" / name)
+        assert len(expected) == 2
+        for rank in (0, 1):
+            assert files(folder / f"process-{rank}" / name) == expected, name
+        parts = [told["cases"][name]["calls"] for told in (one, other)]
+        assert min(parts) > 0
+        assert sum(parts) == alone[name]["calls"]
+        assert one["cases"][name]["last"] == list(alone[name]["last"])
+    assert one["squares"] == other["squares"] == [[number**2 for number in range(count)] for count in range(6)]
+    assert one["main"] == other["main"] == 0
+    (written,), (truncated,) = (
+        json.loads((folder / "alone" / name / "results.json").read_text())["tasks"] for name in ("written", "truncated")
+    )
+    assert 0 < written["cut"] < 7
+    assert truncated["truncated"] == 1
+
+
+@pytest.mark.slow
+def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callable[..., Result]) -> None:
+    asked = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw,xcopa_val_sw", "--batch-size", 2]
+    alone = run(*asked, "-o", folder / "alone", "--json")
+    done = launch(*TORCHRUN, "-m", "adapterswap", *asked, "-o", folder / "together", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told == json.loads(alone.stdout) | {"out_path": str(folder / "together")}
+    assert done.stderr.count("written to") == 1
+    assert done.stderr.count("Loading weights: 100%") == 1
+    assert files(folder / "together") == files(folder / "alone")
+
+
+@pytest.mark.slow
+def test_an_error_of_one_or_of_all_is_told_once(folder: Path) -> None:
+    told = error(launch(*TORCHRUN, HERE / "in_processes.py", folder, "failing"))
+    assert told == "Error: process 1 fails. Mend it."
+    assert not (folder / "failing").exists()
+    asked = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw", "--adapter", folder / "none"]
+    assert "none" in error(launch(*TORCHRUN, "-m", "adapterswap", *asked))
+
+
+def test_a_device_for_one_is_not_taken_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(AdapterswapError, match="2 processes were started, and cuda:1 is one device"), joined("cuda:1"):
+        pass
+
+
+class Request:
+    """A request as the harness has it, as far as its batch depends on it."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def test_choices_of_a_question_stay_together_and_settings_apart() -> None:
+    def measured(texts: list[str]) -> list[int]:
+        return [len(text) for text in texts]
+
+    choices = [Request(text, more) for text in ("ab", "abcd", "abc") for more in ("x", "yy")]
+    assert in_batches(choices, 2, measured) == [[2, 3, 4, 5], [0, 1]]
+    assert in_batches([Request("", "x"), Request("", "yyy"), Request("", "yy")], 2, measured) == [[1, 2], [0]]
+    assert in_batches([Request("a"), Request("aaa"), Request("aa")], 2, measured) == [[1, 2], [0]]
+    greedy, drawn = {"until": ["."]}, {"until": ["."], "do_sample": True}
+    prompts = [Request("a", drawn), Request("aa", greedy), Request("aaa", drawn), Request("a", drawn)]
+    assert in_batches(prompts, 2, measured) == [[2, 0, 3], [1]]
+    assert in_batches([], 2, measured) == []
