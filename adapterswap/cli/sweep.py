@@ -1,4 +1,7 @@
-"""`adapterswap sweep`: a recipe → many compositions judged over one loaded base → a folder, and a table."""
+"""`adapterswap sweep`: a recipe → many compositions judged over one loaded base → a folder, and a table.
+
+Started by torchrun or `accelerate launch`, each process runs this; one of them writes and prints.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.printing import note, print_json, print_table
+from adapterswap.cli.together import one_voice, together
+from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
     from adapterswap.sweeps import Progress, Row, Run
@@ -22,14 +28,8 @@ if TYPE_CHECKING:
 @click.option("--base-model", metavar="PATH|ID", help="The base, instead of the recipe's.")
 @click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")
 @click.option("--batch-size", type=int, metavar="N", help="Short for --set settings.batch_size=N.")
-@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda, cuda:N, mps.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
-    show_default=True,
-    help="Of the base; auto: as stored.",
-)
+@device_option()
+@dtype_option("Of the base; auto: as stored.", auto=True)
 @click.option("--ray", metavar="ADDRESS", help="Judge over a Ray cluster; local starts one on this machine.")
 @click.option(
     "--workers",
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Begin anew where the folder holds a sweep.")
 @click.option("--dry-run", is_flag=True, help="Check everything and count; load no weights, write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@one_voice()
 def command(
     recipe: str,
     out_path: str,
@@ -61,7 +62,8 @@ def command(
 
     RECIPE is a YAML file, or the name of a shipped recipe such as sweep/llama-3.1-8b/swahili. It names a base, task and
     language experts, grids of compositions, and tasks as evaluate takes them. The base and the experts are loaded once,
-    and results are recorded as they come. Stopped or killed, the same command goes on where it was.
+    and results are recorded as they come. Stopped or killed, the same command goes on where it was. On several devices:
+    accelerate launch --multi_gpu -m adapterswap sweep …
     """
     from pathlib import Path
 
@@ -81,13 +83,17 @@ def command(
         choose_device(device)
         found = check_out_path(Path(out_path), prepared.described, overwrite=overwrite, inputs=prepared.inputs)
         expected = estimate(prepared, found)
-        print_json({"dry_run": True, **expected.as_json()}) if as_json else _print_estimate(expected)
-        note("nothing evaluated (--dry-run)")
+        if is_first():
+            print_json({"dry_run": True, **expected.as_json()}) if as_json else _print_estimate(expected)
+            note("nothing evaluated (--dry-run)")
         return
-    with _progress() as tell:
+    with together(device) as processes, _progress(shown=processes.main) as tell:
         run = sweep(
-            prepared, out_path, device=device, dtype=dtype, overwrite=overwrite, ray=ray, workers=workers, tell=tell
-        )
+            prepared, out_path, device=device, dtype=dtype, overwrite=overwrite, ray=ray, workers=workers,
+            processes=processes, tell=tell,
+        )  # fmt: skip
+    if not processes.main:
+        return
     rows = summarize(run)
     if as_json:
         finished_rows = [row.as_json() for row in rows]
@@ -101,7 +107,7 @@ def command(
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
+def _progress(*, shown: bool) -> Iterator[Callable[[Progress], None]]:
     """A bar on stderr with the best so far; where that is no terminal, a line at every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -110,7 +116,7 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
     console = Console(stderr=True)
     told = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+    with Bars(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bars:
         cells, requests = bars.add_task("cells", total=None), bars.add_task("requests", total=None)
 
         def tell(progress: Progress) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, Problem
 from adapterswap.files.smallfiles import exists
 from adapterswap.sweeps.cells import Assignment
-from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress
+from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, agreed
 from adapterswap.sweeps.preparing import Prepared, prepare
 from adapterswap.sweeps.recipe import SweepRecipe, with_places
 
@@ -179,17 +179,5 @@ class _Cluster:
             raise AdapterswapError(found)
         self._idle.append(worker)
         if number is None:
-            self._known = _same(self._known, found)
+            self._known = agreed(self._known, found)
         return number, found if number is not None else None
-
-
-def _same(known: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a worker found, where nothing differs from what is known."""
-    differing = [key for key in known if key not in ("recipe", "settings") and known[key] != found[key]]
-    differing += [key for key, value in known["settings"].items() if found["settings"][key] != value]
-    if differing:
-        raise AdapterswapError(
-            f"a worker finds other {', '.join(differing)} than the rest",
-            "Give all machines the same files and the same versions",
-        )
-    return found

@@ -2,7 +2,8 @@
 
 Between cells the model's LoRA layers are switched and nothing is loaded or written, but for compositions that need
 tensors of their own (TIES, DARE, pruning, a bound on the rank): these are reduced to an adapter in a temporary folder,
-loaded beside the experts, and removed again. Knows nothing of the folder that is written, or of other processes.
+loaded beside the experts, and removed again. Knows nothing of the folder that is written, and of other processes only
+that they may share a cell's batches.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
+from adapterswap.errors import AdapterswapError
+from adapterswap.processes import Processes
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.preparing import Prepared
 from adapterswap.sweeps.values import CellResult, TaskValue
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from adapterswap.evaluation import EvaluationResult
     from adapterswap.live import LiveComposer
 
-__all__ = ["Judge", "Judged", "LocalJudge", "OnProgress", "is_live"]
+__all__ = ["Judge", "Judged", "LocalJudge", "OnProgress", "agreed", "is_live"]
 
 OnProgress = Callable[[int, int], None]
 """Told the requests of an assignment that are done, and their number."""
@@ -67,21 +70,42 @@ def is_live(prepared: Prepared, cell: Cell) -> bool:
     return plan is None or (not cell.output and why_not_live(plan) is None)
 
 
+def agreed(known: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What one of several judges says that results depend on, where nothing differs from what is known.
+
+    Raises:
+        AdapterswapError: something does.
+    """
+    differing = [key for key in known if key not in ("recipe", "settings") and known[key] != found[key]]
+    differing += [key for key, value in known["settings"].items() if found["settings"][key] != value]
+    if differing:
+        raise AdapterswapError(
+            f"a worker finds other {', '.join(differing)} than the rest",
+            "Give all machines the same files and the same versions",
+        )
+    return found
+
+
 class LocalJudge:
     """A base and all experts of a sweep in this process; see `Judge`.
+
+    Args:
+        prepared: the sweep.
+        device, dtype: as for `sweep`.
+        processes: those that judge together, each with such a judge; this one alone, if none are given.
 
     Raises:
         AdapterswapError: see `choose_device`, `load_weights` and `LiveComposer.load_expert`.
     """
 
-    def __init__(self, prepared: Prepared, device: str, dtype: str) -> None:
+    def __init__(self, prepared: Prepared, device: str, dtype: str, *, processes: Processes | None = None) -> None:
         from adapterswap.bases import choose_device, load_weights
         from adapterswap.evaluation.evaluating import surroundings
         from adapterswap.live import LiveComposer
 
         target = choose_device(device)
         model = load_weights(prepared.base, dtype=dtype).to(target)
-        self._prepared = prepared
+        self._prepared, self._processes = prepared, processes
         self._composer: LiveComposer = LiveComposer.from_experts(model, prepared.experts)
         self._composer.model.eval()
         around = surroundings(self._composer.model)
@@ -107,7 +131,10 @@ class LocalJudge:
         started = time.perf_counter()
         with self._composed(cell):
             switched = time.perf_counter()
-            found = evaluate(model, tokenizer, tasks, prepared.settings, documents=documents, on_progress=on_progress)
+            found = evaluate(
+                model, tokenizer, tasks, prepared.settings,
+                documents=documents, processes=self._processes, on_progress=on_progress,
+            )  # fmt: skip
             seconds = {"switch": switched - started, "evaluate": time.perf_counter() - switched}
         rounded = {name: round(value, 6) for name, value in seconds.items()}
         prompts: dict[str, dict[int, str]] = {task: {} for task in tasks}

@@ -1,4 +1,4 @@
-"""Run a sweep: cell after cell is judged, in this process or over Ray, and each is recorded when it is finished.
+"""Run a sweep: cell after cell is judged, here, by several processes or over Ray, and each is recorded when finished.
 
 Cells are recorded in the order in which they are asked for, whoever judges them. Knows how a sweep's parts work
 together, and nothing of models, searches or clusters themselves. Prints nothing.
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.processes import Processes
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.judging import Judge, LocalJudge
 from adapterswap.sweeps.preparing import Prepared, prepare
@@ -20,6 +21,7 @@ from adapterswap.sweeps.recording import Recording, recording
 from adapterswap.sweeps.results import Run, read_run
 from adapterswap.sweeps.search import batches, expected
 from adapterswap.sweeps.summary import better, cell_value
+from adapterswap.sweeps.together import follow, lead
 from adapterswap.sweeps.values import CellResult, RungResult
 
 __all__ = ["Progress", "sweep"]
@@ -58,6 +60,7 @@ def sweep(
     overwrite: bool = False,
     ray: str | None = None,
     workers: int | None = None,
+    processes: Processes | None = None,
     tell: Tell = lambda progress: None,
 ) -> Run:
     """Judge everything that a recipe asks for, and write or complete the folder of the sweep.
@@ -72,19 +75,33 @@ def sweep(
         overwrite: begin anew where the folder holds a sweep.
         ray: judge in worker processes over Ray: the address of a cluster, or `local` for one that is started here.
         workers: how many; None for one on each GPU.
-        tell: called as it goes on.
+        processes: those that judge every cell together, from `adapterswap.processes.joined`; this one alone, if none
+            are given. All call this with the same arguments; the main one writes the folder, and gives all the result.
+        tell: called as it goes on, in the main process.
 
     Raises:
         AdapterswapError: see `prepare`, `recording`, `choose_device`, `load_weights`, `LiveComposer.load_expert`,
-            `evaluate`, `batches` and `over_ray`; `workers` without `ray`. What is finished stays.
+            `evaluate`, `batches`, `over_ray` and `lead`; `workers` without `ray`, or several processes with it. What is
+            finished stays.
     """
+    processes = processes or Processes()
+    if ray is not None and processes.count > 1:
+        raise AdapterswapError(
+            f"{processes.count} processes were started, and each would judge over Ray",
+            "Start one, or judge without --ray: all processes judge every cell together",
+        )
     if workers is not None and ray is None:
         raise AdapterswapError("workers are processes over Ray, and no address is given", "Give --ray local")
     if isinstance(recipe, str | Path):
         recipe = read_sweep_recipe(recipe)
     prepared = prepare(recipe) if isinstance(recipe, SweepRecipe) else recipe
 
+    if not processes.main:
+        return follow(prepared, processes, device, dtype)
+
     def opened() -> AbstractContextManager[Judge]:
+        if processes.count > 1:
+            return nullcontext(lead(prepared, processes, device, dtype))
         if ray is None:
             return nullcontext(LocalJudge(prepared, device, dtype))
         from adapterswap.sweeps.cluster import over_ray
@@ -93,7 +110,7 @@ def sweep(
 
     with recording(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs) as record:
         _Completion(prepared, record, tell).run(opened)
-    return read_run(out_path)
+    return processes.from_main(read_run(out_path))
 
 
 class _Completion:

@@ -1,0 +1,98 @@
+"""Two processes that judge every cell together write what one writes, also where they are killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from adapterswap import AdapterswapError
+from adapterswap.processes import Processes
+from adapterswap.sweeps import SweepRecipe, read_run, sweep
+from adapterswap.sweeps.judging import agreed
+
+from .conftest import plain
+
+Content = Callable[..., dict[str, Any]]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "adapterswap"]
+FAMILIES = [
+    {"bottom": [1, 2], "top": [0, 1]},
+    {"method": "ties", "density": 0.5, "max_rank": 4},
+    {"name": "again", "bottom": 1, "top": 1},
+]
+TWO_TASKS = {"tasks": ["mgsm_direct_sw"], "retention": ["xcopa_val_sw"]}
+
+
+def started(content: dict[str, Any], folder: Path, *options: str) -> subprocess.Popen[str]:
+    recipe = folder.with_suffix(".yaml")
+    recipe.write_text(yaml.safe_dump(content))
+    command = [*TORCHRUN, "sweep", str(recipe), "-o", str(folder), "--device", "cpu", *options]
+    environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def cells(folder: Path) -> int:
+    path = folder / "cells.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+@pytest.mark.slow
+def test_two_processes_killed_and_gone_on_with_by_one_write_what_one_writes(content: Content, tmp_path: Path) -> None:
+    """The number of processes is no setting: a folder that two began may be completed by one."""
+    asked = content(compositions=FAMILIES, **TWO_TASKS)
+    sweep(SweepRecipe.model_validate(asked), tmp_path / "peace", device="cpu")
+    with started(asked, tmp_path / "killed") as run:
+        while cells(tmp_path / "killed") < 4:
+            assert run.poll() is None, run.communicate()[1]
+            time.sleep(0.01)
+        family = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family)
+    assert 4 <= cells(tmp_path / "killed") < len(read_run(tmp_path / "peace").results)
+    sweep(SweepRecipe.model_validate(asked), tmp_path / "killed", device="cpu")
+    assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
+
+
+@pytest.mark.slow
+def test_two_processes_search_as_one_does(content: Content, tmp_path: Path) -> None:
+    """By halving, so that questions are about some of the documents; and a finished folder is left as it is."""
+    pytest.importorskip("optuna")
+    search = {"sampler": "random", "trials": 4, "halving": {"min_documents": 3, "reduction_factor": 2}}
+    settings = content()["settings"] | {"limit": 13}
+    asked = content(compositions=[{"bottom": [1, 2, 3], "top": [0, 1]}], search=search, settings=settings, **TWO_TASKS)
+    alone = sweep(SweepRecipe.model_validate(asked), tmp_path / "alone", device="cpu")
+    assert len(alone.rungs) >= 4
+    for _ in range(2):
+        with started(asked, tmp_path / "together", "--json") as run:
+            out, told = run.communicate()
+        assert run.returncode == 0, told
+        assert json.loads(out)["cells"] == cells(tmp_path / "alone")
+        assert told.count("written to") == 1
+        assert plain(tmp_path / "together") == plain(tmp_path / "alone")
+
+
+def test_processes_that_find_something_else_are_refused() -> None:
+    known = {"experts": {"math": "1"}, "settings": {"dtype": "float32"}, "recipe": {}, "versions": {"torch": "2"}}
+    assert agreed(known, known) == known
+    with pytest.raises(AdapterswapError, match="a worker finds other versions, dtype than the rest"):
+        agreed(known, known | {"versions": {"torch": "3"}, "settings": {"dtype": "bfloat16"}})
+
+
+def test_processes_and_ray_exclude_each_other(content: Content, tmp_path: Path) -> None:
+    class State:
+        num_processes, process_index = 2, 0
+
+    with pytest.raises(AdapterswapError, match="2 processes were started, and each would judge over Ray"):
+        sweep(SweepRecipe.model_validate(content()), tmp_path / "run", ray="local", processes=Processes(State()))
