@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
+from launching import launch
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation import Settings
@@ -27,16 +26,8 @@ from .test_harness_kinds import kinds
 __all__ = ["flores", "kinds", "memorizer"]  # the fixtures
 
 HERE = Path(__file__).parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 SHORT = {"num_fewshot": 1, "max_gen_toks": 12}
 EVALUATE = ["evaluate", "--device", "cpu", "--limit", "3", "--num-fewshot", "0", "--max-gen-toks", "20"]
-
-
-def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.run(
-        [*map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -92,7 +83,7 @@ def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds
         case["settings"]["batch_size"] = 2
     (folder / "cases.json").write_text(json.dumps(cases))
     alone = judge(folder, folder / "alone")
-    done = launch(*TORCHRUN, HERE / "in_processes.py", folder)
+    done = launch(HERE / "in_processes.py", folder)
     assert done.returncode == 0, done.stderr
 
     one, other = (json.loads((folder / f"told-{rank}.json").read_text()) for rank in (0, 1))
@@ -118,7 +109,7 @@ def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds
 def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callable[..., Result]) -> None:
     asked = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw,xcopa_val_sw", "--batch-size", 2]
     alone = run(*asked, "-o", folder / "alone", "--json")
-    done = launch(*TORCHRUN, "-m", "adapterswap", *asked, "-o", folder / "together", "--json")
+    done = launch("-m", "adapterswap", *asked, "-o", folder / "together", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told == json.loads(alone.stdout) | {"out_path": str(folder / "together")}
@@ -129,11 +120,11 @@ def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callab
 
 @pytest.mark.slow
 def test_an_error_of_one_or_of_all_is_told_once(folder: Path) -> None:
-    told = error(launch(*TORCHRUN, HERE / "in_processes.py", folder, "failing"))
+    told = error(launch(HERE / "in_processes.py", folder, "failing"))
     assert told == "Error: process 1 fails. Mend it."
     assert not (folder / "failing").exists()
     asked = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw", "--adapter", folder / "none"]
-    assert "none" in error(launch(*TORCHRUN, "-m", "adapterswap", *asked))
+    assert "none" in error(launch("-m", "adapterswap", *asked))
 
 
 def test_a_device_for_one_is_not_taken_by_two(monkeypatch: pytest.MonkeyPatch) -> None:

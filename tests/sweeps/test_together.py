@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from launching import started
 
 from adapterswap import AdapterswapError
 from adapterswap.processes import Processes
@@ -24,7 +23,6 @@ from adapterswap.sweeps.judging import agreed
 from .conftest import plain
 
 Content = Callable[..., dict[str, Any]]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "adapterswap"]
 FAMILIES = [
     {"bottom": [1, 2], "top": [0, 1]},
     {"method": "ties", "density": 0.5, "max_rank": 4},
@@ -33,12 +31,10 @@ FAMILIES = [
 TWO_TASKS = {"tasks": ["mgsm_direct_sw"], "retention": ["xcopa_val_sw"]}
 
 
-def started(content: dict[str, Any], folder: Path, *options: str) -> subprocess.Popen[str]:
+def begun(content: dict[str, Any], folder: Path, *options: str) -> subprocess.Popen[str]:
     recipe = folder.with_suffix(".yaml")
     recipe.write_text(yaml.safe_dump(content))
-    command = [*TORCHRUN, "sweep", str(recipe), "-o", str(folder), "--device", "cpu", *options]
-    environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return started("-m", "adapterswap", "sweep", recipe, "-o", folder, "--device", "cpu", *options)
 
 
 def cells(folder: Path) -> int:
@@ -51,7 +47,7 @@ def test_two_processes_killed_and_gone_on_with_by_one_write_what_one_writes(cont
     """The number of processes is no setting: a folder that two began may be completed by one."""
     asked = content(compositions=FAMILIES, **TWO_TASKS)
     sweep(SweepRecipe.model_validate(asked), tmp_path / "peace", device="cpu")
-    with started(asked, tmp_path / "killed") as run:
+    with begun(asked, tmp_path / "killed") as run:
         while cells(tmp_path / "killed") < 4:
             assert run.poll() is None, run.communicate()[1]
             time.sleep(0.01)
@@ -75,7 +71,7 @@ def test_two_processes_search_as_one_does(content: Content, tmp_path: Path) -> N
     alone = sweep(SweepRecipe.model_validate(asked), tmp_path / "alone", device="cpu")
     assert len(alone.rungs) >= 4
     for _ in range(2):
-        with started(asked, tmp_path / "together", "--json") as run:
+        with begun(asked, tmp_path / "together", "--json") as run:
             out, told = run.communicate()
         assert run.returncode == 0, told
         assert json.loads(out)["cells"] == cells(tmp_path / "alone")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from launching import launch
 from safetensors.torch import load_file
 
 from adapterswap.errors import AdapterswapError
@@ -23,14 +22,6 @@ from .test_turns import is_language_in_a
 
 MakeRecipe = Callable[..., TrainRecipe]
 HERE = Path(__file__).parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-
-
-def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent.parent}:{HERE}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.run(
-        [*map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
 
 
 def check_the_failure(done: subprocess.CompletedProcess[str], folder: Path, recipe: TrainRecipe) -> None:
@@ -64,7 +55,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRe
         alone[name] = train(recipe.model_copy(update={"training": twice}), out_path=tmp_path / f"{name}-alone")
     recipes["failing"] = failing
     (tmp_path / "recipes.json").write_text(json.dumps({name: r.model_dump() for name, r in recipes.items()}))
-    done = launch(*TORCHRUN, HERE / "in_processes.py", tmp_path)
+    done = launch(HERE / "in_processes.py", tmp_path)
     assert (tmp_path / "found-1.json").exists(), done.stderr
     check_the_failure(done, tmp_path, failing)
 
@@ -101,9 +92,7 @@ def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRe
 def test_torchrun_runs_the_command(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(rows=echo_rows(32), training={"batch_size": 4}).model_dump(mode="json")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    done = launch(
-        *TORCHRUN, "-m", "adapterswap", "train", tmp_path / "recipe.yaml", "-o", tmp_path / "expert", "--json"
-    )
+    done = launch("-m", "adapterswap", "train", tmp_path / "recipe.yaml", "-o", tmp_path / "expert", "--json")
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     assert (told["steps"], told["processes"], told["rows"]["train"]) == (4, 2, 32)
