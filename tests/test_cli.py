@@ -62,6 +62,12 @@ def test_compose_writes_and_tells(run: Callable[..., Result], math: Path, swahil
     assert run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", "--overwrite").exit_code == 0
 
 
+def test_one_folder_under_two_names_is_told_of(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+    told = run("compose", "-t", math, "-l", math, "-o", tmp_path / "out", "--dry-run")
+    assert told.exit_code == 0
+    assert "are one folder" in told.stderr
+
+
 def test_a_dry_run_writes_nothing(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
     options = ["-t", math, "-l", swahili, "-o", tmp_path / "out", "--bottom", 2, "--top", 1, "--json"]
     dry = run("compose", *options, "--dry-run")

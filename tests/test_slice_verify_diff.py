@@ -48,6 +48,20 @@ def test_a_slice_holds_its_layers_byte_for_byte(run: Callable[..., Result], swah
     assert sum(tensor.nbytes for tensor in shell.values()) == told["bytes"]
 
 
+def test_a_slice_takes_its_depth_from_a_base_that_is_named(
+    run: Callable[..., Result], expert: Callable[..., Path], math: Path, tmp_path: Path
+) -> None:
+    base = json.loads((math / CONFIG).read_text())["base_model_name_or_path"]
+    moved = shutil.copytree(math, tmp_path / "moved")
+    content = json.loads((moved / CONFIG).read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
+    (moved / CONFIG).write_text(json.dumps(content))
+    lost = run("slice", moved, "--layers", "0-1", "-o", tmp_path / "shell")
+    assert lost.exit_code == 1
+    assert "--base-model" in lost.stderr
+    assert run("slice", moved, "--layers", "0-1", "--base-model", base, "-o", tmp_path / "shell").exit_code == 0
+    assert run("slice", moved, "--layers", "0-9", "--base-model", base, "-o", tmp_path / "more").exit_code == 1
+
+
 def test_a_slice_is_not_asked_for_what_was_cut_away(
     run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:

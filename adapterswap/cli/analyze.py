@@ -46,7 +46,7 @@ def command(
     from adapterswap.files.folders import check_target
 
     if bool(experts) == (from_csv is not None):
-        raise click.UsageError("Name experts, or give --from-csv.")
+        raise click.UsageError("Name experts, or give --from-csv: one of the two.")
     if threshold is not None and not 0 <= threshold < float("inf"):
         raise click.UsageError(f"--threshold {threshold:g} is no size of a change: give 0 or more.")
     if from_csv is not None:
@@ -61,9 +61,7 @@ def command(
     if from_csv is None:
         count = {name: len(matrices(expert, base)) for name, expert in opened.items()}
         if dry_run:
-            for name, matrices_there in count.items():
-                click.echo(f"{name}: {matrices_there} matrices")
-            note("nothing measured (--dry-run)")
+            _print_count(count, as_json=as_json)
             return
         with progress_bar("matrices", sum(count.values())) as step:
             changes = [measure(expert, name=name, base=base, progress=step) for name, expert in opened.items()]
@@ -102,6 +100,16 @@ def _open(references: tuple[str, ...]) -> dict[str, Adapter | Checkpoint]:
             opened[name] = open_expert(path)
     problems.raise_if_any()
     return opened
+
+
+def _print_count(count: dict[str, int], *, as_json: bool) -> None:
+    """What a dry run found."""
+    if as_json:
+        print_json({"dry_run": True, "matrices": count})
+    else:
+        for name, matrices_there in count.items():
+            click.echo(f"{name}: {matrices_there} matrices")
+    note("nothing measured (--dry-run)")
 
 
 def _content(tables: list[FractionTable], changes: list[Changes], pairs: list[Interference]) -> dict[str, Any]:

@@ -134,8 +134,18 @@ def _print(written: Written, out_path: str, dry_run: bool) -> None:
     copied = sum(tensor.is_copied for tensor in layout.tensors)
     told = f"{len(plan.modules)} modules; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
+    for one, other in _same(plan):
+        note(f"Warning: {one} and {other} are one folder, so the composition takes everything from one expert")
     _print_numbers(written)
     note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+
+
+def _same(plan: Plan) -> list[tuple[str, str]]:
+    """Every two experts that are one folder under two names."""
+    from itertools import combinations
+
+    places = {name: adapter.source.folder.resolve() for name, adapter in plan.experts.items()}
+    return [(one, other) for one, other in combinations(places, 2) if places[one] == places[other]]
 
 
 def _print_numbers(written: Written) -> None:
@@ -161,6 +171,6 @@ def _zones_text(plan: Plan) -> str | None:
         return None
     bottom, top, bottom_transition, top_transition = asked.zones(plan.num_layers)
     scaled = [f"{n} {v}" for n, v, g in (("bottom", bottom, asked.bottom), ("top", top, asked.top)) if g is None]
-    told = f"zones: bottom {bottom}, top {top}, transitions {bottom_transition} and {top_transition}"
-    told += f" of {plan.num_layers} layers"
+    told = f"zones of {plan.num_layers} layers: bottom {bottom} and top {top} from {' and '.join(asked.language)}"
+    told += f", transitions {bottom_transition} and {top_transition}"
     return told + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")

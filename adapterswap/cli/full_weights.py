@@ -80,7 +80,8 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     total = human_bytes(sum(shard.size for shard in merged.shards))
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
     note(f"{_copied(merged)} of {len(plan.parameters)} tensors are copied byte for byte; {total} in {shards}")
-    note(f"config and tokenizer are those of {tokenizer_source(plan)} ({plan.skeleton.name})")
+    source, folder = tokenizer_source(plan), plan.skeleton.name
+    note(f"config and tokenizer are those of {source}" + f" ({folder})" * (folder != source))
     for name in differing_tokenizers(plan):
         note(f"Warning: {name} has another tokenizer.json, which the result does not follow")
     for name, magnitude in merged.magnitudes.items():

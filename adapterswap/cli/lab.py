@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.printing import note, print_json
+from adapterswap.cli.printing import note, print_json, print_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from adapterswap.lab import LabPlan
 
 _SCENES = ("gap", "no-gap")
@@ -67,7 +65,7 @@ def command(
     if as_json:
         print_json({"dry_run": False, **results(study)})
     else:
-        _print_tables(tables(study))
+        print_table(*tables(study))
         click.echo(CAVEAT)
     note(f"written to {out_path}: report.html, results.json, answers.jsonl, pictures, each seed's models")
 
@@ -84,19 +82,6 @@ def _print_plan(expected: LabPlan) -> None:
     for label, text in lines.items():
         click.echo(f"{label:<12}{text}")
     note("nothing trained (--dry-run)")
-
-
-def _print_tables(tables: Iterable[Table]) -> None:
-    """Tables on stdout, in full also where that is no terminal."""
-    import sys
-
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, width=120)
-    for table in tables:
-        console.print(table)
 
 
 @contextmanager

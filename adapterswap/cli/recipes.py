@@ -75,11 +75,18 @@ def cat(name: str, resolved: bool, as_json: bool) -> None:
 def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     """Copy shipped recipes into a new folder, to change them.
 
-    All that they extend is copied too, and named by relative paths, so the folder works standing alone.
+    All that they extend is copied too, and named by relative paths, so the folder works standing alone. For one file
+    instead: `adapterswap recipes cat NAME --resolved > mine.yaml`.
     """
+    from adapterswap.errors import AdapterswapError
     from adapterswap.files.folders import atomic_folder, check_target
     from adapterswap.recipes import standalone_copy
 
+    if folder.endswith((".yaml", ".yml")):
+        raise AdapterswapError(
+            f"{folder} is the name of a file, and recipes are copied into a folder",
+            f"Give a folder, or write one file: adapterswap recipes cat {names[0]} --resolved > {folder}",
+        )
     files = standalone_copy(names)
     check_target(Path(folder), overwrite=overwrite)
     if not dry_run:

@@ -40,7 +40,8 @@ def command(
     from adapterswap.reporting import make_report, open_source, write_report
 
     folder = Path(run)
-    target = Path(out_path) if out_path else folder.resolve().with_name(f"{folder.resolve().name}-report")
+    named = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to put -report behind
+    target = Path(out_path) if out_path else named.with_name(f"{named.name}-report")
     source = open_source(folder)
     check_target(target, overwrite=overwrite, inputs=[folder])
     report = make_report(source, reference=reference, seed=seed)

@@ -12,11 +12,19 @@ from adapterswap.cli.printing import human_bytes, note, print_json
 @click.option("--layers", required=True, metavar="LAYERS", help="Layers to keep, such as 0-4,30-31.")
 @click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
 @click.option("--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]")
+@click.option("--base-model", metavar="PATH|ID", help="The expert's base, where it names none or another place.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what would be kept and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    expert: str, layers: str, out_path: str, num_layers: int | None, overwrite: bool, dry_run: bool, as_json: bool
+    expert: str,
+    layers: str,
+    out_path: str,
+    num_layers: int | None,
+    base_model: str | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Cut an expert to some layers: a shell or a core.
 
@@ -29,10 +37,13 @@ def command(
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.adapters import open_adapter
     from adapterswap.files.folders import check_target
+    from adapterswap.planning.plan import find_num_layers
     from adapterswap.planning.slicing import slice_plan
     from adapterswap.writing import prepare, write_prepared
 
     adapter = open_adapter(expert)
+    if num_layers is None and base_model is not None:
+        num_layers = find_num_layers({}, base_model)
     plan = slice_plan(adapter, layers, num_layers=num_layers)
     written = prepare(plan, Form())
     if dry_run:

@@ -71,10 +71,8 @@ def command(
     plan = adapters_only(soup(task_expert, language_expert, num_layers=num_layers, base_model=base_model))
     read = {side: read_texts(path, limit) for side, path in texts.items() if path is not None}
     if dry_run:
-        click.echo(f"{' and '.join(plan.experts)}: {plan.num_layers} layers")
-        for side, rows in read.items():
-            click.echo(f"{side}: {len(rows)} texts")
-        note("nothing measured (--dry-run)")
+        counts = {side: len(rows) for side, rows in read.items()}
+        _print_count(plan, counts, as_json=as_json)
         return
     importance = _by_texts(plan, str(base_model), read, device) if read else _by_weights(plan)
     suggestion = suggest(importance, form=form)
@@ -97,6 +95,19 @@ def command(
         _print(importance, suggestion)
     if target is not None:
         note(f"written to {target}")
+    elif suggestion.form == "modules":
+        note("give -o recipe.yaml to have it as a recipe for adapterswap compose")
+
+
+def _print_count(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
+    """What a dry run found."""
+    if as_json:
+        print_json({"dry_run": True, "experts": list(plan.experts), "num_layers": plan.num_layers, "texts": texts})
+    else:
+        click.echo(f"{' and '.join(plan.experts)}: {plan.num_layers} layers")
+        for side, count in texts.items():
+            click.echo(f"{side}: {count} texts")
+    note("nothing measured (--dry-run)")
 
 
 def _by_weights(plan: Plan) -> Importance:
@@ -129,6 +140,10 @@ def _check_file(target: Path, *, overwrite: bool) -> None:
         raise AdapterswapError(f"{target} is a folder, and a recipe is a file", "Give a path that ends in .yaml")
     if target.exists() and not overwrite:
         raise AdapterswapError(f"{target} exists, and is not replaced unasked", "Give another path, or --overwrite")
+    if not target.parent.is_dir():
+        raise AdapterswapError(
+            f"{target} cannot be written: there is no folder {target.parent}", "Make it, or give another path"
+        )
 
 
 def _write_recipe(

@@ -272,7 +272,7 @@ def test_mistakes_are_told(run: Callable[..., Result], base: Callable[[str], Pat
         assert result.exit_code == code, result.output
         assert told in result.stderr
     out = tmp_path / "out"
-    assert run("analyze", math, "--dry-run", "-o", out).exit_code == 0
+    assert json.loads(run("analyze", math, "--dry-run", "--json", "-o", out).stdout)["dry_run"] is True
     assert not out.exists()
 
 

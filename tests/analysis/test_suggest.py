@@ -188,6 +188,9 @@ def test_mistakes_are_told(run: Callable[..., Result], math: Path, swahili: Path
         result = run("suggest", *experts, *arguments)
         assert result.exit_code == code, result.output
         assert told in result.stderr
-    dry = run("suggest", *experts, "--dry-run", "-o", tmp_path / "absent.yaml")
-    assert dry.exit_code == 0
+    dry = run("suggest", *experts, "--dry-run", "--json", "-o", tmp_path / "absent.yaml")
+    assert json.loads(dry.stdout)["dry_run"] is True
     assert not (tmp_path / "absent.yaml").exists()
+    astray = run("suggest", *experts, "--dry-run", "-o", tmp_path / "absent" / "recipe.yaml")
+    assert astray.exit_code == 1
+    assert f"there is no folder {tmp_path / 'absent'}" in astray.stderr

@@ -97,6 +97,9 @@ def test_a_copy_stands_alone(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     told = json.loads(run("recipes", "cp", *names, target, "--json").stdout)
     assert told == dry | {"written": True}
     assert sorted(told["files"]) == sorted(str(path.relative_to(target)) for path in target.rglob("*.yaml"))
+    astray = run("recipes", "cp", *names, tmp_path / "mine.yaml")
+    assert astray.exit_code == 1
+    assert "recipes cat" in astray.stderr
     again = run("recipes", "cp", *names, target)
     assert again.exit_code == 1
     assert "--overwrite" in again.stderr
