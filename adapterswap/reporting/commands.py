@@ -9,13 +9,14 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from adapterswap.evaluation.settings import SEED
 from adapterswap.sweeps import Cell, Run
 
 __all__ = ["compose_command", "evaluate_command"]
 
 _NOT_OPTIONS = {"task", "language", "allow_negative"}
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction")
-_FLAGS = ("apply_chat_template", "truncate")
+_FLAGS = ("apply_chat_template", "truncate", "confirm_run_unsafe_code")
 
 
 def compose_command(run: Run, cell: Cell) -> str | None:
@@ -46,6 +47,10 @@ def evaluate_command(run: Run, cell: Cell) -> str:
         if settings.get(key) is not None:
             words += [f"--{key.replace('_', '-')}", str(settings[key])]
     words += [f"--{key.replace('_', '-')}" for key in _FLAGS if settings.get(key)]
+    if own_tasks := run.described["recipe"].get("settings", {}).get("include_path"):
+        words += ["--include-path", str(own_tasks)]
+    if settings.get("seed", SEED) != SEED:
+        words += ["--sampling-seed", str(settings["seed"])]
     if generation := settings.get("gen_kwargs"):
         words += ["--gen-kwargs", ",".join(f"{key}={value}" for key, value in generation.items())]
     return shlex.join(words)

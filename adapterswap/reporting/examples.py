@@ -25,7 +25,10 @@ _LONGEST = 1500  # characters of a text that is shown
 
 @dataclass(frozen=True)
 class Output:
-    """What a method made of a document: its text, what filters took from it, and its primary score."""
+    """What a method made of a document: its text, what filters took from it, and its primary score.
+
+    Where a task asks for likelihoods, they stand in the place of a text, and there is nothing to take from them.
+    """
 
     method: str
     text: str
@@ -141,7 +144,7 @@ def _example(
         Output(
             label,
             _text(row["output"]),
-            {str(name): _text(answer) for name, answer in row["answers"].items()},
+            {} if _likelihoods(row["output"]) else {str(name): _text(each) for name, each in row["answers"].items()},
             cell.results[task.name].docs.get(doc),
         )
         for label, row, cell in zip(labels, rows, cells, strict=True)
@@ -155,7 +158,17 @@ def _question(prompt: str) -> str:
     return last if len(last) <= _LONGEST else f"…{last[-_LONGEST:]}"
 
 
+def _likelihoods(output: Any) -> list[tuple[float, bool]]:
+    """What lm-eval keeps of likelihoods: (log-likelihood, whether greedy decoding says this) of each continuation."""
+    pairs = output if isinstance(output, list) and output and isinstance(output[0], list) else [output]
+    are = [isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], bool) for pair in pairs]
+    return [(float(likelihood), greedy) for likelihood, greedy in pairs] if all(are) else []
+
+
 def _text(value: Any) -> str:
+    if found := _likelihoods(value):
+        told = [f"log-likelihood {likelihood:.2f}" + ", greedy" * greedy for likelihood, greedy in found]
+        return told[0] if len(told) == 1 else "\n".join(f"choice {place}: {line}" for place, line in enumerate(told))
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = text.strip()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

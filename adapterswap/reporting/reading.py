@@ -158,6 +158,6 @@ def lab_source(folder: Path, content: Mapping[str, Any], answers: Iterable[Mappi
         name,
         "seeds",
         (f"adapterswap lab --seeds {len(chosen)} --scene {content['scene']['name']}",),
-        (content["caveat"], content["scene"]["question"]),
+        (f"The question: {content['scene']['question']}", content["caveat"]),
         {zone: sum(grid[zone] for grid in grids) / len(grids) for zone in grids[0]},
     )

@@ -115,7 +115,7 @@ def test_a_lab_run(lab: Path) -> None:
     assert [chosen.unit[2] for chosen in swap.chosen] == [f"seed {seed}" for seed in range(4)]
     (grid,) = report.grids
     assert {(cell.bottom, cell.top): cell.selected for cell in grid.cells}[2, 1] == 2
-    assert report.remarks == ("A demonstration.", "Why?")
+    assert report.remarks == ("The question: Why?", "A demonstration.")
     strict(report)
 
 

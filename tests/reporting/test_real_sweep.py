@@ -55,6 +55,8 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert apart.better + apart.worse > 0
     for example in apart.examples:
         assert example.question
+        assert all(re.match(r"choice 0: log-likelihood -\d+\.\d\d", output.text) for output in example.outputs)
+        assert not any(output.answers for output in example.outputs)
         assert example.question in page.replace("&#39;", "'").replace("&#34;", '"').replace("&amp;", "&")
 
     monkeypatch.chdir(world)  # where the names that the run tells are folders

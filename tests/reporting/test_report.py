@@ -198,6 +198,15 @@ def test_every_composition_can_be_said_as_a_command(tmp_path: Path) -> None:
     assert any(line and line.count(" -t ") == 3 for line in lines.values())
 
 
+def test_what_was_set_in_the_recipe_stands_in_the_command(tmp_path: Path) -> None:
+    from adapterswap.reporting.commands import evaluate_command
+
+    run = read_run(craft(tmp_path / "run", recipe(settings={"include_path": "own-tasks", "seed": 7}), documents=4))
+    run.described["settings"]["seed"] = 7  # as the sweep itself records it
+    line = evaluate_command(run, run.results[0].cell)
+    assert line.endswith("--include-path own-tasks --sampling-seed 7")
+
+
 def test_another_reference(written: Written) -> None:
     report = reported(written.run, reference="layer_swap")
     default, selected = (row(report, f"layer_swap, {kind}") for kind in ("default", "selected"))
