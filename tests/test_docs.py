@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,3 +79,20 @@ def test_the_readmes_composition_runs(run: Callable[..., Result], math: Path, sw
     assert places.keys() <= set(shlex.split(line)), line
     result = run(*(places.get(word, word) for word in shlex.split(line)[1:]))
     assert result.exit_code == 0, result.stderr
+
+
+def test_the_page_about_looking_at_adapters_runs(
+    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command of docs/inspect.md, in its order, on two experts of the tests' own base."""
+    base = json.loads((math / "adapter_config.json").read_text())["base_model_name_or_path"]
+    for name, place in {"math": math, "language": swahili, "base": Path(base)}.items():
+        shutil.copytree(place, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    lines = [line for page, line in commands_shown() if page == "inspect.md"]
+    assert {line.split()[1] for line in lines} == {"compose", "inspect", "diff", "verify", "slice"}
+    for line in lines:
+        result = run(*shlex.split(line)[1:])
+        assert result.exit_code == 0, f"{line}: {result.stderr}"
+    one, other = (tmp_path / name / "adapter_model.safetensors" for name in ("mine", "from-slices"))
+    assert one.read_bytes() == other.read_bytes()

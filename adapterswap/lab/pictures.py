@@ -52,12 +52,12 @@ def _grid(study: Study) -> Figure:
         values[top, bottom] = value
     figure, axes = _figure(6.4, 3.6)
     image = axes.imshow(values, origin="lower", cmap="Blues", vmin=0, aspect="auto")
-    middle = np.nanmax(values) / 2
+    dark = 0.65 * np.nanmax(values)  # where white is easier to read on this colour map than black
     chosen = [(seed.bottom, seed.top) for seed in study.seeds]
     for (bottom, top), value in grid.items():
         votes = chosen.count((bottom, top))
         text = f"{value:.2f}" + (f"\nchosen {votes}×" if votes else "")
-        axes.text(bottom, top, text, ha="center", va="center", color="white" if value > middle else "black", fontsize=9)
+        axes.text(bottom, top, text, ha="center", va="center", color="white" if value > dark else "black", fontsize=9)
     axes.set_xticks(range(bottoms))
     axes.set_yticks(range(tops))
     axes.set_xlabel("b: bottom layers from the language expert")

@@ -28,7 +28,7 @@ def read_texts(data: Path) -> list[str]:
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocab_size=1024, special_tokens=["<|end|>"])
+    trained.train_from_iterator(texts, vocab_size=1024, special_tokens=["<|end|>"], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|end|>", pad_token="<|end|>")
 
 
