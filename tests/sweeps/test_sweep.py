@@ -199,7 +199,7 @@ def test_mistakes_are_told_together_before_anything_is_loaded(recipe: Recipe, tm
         ({"retention": ["mgsm_direct_sw"]}, "is both in tasks and in retention"),
         ({"primary": {"mgsm_direct_te": "exact_match"}}, "'mgsm_direct_te' is not among the tasks"),
         ({"primary": {"mgsm_direct_sw": "acc"}}, "has no score 'acc'"),
-        ({"settings": {"batch_size": 0}}, "batch_size is 0"),
+        ({"settings": {"limit": 2.5}}, "the limit 2.5 is neither"),
         ({"compositions": [{"bottom": 0, "top": 0, "language": "base"}], "baselines": []}, None),
     ],
 )
