@@ -51,6 +51,7 @@ def write_base(
         state = load_file(shipped)
         model.load_state_dict({**state, _TIED: state["model.embed_tokens.weight"]})
     model.to(torch.float32).save_pretrained(folder)
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # which safetensors keeps to its owner
     build_tokenizer().save_pretrained(folder)
 
 

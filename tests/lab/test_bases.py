@@ -56,6 +56,7 @@ def test_a_rebuilt_base_equals_itself_shipped(tmp_path: Path, monkeypatch: pytes
         write_base(TINY, 0, tmp_path / "pretrained")  # not shipped yet
         assert ship(TINY, 0, tmp_path / "pretrained") == place
         write_base(TINY, 0, tmp_path / "shipped")
+        assert len({file.stat().st_mode for file in (tmp_path / "shipped").iterdir()}) == 1
         write_base(TINY, 0, tmp_path / "rebuilt", rebuild=True)
         models = [
             AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("pretrained", "shipped", "rebuilt")
