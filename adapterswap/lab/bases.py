@@ -51,7 +51,8 @@ def write_base(
         state = load_file(shipped)
         model.load_state_dict({**state, _TIED: state["model.embed_tokens.weight"]})
     model.to(torch.float32).save_pretrained(folder)
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # which safetensors keeps to its owner
+    mode = (folder / "config.json").stat().st_mode
+    (folder / "model.safetensors").chmod(mode)  # save_pretrained keeps it to its owner
     build_tokenizer().save_pretrained(folder)
 
 
