@@ -52,7 +52,10 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class Scatter:
-    """An indicator as a picture of `WIDTH` × `HEIGHT`: points as (x, y, expert), the axes' marks as (value, place)."""
+    """An indicator as a picture of `WIDTH` × `HEIGHT`: points as (x, y, expert), the axes' marks as (value, place).
+
+    Experts that share a point share its label.
+    """
 
     indicator: Indicator
     points: tuple[tuple[float, float, str], ...]
@@ -116,9 +119,12 @@ def scatter(indicator: Indicator) -> Scatter:
     def place_y(value: float) -> float:
         return _between(value, up, HEIGHT - BOTTOM - EDGE, EDGE)
 
+    names: dict[tuple[float, float], list[str]] = {}
+    for name, x, y in indicator.points:
+        names.setdefault((place_x(x), place_y(y)), []).append(name)
     return Scatter(
         indicator,
-        tuple((place_x(x), place_y(y), name) for name, x, y in indicator.points),
+        tuple((x, y, ", ".join(there)) for (x, y), there in names.items()),
         tuple((value, place_x(value)) for value in across),
         tuple((value, place_y(value)) for value in up),
     )
