@@ -6,7 +6,6 @@ beside the folder's own until the safetensors header can be written. Knows adapt
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import Cut, CutForm
 from adapterswap.extracting.pairing import Pair, Selection
 from adapterswap.extracting.result import Extracted, Extraction
+from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
 from adapterswap.writing.copying import sha256_of, write_at
 from adapterswap.writing.provenance import FORMAT
@@ -86,7 +86,7 @@ def write_folder(
         OSError: the folder cannot be written.
     """
     spool.write(folder / WEIGHTS)
-    _write_json(folder / CONFIG, _config(pair, found, base_model))
+    write_json(folder / CONFIG, _config(pair, found, base_model))
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
     record: dict[str, Any] = {
         "format": FORMAT,
@@ -106,12 +106,8 @@ def write_folder(
         "left_out": {each.name: {"reason": each.reason, "norm": each.norm} for each in found.lost},
         **({"slice": {"layers": selection.layers}} if selection.layers is not None else {}),
     }
-    _write_json(folder / PROVENANCE, record)
+    write_json(folder / PROVENANCE, record)
     (folder / "README.md").write_text(_card(pair, found, base), encoding="utf-8")
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:

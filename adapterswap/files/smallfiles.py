@@ -1,4 +1,4 @@
-"""Read small files that may come from a stranger: only regular files, only up to a size, only plain JSON.
+"""Read small files that may come from a stranger: only regular files, only up to a size, only plain JSON. Write JSON.
 
 Knows nothing of what the files say. Reading JSON takes many times the file's size in memory, which is why there are
 limits at all.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 from reprlib import Repr
@@ -16,7 +17,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError
 
-__all__ = ["exists", "is_folder", "open_regular", "parse_json", "read_json", "read_small", "shown"]
+__all__ = ["exists", "is_folder", "open_regular", "parse_json", "read_json", "read_small", "shown", "write_json"]
 
 _MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
 _MAX_CONTAINERS = 500_000  # lists and objects; a safetensors header has three for each tensor
@@ -98,6 +99,23 @@ def read_json(path: Path, mend: str = "Write or download it again") -> dict[str,
         AdapterswapError: see `read_small` and `parse_json`.
     """
     return parse_json(read_small(path, mend), str(path), mend)
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False, allow_nan: bool = False) -> None:
+    """Write a JSON object for people to read: a key a line, letters as they are, a line's end at the end.
+
+    Args:
+        path: the file; what is there is replaced.
+        content: what the file says.
+        sort_keys: in the order of their names instead of their own.
+        allow_nan: write NaN and Infinity, which are no JSON but are read again by Python.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: the content holds NaN or infinity (without `allow_nan`).
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False, sort_keys=sort_keys, allow_nan=allow_nan)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def parse_json(raw: bytes, where: str, mend: str) -> dict[str, Any]:

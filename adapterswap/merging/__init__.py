@@ -7,11 +7,10 @@ weights; knows nothing of how it was asked for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError
@@ -19,6 +18,7 @@ from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.smallfiles import write_json
 from adapterswap.merging.companions import copy_companions
 from adapterswap.merging.computing import Rows
 from adapterswap.merging.copies import check_copies
@@ -159,11 +159,7 @@ def write_model(
         entered = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
         index = index_of(plan, merged.shards, form)
         if index is not None:
-            _write_json(folder / MODEL_INDEX, index)
-        _write_json(folder / PROVENANCE, describe_model(plan, form, entered, merged.magnitudes, merged.kept_share))
+            write_json(folder / MODEL_INDEX, index)
+        write_json(folder / PROVENANCE, describe_model(plan, form, entered, merged.magnitudes, merged.kept_share))
         (folder / "README.md").write_text(merged_card(plan), encoding="utf-8")
     return out_path
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

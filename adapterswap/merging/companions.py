@@ -7,14 +7,13 @@ otherwise. Knows Hugging Face's file names; nothing of tensors.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adapterswap.experts.checkpoints import COMPANIONS, MODEL_CONFIG
-from adapterswap.files.smallfiles import exists
+from adapterswap.files.smallfiles import exists, write_json
 from adapterswap.merging.shards import ModelForm
 from adapterswap.planning.model_plan import ModelPlan
 
@@ -33,8 +32,7 @@ def copy_companions(plan: ModelPlan, form: ModelForm, folder: Path) -> None:
     if changed == plan.skeleton.config:
         shutil.copyfile(source / MODEL_CONFIG, folder / MODEL_CONFIG)
     else:
-        text = json.dumps(changed, indent=2, ensure_ascii=False)
-        (folder / MODEL_CONFIG).write_text(text + "\n", encoding="utf-8")
+        write_json(folder / MODEL_CONFIG, changed, allow_nan=True)  # Mamba's configs hold Infinity
 
 
 def tokenizer_source(plan: ModelPlan) -> str:

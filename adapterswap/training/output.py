@@ -14,6 +14,7 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.bases import Base, open_base
+from adapterswap.files.smallfiles import write_json
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
 from adapterswap.training.targets import Targets
@@ -40,7 +41,8 @@ def write_expert(
         weights: the model's state dict, where its own parameters do not hold all of it.
     """
     write_weights(folder, model, recipe, base, targets, weights=weights)
-    _write_json(folder / "training.json", describe(recipe, base, targets, report))
+    record = describe(recipe, base, targets, report)
+    write_json(folder / "training.json", record, sort_keys=True, allow_nan=True)  # a loss may be NaN
     (folder / "README.md").write_text(_card(recipe, base, report), encoding="utf-8")
 
 
@@ -144,11 +146,7 @@ def _tidy_config(path: Path, base: Base, targets: Targets) -> None:
     for key, value in config.items():
         if isinstance(value, list):
             config[key] = sorted(value)
-    _write_json(path, config)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, config, sort_keys=True)
 
 
 def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:

@@ -1,0 +1,61 @@
+"""JSON as it is written: the bytes on the disk, whoever writes them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adapterswap.files.smallfiles import read_json, write_json
+
+CONTENT = {"sources": ["de", "日本語"], "r": 8, "layers": {"b": None, "a": True}, "none": [], "loss": 0.1}
+
+
+def test_in_the_contents_own_order(tmp_path: Path) -> None:
+    write_json(tmp_path / "out.json", CONTENT)
+    assert (tmp_path / "out.json").read_bytes() == (
+        b'{\n  "sources": [\n    "de",\n    "\xe6\x97\xa5\xe6\x9c\xac\xe8\xaa\x9e"\n  ],\n  "r": 8,\n'
+        b'  "layers": {\n    "b": null,\n    "a": true\n  },\n  "none": [],\n  "loss": 0.1\n}\n'
+    )
+
+
+def test_with_sorted_keys(tmp_path: Path) -> None:
+    """At every depth; lists stay in order. What was there is replaced."""
+    (tmp_path / "out.json").write_text("x" * 1000)
+    write_json(tmp_path / "out.json", CONTENT, sort_keys=True)
+    assert (tmp_path / "out.json").read_bytes() == (
+        b'{\n  "layers": {\n    "a": true,\n    "b": null\n  },\n  "loss": 0.1,\n  "none": [],\n  "r": 8,\n'
+        b'  "sources": [\n    "de",\n    "\xe6\x97\xa5\xe6\x9c\xac\xe8\xaa\x9e"\n  ]\n}\n'
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_say(value: float, tmp_path: Path) -> None:
+    """Refused before the file is touched, or written as Python writes and reads it."""
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "out.json", {"losses": [value]})
+    assert not (tmp_path / "out.json").exists()
+    write_json(tmp_path / "out.json", {"losses": [value]}, allow_nan=True)
+    text = (tmp_path / "out.json").read_text()
+    assert text == f'{{\n  "losses": [\n    {str(value).replace("nan", "NaN").replace("inf", "Infinity")}\n  ]\n}}\n'
+    assert str(read_json(tmp_path / "out.json")["losses"][0]) == str(value)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+contents = st.dictionaries(
+    st.text(), st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents, st.booleans())
+def test_it_is_read_again_as_it_was(tmp_path: Path, content: dict[str, Any], sort_keys: bool) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, content, sort_keys=sort_keys)
+    assert read_json(path) == content
+    keys = list(read_json(path))
+    assert keys == (sorted(content) if sort_keys else list(content))
