@@ -232,7 +232,10 @@ def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[Out
 
 
 def _base_copies(modules: Iterable[ModulePlan[LoraModule]], plan: Plan) -> Iterator[OutputTensor]:
-    """The base's own weight beside the LoRA of an embedding, where an expert carries it; LoRA never changes it."""
+    """The base's own weight beside the LoRA of an embedding, where an expert carries it; LoRA never changes it.
+
+    All that carry it carry the same one; see `copies.check_one_base`.
+    """
     for module in modules:
         for term in module.terms:
             base = term.module.base

@@ -7,7 +7,7 @@ make a module, `layout` has decided.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -33,6 +33,7 @@ __all__ = [
     "open_files",
     "read_bytes",
     "read_factors",
+    "row_ranges",
 ]
 
 FactorReader = Callable[[str, LoraModule], Factors]  # (expert, module) → its ΔW = b·a in float32, the scale in b
@@ -128,6 +129,11 @@ def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
             raise AdapterswapError(f"{tensor.name} ends early", _AGAIN)
         done += count
     return raw
+
+
+def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
+    """Ranges that cover 0 to `total`; one empty range for a tensor without elements."""
+    return [(start, min(start + step, total)) for start in range(0, total, step)] or [(0, 0)]
 
 
 def not_finite(expert: str, key: str) -> AdapterswapError:

@@ -17,6 +17,7 @@ from adapterswap.bases import quiet_peft
 from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.layers import format_layers, parse_layers
+from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition, parse_composition
@@ -40,6 +41,8 @@ def load_expert(
 ) -> PeftModel:
     """Load an expert under `name`, frozen, and return the model as a PeftModel.
 
+    The base's own weights stay as they are: copies of them that the expert carries are only compared.
+
     Args:
         model: the base, or a PeftModel that holds other experts.
         expert: an opened adapter, a folder or a Hub id.
@@ -49,15 +52,15 @@ def load_expert(
         autocast_adapter_dtype: PEFT's: hold float16 and bfloat16 experts in float32.
 
     Raises:
-        AdapterswapError: the expert cannot be opened or does not fit the model, the name is taken or unfit, or there
-            are no such layers. The model stays as it was.
+        AdapterswapError: the expert cannot be opened, does not fit the model or carries a copy of another base's
+            weight, the name is taken or unfit, or there are no such layers. The model stays as it was.
     """
     adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     _check_name(name, getattr(model, "peft_config", {}))
     kept = adapter if layers is None else slice_of(adapter, layers, layers_of_base(base))
     _check_fit(kept, name, base)
-    with _folder_of(adapter, kept, layers, layers_of_base(base)) as folder:
+    with _folder_of(adapter, layers, layers_of_base(base)) as folder:
         peft_model = _load(model, base, folder, name, autocast_adapter_dtype)
     loaded = {module for module, layer in find_layers(peft_model).items() if factors(layer, name) is not None}
     if odd := sorted(loaded ^ kept.modules.keys()):
@@ -126,7 +129,7 @@ def _check_name(name: str, taken: Any) -> None:
 
 
 def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
-    """Whether the base has every module of the adapter, in its shape."""
+    """Whether the base has every module of the adapter, in its shape, and the weights that the adapter carries."""
     problems = Problems()
     modules = dict(base.named_modules())
     mend = "Load it into the base that it was trained on"
@@ -141,6 +144,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
                 f"{module.name} is {module.shape} in the expert {name!r}, and {shape[1]}×{shape[0]} in the model", mend
             )
     problems.raise_if_any()
+    check_copies(adapter, name, modules)
 
 
 def _shape(module: Any) -> tuple[int, int] | None:
@@ -152,16 +156,16 @@ def _shape(module: Any) -> tuple[int, int] | None:
 
 
 @contextmanager
-def _folder_of(adapter: Adapter, kept: Adapter, layers: str | None, num_layers: int | None) -> Iterator[Path]:
-    """The folder for PEFT to load: the expert's own, or a temporary one that holds only the slice."""
-    if kept is adapter:
-        yield adapter.source.folder
+def _folder_of(adapter: Adapter, layers: str | None, num_layers: int | None) -> Iterator[Path]:
+    """The folder for PEFT to load: the expert's own, or a temporary one that holds only what is to be loaded."""
+    if layers is None:
+        with folder_without_copies(adapter) as folder:
+            yield folder
         return
     from adapterswap.writing import write_adapter
 
-    assert layers is not None
     with TemporaryDirectory() as place:
-        yield write_adapter(slice_plan(adapter, layers, num_layers=num_layers), Path(place) / "slice")
+        yield write_adapter(slice_plan(without_copies(adapter), layers, num_layers=num_layers), Path(place) / "slice")
 
 
 def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from adapterswap.arithmetic.tensors import Bytes, read_bytes
+from adapterswap.arithmetic.tensors import Bytes, read_bytes, row_ranges
 from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.parameters import LowRankTerm, ParameterPlan, Stored
 
-__all__ = ["Block", "Entered", "Part", "Work", "read_blocks", "row_ranges"]
+__all__ = ["Block", "Entered", "Part", "Work", "read_blocks"]
 
 _COPIED = 2**20  # bytes of a block that is copied, and
 _COMPUTED = 2**18  # elements of one that is computed, 1 MB in float32: both stay in a core's cache
@@ -154,8 +154,3 @@ class _Reader:
             for tensor in (term.module.a, term.module.b)
         )
         return a, b
-
-
-def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
-    """Ranges that cover 0 to `total`; one empty range for a tensor without elements."""
-    return [(start, min(start + step, total)) for start in range(0, total, step)] or [(0, 0)]

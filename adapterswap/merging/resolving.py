@@ -20,12 +20,12 @@ from adapterswap.arithmetic.tensors import (
     open_files,
     read_bytes,
     read_factors,
+    row_ranges,
     too_large,
 )
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import FLOATS, Checkpoint
 from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
-from adapterswap.merging.blocks import row_ranges
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.parameters import ParameterPlan

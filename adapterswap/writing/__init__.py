@@ -6,11 +6,11 @@ knows nothing of how it was asked for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from adapterswap.arithmetic.copies import check_one_base
 from adapterswap.arithmetic.layout import lay_out
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.reduction import reduce
@@ -18,6 +18,7 @@ from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.smallfiles import write_json
 from adapterswap.planning.model_plan import AnyPlan, adapters_only
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.card import model_card
@@ -55,8 +56,9 @@ def write_adapter(
 
     Raises:
         AdapterswapError: an expert is a full checkpoint; the folder exists (without `overwrite`), overlaps an expert's,
-            or cannot be written; an expert holds NaN or infinity, or changed since it was opened; the plan leaves no
-            module to write; a nonlinear method without a rank.
+            or cannot be written; an expert holds NaN or infinity, or changed since it was opened; two experts carry
+            different copies of a weight of their base; the plan leaves no module to write; a nonlinear method without
+            a rank.
     """
     form = Form(layout=layout, max_rank=max_rank, max_error=max_error)
     check_target(Path(out_path), overwrite=overwrite)  # before the work, and again when it is published
@@ -76,6 +78,7 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     """
     if not any(module.terms for module in plan):
         raise AdapterswapError("every module stays as in the base, so there is nothing to write", "Change the layers")
+    check_one_base(plan)
     resolved = resolve(plan)
     reduced = reduce(resolved, form, progress)
     return Written(resolved, form, lay_out(resolved, form, reduced), reduced)
@@ -93,11 +96,7 @@ def write_prepared(
     inputs = [adapter.source.folder for adapter in written.plan.experts.values()]
     with atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
         found = write_tensors(written.plan, written.layout, folder / WEIGHTS, hashes)
-        _write_json(folder / CONFIG, written.layout.config)
-        _write_json(folder / PROVENANCE, provenance(written, found))
+        write_json(folder / CONFIG, written.layout.config)
+        write_json(folder / PROVENANCE, provenance(written, found))
         (folder / "README.md").write_text(model_card(written.plan), encoding="utf-8")
     return out_path
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,108 @@
+"""Copies of the base's weights that adapters carry: whether two of them are one weight.
+
+PEFT saves an embedding's or head's own weight beside its LoRA, and puts it over the base's when it loads the adapter:
+its result is copy + ΔW. So where copies differ, the adapters were trained on different bases. Compares a block at a
+time; writes nothing, and knows nothing of running models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.arithmetic.tensors import decode, encode, open_files, read_bytes, row_ranges
+from adapterswap.errors import Problems
+from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
+from adapterswap.planning.plan import Plan
+
+__all__ = ["Weight", "check_one_base", "is_one_weight", "stored_weight"]
+
+_ELEMENTS = 2**22  # compared at a time
+_FINEST = ("F32", "F16", "BF16")  # the finer first
+
+Numbers = npt.NDArray[np.float32]
+
+
+class Weight(NamedTuple):
+    """A weight that is compared.
+
+    Attributes:
+        dtype: what it is held in, as safetensors files name it.
+        shape: its shape.
+        read: its elements from a first to before a last one, as float32.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Numbers]
+
+
+def stored_weight(tensor: Tensor, file: int) -> Weight:
+    """A tensor of the open file `file`."""
+    width = DTYPE_BYTES[tensor.dtype]
+
+    def read(start: int, stop: int) -> Numbers:
+        return decode(read_bytes(file, tensor, start * width, stop * width), tensor.dtype, (stop - start,))
+
+    return Weight(tensor.dtype, tensor.shape, read)
+
+
+def is_one_weight(one: Weight, other: Weight) -> bool:
+    """Whether they are equal, or one of them is the other rounded to its own dtype.
+
+    Raises:
+        AdapterswapError: see `read_bytes`.
+    """
+    if one.shape != other.shape:
+        return False
+    equal_in = {one.dtype, other.dtype}
+    for cut in row_ranges(math.prod(one.shape), _ELEMENTS):
+        left, right = one.read(*cut), other.read(*cut)
+        equal_in = {
+            dtype
+            for dtype in equal_in
+            if np.array_equal(_rounded(left, one.dtype, dtype), _rounded(right, other.dtype, dtype))
+        }
+        if not equal_in:
+            return False
+    return True
+
+
+def _rounded(numbers: Numbers, held_in: str, dtype: str) -> Numbers:
+    return numbers if held_in == dtype else decode(encode(numbers, dtype), dtype, numbers.shape)
+
+
+def check_one_base(plan: Plan) -> None:
+    """Compare the copies that the plan's experts carry of the same weight, whether the plan takes them or not.
+
+    Raises:
+        AdapterswapError: two experts carry different copies, or see `is_one_weight`.
+    """
+    carried: dict[str, dict[str, Tensor]] = {}
+    for expert, adapter in plan.experts.items():
+        for module in adapter.modules.values():
+            if module.base is not None:
+                carried.setdefault(module.name, {})[expert] = module.base
+    shared = {name: copies for name, copies in carried.items() if len(copies) > 1}
+    if not shared:
+        return
+    problems = Problems()
+    with open_files(adapter.file for adapter in plan.experts.values()) as files:
+        for copies in shared.values():
+            found = {
+                expert: stored_weight(copy, files[plan.experts[expert].file.path]) for expert, copy in copies.items()
+            }
+            # Two that are roundings of a third need not be of each other, so all are compared with the finest.
+            first = min(found, key=lambda expert: _FINEST.index(found[expert].dtype))
+            for expert, copy in found.items():
+                if expert != first and not is_one_weight(found[first], copy):
+                    problems.add(
+                        f"the experts {first!r} and {expert!r} were trained on different bases: each carries a copy "
+                        f"of its own ({copies[expert].name}), and they differ",
+                        "Compose experts of one base",
+                    )
+    problems.raise_if_any()

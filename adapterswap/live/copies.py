@@ -1,0 +1,99 @@
+"""Copies of the base's weights that an expert carries: compared with the running base's own, and never put over them.
+
+PEFT would put them there, for every expert, in the copies' dtype and apart from weights that are tied to them, and hold
+the expert's factors in that dtype too. Knows PEFT's folders and layers; knows nothing of compositions.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from adapterswap.arithmetic.copies import Weight, is_one_weight, stored_weight
+from adapterswap.arithmetic.tensors import open_files
+from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
+from adapterswap.files.folders import atomic_folder
+
+__all__ = ["check_copies", "folder_without_copies", "without_copies"]
+
+
+def check_copies(adapter: Adapter, name: str, modules: Mapping[str, Any]) -> None:
+    """Compare every copy with the model's own weight, up to the rounding of the narrower of their dtypes.
+
+    Args:
+        adapter: the expert.
+        name: what it is to be called.
+        modules: the base's, by full name; LoRA layers of other experts may stand around them.
+
+    Raises:
+        AdapterswapError: the expert carries another weight than the model has, or one that cannot be compared with it.
+    """
+    carried = {module.name: module.base for module in adapter.modules.values() if module.base is not None}
+    if not carried:
+        return
+    if any(getattr(modules[module], "merged", False) for module in carried):
+        raise AdapterswapError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+    problems = Problems()
+    with open_files([adapter.file]) as files:
+        for module, copy in carried.items():
+            own = _own_weight(modules[module])
+            told = f"the expert {name!r} carries a copy of {module}.weight ({copy.name}), which PEFT would put in the "
+            told += "place of the model's for all experts"
+            if own is None:
+                problems.add(
+                    f"{told}, and the model's is quantised, sharded or offloaded, so that the two cannot be compared",
+                    "Load the model with that weight whole, in float32, bfloat16 or float16",
+                )
+            elif not is_one_weight(stored_weight(copy, files[adapter.file.path]), own):
+                problems.add(
+                    f"{told}, and it is another: the expert was trained on another base",
+                    "Load it into the base that it was trained on, in the dtype that this is stored in",
+                )
+    problems.raise_if_any()
+
+
+def _own_weight(module: Any) -> Weight | None:
+    """The weight of a module, or of the one within a LoRA layer; None where it is not at hand as floating point."""
+    import torch
+
+    weight: Any = getattr(module.get_base_layer() if hasattr(module, "get_base_layer") else module, "weight", None)
+    names = {torch.float32: "F32", torch.float64: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.dtype not in names:
+        return None
+    flat = weight.detach().reshape(-1)
+    return Weight(names[weight.dtype], tuple(weight.shape), lambda start, stop: flat[start:stop].float().cpu().numpy())
+
+
+def without_copies(adapter: Adapter) -> Adapter:
+    """The adapter as it is for whoever has the base."""
+    return replace(adapter, modules={name: replace(module, base=None) for name, module in adapter.modules.items()})
+
+
+@contextmanager
+def folder_without_copies(adapter: Adapter) -> Iterator[Path]:
+    """A folder with the adapter's config, and its tensors without the copies: its own, if it carries none.
+
+    Raises:
+        AdapterswapError: there is no room for a temporary one.
+    """
+    copies = {module.base.name for module in adapter.modules.values() if module.base is not None}
+    if not copies:
+        yield adapter.source.folder
+        return
+    from safetensors import safe_open
+    from safetensors.torch import save
+
+    source = adapter.source.folder
+    with TemporaryDirectory() as place:
+        bare = Path(place) / "bare"
+        with atomic_folder(bare) as folder, safe_open(source / WEIGHTS, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in adapter.file.tensors if key not in copies}
+            (folder / WEIGHTS).write_bytes(save(tensors))
+            shutil.copyfile(source / CONFIG, folder / CONFIG)
+        yield bare
