@@ -12,7 +12,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.processes import count_processes
 from adapterswap.training.recipe import Quantization, TrainingOptions, TrainRecipe
 
-__all__ = ["choose_device", "load_trainable", "open_trainable"]
+__all__ = ["device_and_dtype", "load_trainable", "open_trainable"]
 
 
 def open_trainable(reference: str) -> Base:
@@ -82,8 +82,10 @@ def _bits(options: Quantization, dtype: str) -> Any:
     )
 
 
-def choose_device(options: TrainingOptions) -> tuple[str, str]:
-    """Device and dtype, `auto` resolved.
+def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
+    """What a recipe's training.device and training.dtype mean here: `cpu` or `cuda`, and torch's name of the dtype.
+
+    accelerate gives each process its device, so the names have no numbers; `bases.choose_device` knows those.
 
     Raises:
         AdapterswapError: CUDA is asked for and not there, or several devices are visible.

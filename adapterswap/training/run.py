@@ -54,7 +54,7 @@ def train(
     check_libraries(recipe)
     from adapterswap.bases import empty_model
     from adapterswap.processes import joined
-    from adapterswap.training.base import choose_device, load_trainable, open_trainable
+    from adapterswap.training.base import device_and_dtype, load_trainable, open_trainable
     from adapterswap.training.checkpoints import Checkpoints
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.failures import told
@@ -64,7 +64,7 @@ def train(
     from adapterswap.training.targets import find_targets
 
     checkpoints, options = Checkpoints(target), recipe.training
-    device, dtype = choose_device(options)
+    device, dtype = device_and_dtype(options)
     scratch_folder = tempfile.TemporaryDirectory(prefix="adapterswap-")
     with (
         isolated(),
@@ -197,7 +197,7 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
     check_libraries(recipe)
     from adapterswap.bases import empty_model
     from adapterswap.processes import count_processes
-    from adapterswap.training.base import choose_device, open_trainable
+    from adapterswap.training.base import device_and_dtype, open_trainable
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.isolation import isolated
     from adapterswap.training.memory import memory
@@ -207,7 +207,7 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
     with isolated():
         options, processes = recipe.training, count_processes()
         base = open_trainable(recipe.base_model)
-        device, dtype = choose_device(options)
+        device, dtype = device_and_dtype(options)
         model = empty_model(base)
         targets = find_targets(model, recipe, base.config)
         data = load_data(recipe, base)
