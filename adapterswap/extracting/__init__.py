@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.tensors import open_files
@@ -56,7 +57,7 @@ def extract(
         modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
         embeddings: cut embeddings and heads too.
         dtype: float32, bfloat16 or float16; by default each factor has the dtype of the fine-tune's weight.
-        device: where torch computes: auto, cpu, cuda, cuda:N or mps.
+        device: where torch computes: auto, cpu, cuda, cuda:N or mps, for which the CPU computes.
         overwrite: replace the folder if it exists.
         dry_run: compute and report everything, and write nothing.
         progress: called after each parameter with how many are done, and how many there are.
@@ -69,11 +70,9 @@ def extract(
             checkpoint that cannot be opened; two that are no fine-tune and base: of different architectures or shapes,
             quantised; layers or modules that they do not have; NaN or infinity; no difference to extract.
     """
-    from adapterswap.bases import choose_device
-
     if dtype is not None and dtype not in DTYPES:
         raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(DTYPES)}")
-    form = CutForm(rank, max_error, DTYPES[dtype] if dtype else None, choose_device(device))
+    form = CutForm(rank, max_error, DTYPES[dtype] if dtype else None, _device(device))
     check_target(Path(out_path), overwrite=overwrite)
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
     inputs = [checkpoint.source.folder for checkpoint in opened]
@@ -90,6 +89,18 @@ def extract(
         found = _carry_out(matched, form, spool, progress)
         write_folder(folder, matched, form, selection, found, spool, hashes(), str(base_model))
     return found
+
+
+def _device(name: str) -> Any:
+    """The torch device that computes.
+
+    MPS has no float64, in which norms are summed. Its SVD is left alone too: the errors that are reported rest on it,
+    and it was never tried (of PyTorch 2.14's first see issue 196112).
+    """
+    from adapterswap.bases import choose_device
+
+    device = choose_device(name)
+    return "cpu" if device.type == "mps" else device
 
 
 def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Callable[[int, int], None]) -> Extraction:

@@ -12,15 +12,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from crafting import snapshot
 
 import adapterswap
+from adapterswap import bases
 from adapterswap.arithmetic.layout import written_scale
 from adapterswap.checking.record import read_record
 from adapterswap.extracting import extract
 
 from .conftest import Checkpoint
+
+
+def test_for_mps_the_cpu_computes(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPS has no float64. Where there is no MPS, torch refuses to put anything there, so that nothing may be."""
+    full, base = checkpoint("wide", 1), checkpoint("wide")
+    monkeypatch.setattr(bases, "choose_device", torch.device)  # which does not look whether there is one
+    for device in ("cpu", "mps"):
+        extract(full, base, tmp_path / device, rank=4, device=device)
+    assert snapshot(tmp_path / "mps") == snapshot(tmp_path / "cpu")
 
 
 def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
