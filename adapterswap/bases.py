@@ -7,7 +7,7 @@ which adds adapters to a base, and evaluation, which judges it; knows nothing of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,8 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
         options: more of `from_pretrained`'s, such as `quantization_config` or `attn_implementation`.
 
     Raises:
-        AdapterswapError: transformers has no causal language model for it, or weights are missing.
+        AdapterswapError: transformers has no causal language model for it; weights are missing, or of other shapes than
+            its config asks for.
     """
     from transformers import AutoModelForCausalLM
 
@@ -87,19 +88,31 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
     folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
-        )
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
     except (OSError, ValueError, ImportError) as error:
         raise AdapterswapError(
             f"the base model {base.reference} cannot be loaded: {reason_of(error)}",
             "Give a causal language model that transformers knows, with its weights as safetensors",
         ) from None
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, asked = mismatched[0]
+        raise AdapterswapError(
+            f"the weights of the base model {base.reference} do not fit its config: {name} is {_shape(found)}, and "
+            f"{_shape(asked)} is asked for",
+            "Put the config.json that was saved with these weights beside them",
+        )
     if missing := sorted(info["missing_keys"]):
         raise AdapterswapError(
             f"the base model {base.reference} lacks weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
             "Save or download it again; random weights are no base",
         )
     return model
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "×".join(map(str, sizes))
 
 
 def empty_model(base: Base) -> Any:

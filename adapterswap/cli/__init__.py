@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import os
 import sys
 
 import click
 
 from adapterswap import __version__
 from adapterswap.errors import AdapterswapError, Problem
+from adapterswap.processes import is_first
 
 __all__ = ["COMMANDS", "main"]
 
@@ -39,6 +41,9 @@ COMMANDS = {
 }
 
 
+_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # read when those are imported
+
+
 class _Commands(click.Group):
     """A click group that imports a command when it is asked for."""
 
@@ -60,6 +65,8 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show must not end in a traceback
+        if not (sys.stderr.isatty() and is_first()):  # libraries' bars are for somebody who looks on
+            os.environ.update(dict.fromkeys(_BARS, "1"))
         try:
             return super().invoke(ctx)
         except AdapterswapError as error:

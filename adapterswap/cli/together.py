@@ -5,7 +5,6 @@ Knows nothing of what they compute.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,23 +12,20 @@ from contextlib import contextmanager
 import click
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.processes import Processes, count_processes, first_to_tell, is_first, joined, leave
+from adapterswap.processes import Processes, count_processes, first_to_tell, joined, leave
 
 __all__ = ["one_voice", "together"]
 
 _GRACE = 30  # seconds
-_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # read when those are imported
 
 
 @contextmanager
 def one_voice() -> Iterator[None]:
-    """Let one process tell an error, and the first one show the bars of libraries.
+    """Let one process tell an error.
 
     The others wait to be ended by the launcher, once the one that told has ended: it ends all when the first of them
     does, and that must not be before the error is told. One that nobody ends knows that nobody else had the error.
     """
-    if not is_first():
-        os.environ.update(dict.fromkeys(_BARS, "1"))
     try:
         yield
     except (AdapterswapError, click.UsageError):

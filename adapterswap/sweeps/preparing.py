@@ -13,12 +13,13 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.bases import Base, open_base
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, Problem, Problems
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import require_lm_eval
 from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
 from adapterswap.sweeps.judges import find_tasks
 from adapterswap.sweeps.recipe import SweepRecipe
@@ -99,13 +100,8 @@ def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False) -> Pr
     grid = make_cells(recipe, asked, num_layers)
     plans: dict[str, Plan | None] = {}
     for cell in grid.cells:
-        composition = composition_of(cell)
         with problems.collect():
-            if composition is None:
-                plans[cell.cell] = None
-                continue
-            declared = composition.model_copy(update={"base_model": recipe.base_model})
-            plans[cell.cell] = make_plan(declared, experts, num_layers=num_layers)
+            plans[cell.cell] = _plan(cell, recipe, experts, num_layers)
     problems.raise_if_any()
     sides = {name: side for name, (_, side) in places.items()}
     prepared = Prepared(recipe, base, num_layers, experts, sides, tasks, settings, grid, plans, {})
@@ -120,6 +116,18 @@ def _open(place: str) -> Adapter:
             "Judge it alone with adapterswap evaluate --adapter, or train it without modules_to_save",
         )
     return adapter
+
+
+def _plan(cell: Cell, recipe: SweepRecipe, experts: Mapping[str, Adapter], num_layers: int) -> Plan | None:
+    """How a cell is composed; None for the base."""
+    composition = composition_of(cell)
+    if composition is None:
+        return None
+    try:
+        declared = composition.model_copy(update={"base_model": recipe.base_model})
+        return make_plan(declared, experts, num_layers=num_layers)
+    except AdapterswapError as error:
+        raise AdapterswapError(Problem(f"{cell.short}: {one.what}", one.mend) for one in error.problems) from None
 
 
 def _num_layers(base: Base, said: int | None) -> int:

@@ -240,6 +240,22 @@ def test_a_base_without_all_its_weights(run: Run, tmp_path: Path, byte_base: Pat
     assert "lacks weights: model.layers.5." in told
 
 
+def test_a_base_whose_config_is_of_another(byte_base: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose stderr is no terminal: after transformers' report one line is told, and no bar."""
+    shutil.copytree(byte_base, tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    command = [sys.executable, "-m", "adapterswap", "evaluate", "--tasks", "mgsm_direct_sw", *map(str, FAST)]
+    done = subprocess.run(
+        [*command, "--base-model", str(tmp_path / "base")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert "Loading weights" not in done.stderr
+    assert "do not fit its config: model.layers.0.mlp.down_proj.weight is " in line
+    assert "×40 is asked for" in line
+
+
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     program = (
         "import sys\n"

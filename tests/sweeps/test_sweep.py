@@ -200,6 +200,7 @@ def test_mistakes_are_told_together_before_anything_is_loaded(recipe: Recipe, tm
         ({"primary": {"mgsm_direct_te": "exact_match"}}, "'mgsm_direct_te' is not among the tasks"),
         ({"primary": {"mgsm_direct_sw": "acc"}}, "has no score 'acc'"),
         ({"settings": {"limit": 2.5}}, "the limit 2.5 is neither"),
+        ({"compositions": [{"bottom": [0, 1]}]}, "math1+sw1@bottom=0: the expert 'sw1' gives no module to the result"),
         ({"compositions": [{"bottom": 0, "top": 0, "language": "base"}], "baselines": []}, None),
     ],
 )
