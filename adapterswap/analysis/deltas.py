@@ -17,8 +17,9 @@ from adapterswap.arithmetic.lowrank import Factors
 from adapterswap.arithmetic.tensors import open_files, read_factors, read_numbers
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule
-from adapterswap.experts.checkpoints import FLOATS, Checkpoint, Parameter
+from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.extracting.anatomy import transposed_keys
+from adapterswap.files.tensorfile import FLOATS
 
 __all__ = ["Delta", "Matrix", "blocks", "delta_reader", "matrices", "norm"]
 

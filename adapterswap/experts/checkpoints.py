@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.fitting import check_config
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import exists, read_json
-from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
+from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
 
 __all__ = [
     "COMPANIONS",
-    "FLOATS",
     "MODEL_CONFIG",
     "MODEL_INDEX",
     "MODEL_WEIGHTS",
@@ -34,8 +34,6 @@ __all__ = [
 MODEL_CONFIG = "config.json"
 MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
-
-FLOATS = ("F32", "F16", "BF16")  # the dtypes that take part in arithmetic
 
 # The small files that a model needs beside its config and weights.
 COMPANIONS = (
@@ -99,12 +97,15 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
 
     Raises:
         AdapterswapError: it is not there, holds pickled weights only, a shard is missing or damaged, a tensor is stored
-            twice, or the index does not say what the shards hold. All that can be found at once is told at once.
+            twice, the index does not say what the shards hold, or the config says another number of layers or another
+            hidden size than the tensors have. All that can be found at once is told at once.
     """
     source = find_source(reference, WEIGHT_FILES, what=what)
     config = read_json(source.folder / MODEL_CONFIG, f"Give the {what}'s folder, with a sound config.json")
     shards = read_shards(source.folder)
-    container = layer_container(name for shard in shards for name in shard.tensors)
+    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    container = layer_container(tensors)
+    check_config(source.folder, config, tensors, container)
     parameters = {}
     for shard in shards:
         for name, tensor in shard.tensors.items():

@@ -18,6 +18,7 @@ __all__ = [
     "Kind",
     "format_layers",
     "kind_of",
+    "language_config",
     "layer_container",
     "layer_of",
     "num_layers_in_config",
@@ -76,6 +77,12 @@ def kind_of(name: str) -> Kind:
         if segment in _MLP:
             return "mlp"
     return "other"
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model: all of it, where there is nothing else."""
+    nested = next((found for key in _TEXT_CONFIG_KEYS if isinstance(found := config.get(key), Mapping)), None)
+    return config if nested is None else language_config(nested)
 
 
 def num_layers_in_config(config: Mapping[str, Any]) -> int | None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.experts.checkpoints import FLOATS, Checkpoint, Parameter
+from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
 from adapterswap.extracting.anatomy import Anatomy, Slot, read_anatomy
+from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.allocation import selects
 
 __all__ = ["LeftOut", "Matrix", "Pair", "Reason", "Selection", "pair"]

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas, slerp_weights
 from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.checkpoints import FLOATS
-from adapterswap.files.tensorfile import DTYPE_BYTES
+from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS
 from adapterswap.merging.blocks import Block, Part
 from adapterswap.planning.parameters import ParameterPlan
 

@@ -24,8 +24,8 @@ from adapterswap.arithmetic.tensors import (
     too_large,
 )
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.checkpoints import FLOATS, Checkpoint
-from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.parameters import ParameterPlan

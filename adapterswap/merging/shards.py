@@ -13,9 +13,9 @@ from math import prod
 from typing import Any, Literal
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.checkpoints import FLOATS, MODEL_INDEX, MODEL_WEIGHTS
+from adapterswap.experts.checkpoints import MODEL_INDEX, MODEL_WEIGHTS
 from adapterswap.files.smallfiles import exists, read_json
-from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor, header_bytes
+from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor, header_bytes
 from adapterswap.planning.model_plan import ModelPlan
 
 __all__ = ["ModelForm", "OutputShard", "index_of", "lay_out_model"]

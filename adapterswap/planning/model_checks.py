@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from adapterswap.errors import Problems
-from adapterswap.experts.checkpoints import FLOATS, Checkpoint
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.parameters import ParameterPlan

@@ -200,3 +200,60 @@ def test_norms_change_nothing_for_adapters() -> None:
     for norms in ("average", "layer"):
         composition = adapterswap.Composition(bottom=2, top=1, norms=norms)  # type: ignore[arg-type]
         assert composition.rules(6) == adapterswap.Composition(bottom=2, top=1).rules(6)
+
+
+def described(folder: Path, like: Path, **changes: object) -> Path:
+    """The checkpoint `like` under a config that says something else."""
+    shutil.copytree(like, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "told"),
+    [
+        ("llama", {"num_hidden_layers": 8}, "config.json says 8 layers, and model.layers holds 6 in the weights"),
+        ("llama", {"num_hidden_layers": 5}, "config.json says 5 layers, and model.layers holds 6 in the weights"),
+        ("llama", {"hidden_size": 64}, "says a hidden size of 64, and model.embed_tokens.weight is [96, 32]"),
+        ("gpt2", {"n_layer": 8}, "config.json says 8 layers, and transformer.h holds 6 in the weights"),
+        ("gpt2", {"n_embd": 64}, "says a hidden size of 64, and transformer.wte.weight is [96, 32]"),
+        ("neox", {"hidden_size": 16}, "says a hidden size of 16, and gpt_neox.embed_in.weight is [96, 32]"),
+    ],
+    ids=str,
+)
+def test_a_config_of_other_weights(
+    architecture: str, changes: dict[str, object], told: str, run: Run, model: Callable[..., Path],
+    expert: Callable[..., Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    """As the base of an adapter, as a full expert, and as what an adapter is cut out of."""
+    odd = described(tmp_path / "odd", model(architecture), **changes)
+    layers = ["--num-layers", 6]
+    adapter = expert(architecture, seed=1)
+    for command in (
+        ["merge", "-t", adapter, "-l", adapter, "--bottom", 2, "--top", 1, *layers, "--base-model", odd],
+        ["merge", "-t", model(architecture, seed=1), "-l", odd, "--bottom", 2, "--top", 1],
+        ["extract", odd, "--base-model", model(architecture), "--rank", 2],
+    ):
+        result = run(*command, "-o", tmp_path / "out")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert told in result.stderr
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 5, "num_nextn_predict_layers": 1},
+        {"text_config": {"num_hidden_layers": 6, "hidden_size": 32}, "num_hidden_layers": 9, "hidden_size": 9},
+        {"hidden_size": 64, "word_embed_proj_dim": 32},
+        {"num_hidden_layers": 12, "num_hidden_groups": 6},
+    ],
+    ids=str,
+)
+def test_a_config_that_fits_in_another_way(
+    changes: dict[str, object], model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A layer that predicts further tokens, a model that sees, a narrow embedding, layers that are run again."""
+    odd = described(tmp_path / "odd", model(), **changes)
+    assert adapterswap.open_checkpoint(odd).container == "model.layers"

@@ -1,0 +1,65 @@
+"""Whether a checkpoint's config.json describes the tensors beside it, as far as names and a few sizes tell.
+
+What config.json says, a model is built by, and what the tensors are, is written: if the two disagree, the result cannot
+be loaded, or loads with layers left out or random. Compared are the number of layers and the hidden size of the
+language model alone; every other shape would need the model's code, and the seconds to import it. In doubt nothing is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import Problems
+from adapterswap.experts.layers import language_config, layer_of, num_layers_in_config
+from adapterswap.files.tensorfile import FLOATS, Tensor
+
+__all__ = ["check_config"]
+
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
+# The last two: OPT and ALBERT may have embeddings narrower than their layers.
+_WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
+_SHARED = "num_hidden_groups"  # ALBERT's: its stored layers are run many times
+
+_MEND = "Give a folder with the config.json and the weights of one model: download or save it again"
+
+
+def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], container: str | None) -> None:
+    """Compare the config's layers with the highest one stored, and its hidden size with the embedding's.
+
+    Layers that predict further tokens (`num_nextn_predict_layers`; DeepSeek, GLM) may follow those that it counts.
+
+    Args:
+        folder: what to call the checkpoint.
+        config: its config.json.
+        tensors: all that are stored, by name.
+        container: the language model's list of layers; see `layer_container`.
+
+    Raises:
+        AdapterswapError: they differ.
+    """
+    if container is None or config.get("is_encoder_decoder"):
+        return
+    problems = Problems()
+    model = language_config(config)
+    told, held = num_layers_in_config(config), _num_layers(tensors, container)
+    ahead = model.get("num_nextn_predict_layers")
+    most = (told or 0) + (ahead if type(ahead) is int else 0)
+    if told is not None and _SHARED not in model and not told <= held <= most:
+        problems.add(f"{folder}: config.json says {told} layers, and {container} holds {held} in the weights", _MEND)
+    widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
+    for name in (f"{container.rpartition('.')[0]}.{end}.weight".removeprefix(".") for end in _EMBEDDINGS):
+        tensor = tensors.get(name)
+        if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in FLOATS:
+            continue
+        if widths and tensor.shape[1] not in widths:
+            problems.add(
+                f"{folder}: config.json says a hidden size of {widths[0]}, and {name} is {list(tensor.shape)}", _MEND
+            )
+    problems.raise_if_any()
+
+
+def _num_layers(tensors: Iterable[str], container: str) -> int:
+    return 1 + max(layer for name in tensors if (layer := layer_of(name, container)) is not None)
