@@ -64,8 +64,8 @@ def load_subject(
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
 
     Raises:
-        AdapterswapError: the weights cannot be loaded, an adapter does not fit the base, or the composition cannot be
-            written (a nonlinear one without a bound on its rank).
+        AdapterswapError: the weights cannot be loaded, an adapter does not fit the base or carries a copy of another
+            base's weight, or the composition cannot be written (a nonlinear one without a bound on its rank).
     """
     from adapterswap.live import LiveComposer, load_experts, why_not_live
     from adapterswap.writing import write_adapter
@@ -120,20 +120,24 @@ def _describe(source: Source) -> dict[str, Any]:
 
 
 def _with_adapter(model: Any, adapter: Source) -> Any:
-    """`model` with one adapter, every tensor of whose file has found its place."""
+    """`model` with one adapter, every tensor of whose file has found its place, but for copies of the model's own."""
     from peft import PeftModel, get_peft_model_state_dict
 
+    from adapterswap.live.copies import check_copies, folder_without_copies
+
+    file = read_header(adapter.folder / WEIGHTS)
     _check_regexes(adapter, [name for name, _ in model.named_modules()])
+    check_copies(file, f"the adapter {adapter}", dict(model.named_modules()))
     try:
-        with quiet_peft():
+        with quiet_peft(), folder_without_copies(file) as folder:
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, and told as an error
-            model = PeftModel.from_pretrained(model, str(adapter.folder))
+            model = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise AdapterswapError(
             f"the adapter {adapter} does not fit the base model: {reason_of(error)}", "Give the base it was trained on"
         ) from None
     placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    held = {key for key in read_header(adapter.folder / WEIGHTS).tensors if ".base_layer." not in key}
+    held = {key for key in file.tensors if ".base_layer." not in key}
     if odd := sorted(placed ^ held):
         where = "the base has no place for it" if odd[0] in held else "the file does not hold it"
         raise AdapterswapError(

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapterswap.errors import Problems
-from adapterswap.files.tensorfile import Tensor, TensorFile
+from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile
 
-__all__ = ["FactorTensors", "check_dtypes", "check_names", "sort_keys"]
+__all__ = ["FactorTensors", "check_dtypes", "check_names", "copies_in", "sort_keys"]
 
 _PREFIX = "base_model.model."
 _BASE_COPY = ".base_layer.weight"
-_DTYPES = ("F32", "F16", "BF16")
 
 # What PEFT writes beside A and B, by the end of the key, and why it is refused.
 _REFUSED_KEYS = {
@@ -43,6 +42,19 @@ class FactorTensors(NamedTuple):
     base: Tensor | None
 
 
+def copies_in(file: TensorFile) -> dict[str, Tensor]:
+    """The copies of the base's weights in a PEFT adapter's file, by the names of their modules in the base."""
+    return {
+        key.removeprefix(_PREFIX).removesuffix(_BASE_COPY): tensor
+        for key, tensor in file.tensors.items()
+        if _is_copy(key)
+    }
+
+
+def _is_copy(key: str) -> bool:
+    return key.startswith(_PREFIX) and key.endswith(_BASE_COPY)
+
+
 def sort_keys(
     file: TensorFile, modules_to_save: Collection[str], folder: Path, problems: Problems
 ) -> tuple[dict[str, FactorTensors], dict[str, dict[str, Tensor]]]:
@@ -56,7 +68,7 @@ def sort_keys(
     """
     factors: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, dict[str, Tensor]] = {}
-    copies: dict[str, Tensor] = {}
+    copies = copies_in(file)
     whole: list[str] = []
     for key, tensor in file.tensors.items():
         match = re.fullmatch(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?", key)
@@ -64,8 +76,7 @@ def sort_keys(
             factor = (match["embedding"] or "") + match["factor"]
             factors.setdefault(match["name"].removeprefix(_PREFIX), {})[factor] = tensor
             continue
-        if key.startswith(_PREFIX) and key.endswith(_BASE_COPY):
-            copies[key.removeprefix(_PREFIX).removesuffix(_BASE_COPY)] = tensor
+        if _is_copy(key):
             continue
         name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
         if key.startswith(_PREFIX) and any(f".{name}".endswith(f".{end}") for end in modules_to_save):
@@ -119,8 +130,8 @@ def check_names(names: Iterable[str], folder: Path, problems: Problems) -> None:
 def check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
     """All tensors are in floating point numbers that are computed with."""
     for tensor in file.tensors.values():
-        if tensor.dtype not in _DTYPES:
-            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", f"Save it as one of {', '.join(_DTYPES)}")
+        if tensor.dtype not in FLOATS:
+            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", f"Save it as one of {', '.join(FLOATS)}")
 
 
 def _pair_factors(

@@ -17,42 +17,45 @@ from typing import Any
 from adapterswap.arithmetic.copies import Weight, is_one_weight, stored_weight
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
 from adapterswap.files.folders import atomic_folder
+from adapterswap.files.tensorfile import FLOATS, TensorFile
 
 __all__ = ["check_copies", "folder_without_copies", "without_copies"]
 
 
-def check_copies(adapter: Adapter, name: str, modules: Mapping[str, Any]) -> None:
+def check_copies(file: TensorFile, told: str, modules: Mapping[str, Any]) -> None:
     """Compare every copy with the model's own weight, up to the rounding of the narrower of their dtypes.
 
     Args:
-        adapter: the expert.
-        name: what it is to be called.
+        file: the header of the expert's safetensors file, or of an adapter's of any kind that PEFT loads.
+        told: what to call it in messages, such as `the expert 'math'`.
         modules: the base's, by full name; LoRA layers of other experts may stand around them.
 
     Raises:
         AdapterswapError: the expert carries another weight than the model has, or one that cannot be compared with it.
     """
-    carried = {module.name: module.base for module in adapter.modules.values() if module.base is not None}
+    carried = {module: copy for module, copy in copies_in(file).items() if module in modules}
     if not carried:
         return
     if any(getattr(modules[module], "merged", False) for module in carried):
         raise AdapterswapError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
     problems = Problems()
-    with open_files([adapter.file]) as files:
+    with open_files([file]) as files:
         for module, copy in carried.items():
             own = _own_weight(modules[module])
-            told = f"the expert {name!r} carries a copy of {module}.weight ({copy.name}), which PEFT would put in the "
-            told += "place of the model's for all experts"
-            if own is None:
+            what = f"{told} carries a copy of {module}.weight ({copy.name}), which PEFT would put over the model's own"
+            if copy.dtype not in FLOATS:
+                problems.add(f"{what}, and it is {copy.dtype}", f"Save it as one of {', '.join(FLOATS)}")
+            elif own is None:
                 problems.add(
-                    f"{told}, and the model's is quantised, sharded or offloaded, so that the two cannot be compared",
+                    f"{what}, and the model's is quantised, sharded or offloaded, so that the two cannot be compared",
                     "Load the model with that weight whole, in float32, bfloat16 or float16",
                 )
-            elif not is_one_weight(stored_weight(copy, files[adapter.file.path]), own):
+            elif not is_one_weight(stored_weight(copy, files[file.path]), own):
                 problems.add(
-                    f"{told}, and it is another: the expert was trained on another base",
+                    f"{what}, and it is another: the expert was trained on another base",
                     "Load it into the base that it was trained on, in the dtype that this is stored in",
                 )
     problems.raise_if_any()
@@ -76,24 +79,24 @@ def without_copies(adapter: Adapter) -> Adapter:
 
 
 @contextmanager
-def folder_without_copies(adapter: Adapter) -> Iterator[Path]:
-    """A folder with the adapter's config, and its tensors without the copies: its own, if it carries none.
+def folder_without_copies(file: TensorFile) -> Iterator[Path]:
+    """A folder with an adapter's config, and its tensors without the copies: its own, if it carries none.
 
     Raises:
         AdapterswapError: there is no room for a temporary one.
     """
-    copies = {module.base.name for module in adapter.modules.values() if module.base is not None}
+    source = file.path.parent
+    copies = {copy.name for copy in copies_in(file).values()}
     if not copies:
-        yield adapter.source.folder
+        yield source
         return
     from safetensors import safe_open
     from safetensors.torch import save
 
-    source = adapter.source.folder
     with TemporaryDirectory() as place:
         bare = Path(place) / "bare"
-        with atomic_folder(bare) as folder, safe_open(source / WEIGHTS, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in adapter.file.tensors if key not in copies}
-            (folder / WEIGHTS).write_bytes(save(tensors))
+        with atomic_folder(bare) as folder, safe_open(file.path, "pt") as tensors:
+            kept = {key: tensors.get_tensor(key) for key in file.tensors if key not in copies}
+            (folder / WEIGHTS).write_bytes(save(kept))
             shutil.copyfile(source / CONFIG, folder / CONFIG)
         yield bare

@@ -144,7 +144,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
                 f"{module.name} is {module.shape} in the expert {name!r}, and {shape[1]}×{shape[0]} in the model", mend
             )
     problems.raise_if_any()
-    check_copies(adapter, name, modules)
+    check_copies(adapter.file, f"the expert {name!r}", modules)
 
 
 def _shape(module: Any) -> tuple[int, int] | None:
@@ -159,7 +159,7 @@ def _shape(module: Any) -> tuple[int, int] | None:
 def _folder_of(adapter: Adapter, layers: str | None, num_layers: int | None) -> Iterator[Path]:
     """The folder for PEFT to load: the expert's own, or a temporary one that holds only what is to be loaded."""
     if layers is None:
-        with folder_without_copies(adapter) as folder:
+        with folder_without_copies(adapter.file) as folder:
             yield folder
         return
     from adapterswap.writing import write_adapter
