@@ -19,7 +19,8 @@ from adapterswap.analysis.deltas import Matrix, blocks, delta_reader, matrices, 
 from adapterswap.arithmetic.tensors import open_files, read_numbers
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.checkpoints import FLOATS, Checkpoint
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.files.tensorfile import FLOATS
 
 __all__ = [
     "Changes",
