@@ -26,6 +26,7 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan import Plan, make_plan
 from adapterswap.serving.base_shapes import base_shapes, check_fits
 from adapterswap.serving.cache import Cache
+from adapterswap.serving.copies import check_copies
 from adapterswap.serving.manifest import Manifest
 from adapterswap.serving.memo import content_hash
 from adapterswap.serving.names import UnknownNameError, composition_of
@@ -110,12 +111,13 @@ class NamedComposer:
         """The expert of this name, checked against the base.
 
         Raises:
-            AdapterswapError: it cannot be opened, or does not fit.
+            AdapterswapError: it cannot be opened, does not fit, or carries a copy of another base's weight.
         """
         if name in self._from_hub:
             return self._from_hub[name]
         adapter = open_adapter(self.manifest.experts[name])
         check_fits(adapter, self._shapes, name)
+        check_copies(adapter, self.base_model, self.cache.memo, name)
         if adapter.source.revision:
             self._from_hub[name] = adapter
         return adapter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
-from adapterswap import AdapterswapError, open_adapter
-from adapterswap.serving import Cache, Manifest, NamedComposer, UnknownNameError, read_manifest
+from adapterswap import AdapterswapError, open_adapter, open_checkpoint
+from adapterswap.arithmetic.copies import is_one_weight
+from adapterswap.serving import Cache, Manifest, NamedComposer, UnknownNameError, copies, read_manifest
 
 from .cases import COMPOSITIONS, PROMPTS
 from .conftest import Reference, load, make_expert
@@ -150,8 +153,6 @@ def test_compositions_are_counted(composer: Compose) -> None:
 def break_width(experts: Path, base: Path) -> None:
     wide = load(base).config
     wide.hidden_size, wide.head_dim = 128, 32
-    from transformers import AutoModelForCausalLM
-
     AutoModelForCausalLM.from_config(wide).save_pretrained(experts.parent / "wide")
     make_expert(experts.parent / "wide", experts / "math", seed=1)
 
@@ -160,8 +161,6 @@ def break_depth(experts: Path, base: Path) -> None:
     deep = load(base).config
     deep.num_hidden_layers = 8
     deep.layer_types = None
-    from transformers import AutoModelForCausalLM
-
     AutoModelForCausalLM.from_config(deep).save_pretrained(experts.parent / "deep")
     make_expert(experts.parent / "deep", experts / "math", seed=1)
 
@@ -189,9 +188,26 @@ def break_number(experts: Path, base: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x80\x7f")  # infinity
 
 
+def break_base(experts: Path, base: Path) -> None:
+    other = load(base)
+    other.get_input_embeddings().weight.data += 0.01
+    carry_copies(other, experts)
+
+
+def carry_copies(model: Any, experts: Path) -> None:
+    """Give the expert `math` the copies that PEFT saves of a model's embedding and head."""
+    options = {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "r": 8, "task_type": "CAUSAL_LM"}
+    shutil.rmtree(experts / "math")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")  # PEFT tells of what it does
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+        get_peft_model(model, LoraConfig(**options)).save_pretrained(experts / "math")
+
+
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
+        (break_base, r"another model.embed_tokens.weight than the base has.*, which vLLM leaves out"),
         (break_width, "q_proj is 64×128, and 64×64 in the base"),
         (break_depth, "which the base does not have"),
         (break_kind, "use_dora is set"),
@@ -219,6 +235,30 @@ def test_experts_that_do_not_fit_are_refused_without_their_paths(
         assert str(tmp_path) not in str(caught.value)
     assert entries(served) == set()
     assert served.folder("swahili").is_dir()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_the_base_are_compared_once(
+    tied: bool, served_base: Callable[[str], Path], experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the head is stored as the embedding alone, and where the copies were rounded."""
+    model = load(served_base("llama"))
+    if tied:
+        config = type(model.config).from_dict(model.config.to_dict() | {"tie_word_embeddings": True})
+        model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "base")
+    assert ("lm_head.weight" in open_checkpoint(tmp_path / "base").parameters) is not tied
+    carry_copies(load(tmp_path / "base").to(torch.bfloat16), experts)
+    served = NamedComposer(read_manifest(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
+    compared = []
+    monkeypatch.setattr(copies, "is_one_weight", lambda *both: compared.append(both) or is_one_weight(*both))
+    for name in ("math", "swahili", "math+swahili"):
+        assert served.folder(name).is_dir()
+    assert len(compared) == 2
+    model.get_input_embeddings().weight.data += 0.01
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(AdapterswapError, match="was trained on another model"):
+        served.folder("math+swahili")
 
 
 def test_the_operator_declares_the_base(composer: Compose, pristine: Callable[[str], Path], experts: Path) -> None:
