@@ -125,8 +125,12 @@ def test_the_number_of_layers_is_never_guessed(math: Path, swahili: Path, tmp_pa
     unknown = [
         rewritten(folder, tmp_path / folder.name, base_model_name_or_path="/nowhere/base") for folder in (math, swahili)
     ]
-    with pytest.raises(AdapterswapError, match=r"the path /nowhere/base does not exist.*--num-layers"):
+    told = r"that \S+'s adapter_config.json names, and the path /nowhere/base does not exist\. Give --base-model"
+    with pytest.raises(AdapterswapError, match=told):
         adapterswap.layer_swap(*unknown, bottom=1, top=1)
+    told = r"the base that --base-model .* names, and the path /lost does not exist\. Correct it, or give --num-layers"
+    with pytest.raises(AdapterswapError, match=told):
+        adapterswap.layer_swap(*unknown, bottom=1, top=1, base_model="/lost")
     assert adapterswap.layer_swap(*unknown, bottom=1, top=1, num_layers=6).num_layers == 6
     with pytest.raises(AdapterswapError, match="adapts layer 5, and the base has 4 layers"):
         adapterswap.layer_swap(*unknown, bottom=1, top=1, num_layers=4)

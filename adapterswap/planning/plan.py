@@ -133,16 +133,24 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
     Raises:
         AdapterswapError: no base is named, it cannot be had, or its config does not say.
     """
-    named = [adapter.config.base_model for adapter in experts.values() if adapter.config.base_model]
-    base = base_model or (named[0] if named else None)
-    mend = "Give --num-layers, or --base-model with the base's folder"
-    if base is None:
-        raise AdapterswapError("the experts do not say which base model they adapt", mend)
+    named = {name: adapter.config.base_model for name, adapter in experts.items() if adapter.config.base_model}
+    if base_model is not None:
+        base, namer, mend = base_model, "--base-model (base_model)", "Correct it, or give --num-layers"
+    elif named:
+        name, base = next(iter(named.items()))
+        namer, mend = f"{name}'s adapter_config.json", "Give --base-model with the base's folder, or --num-layers"
+    else:
+        raise AdapterswapError(
+            "the experts do not say which base model they adapt",
+            "Give --num-layers, or --base-model with the base's folder",
+        )
     try:
         config = base_config(base)
     except AdapterswapError as error:
         told = error.problems[0].what
-        raise AdapterswapError(f"the number of layers comes from the base's config, and {told}", mend) from None
+        raise AdapterswapError(
+            f"the number of layers comes from the base that {namer} names, and {told}", mend
+        ) from None
     found = num_layers_in_config(config)
     if found is None:
         raise AdapterswapError(f"the config of {base} does not say how many layers it has", "Give --num-layers")
