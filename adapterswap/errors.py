@@ -15,6 +15,7 @@ __all__ = ["AdapterswapError", "Problem", "Problems", "printable", "reason_of"]
 
 _TOLD = 20  # mistakes told at once; a wrong config would otherwise repeat itself for every module
 _LENGTH = 1000  # characters of one mistake
+_REASON = 200  # characters of a library's error
 
 
 def printable(text: str) -> str:
@@ -24,7 +25,8 @@ def printable(text: str) -> str:
 
 def reason_of(error: BaseException) -> str:
     """A library's error in one short line."""
-    return (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")[:200]
+    told = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")
+    return told if len(told) <= _REASON else f"{told[: _REASON - 1]}…"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Problem:
 
     def __str__(self) -> str:
         what = self.what if len(self.what) <= _LENGTH else f"{self.what[: _LENGTH // 2]}…{self.what[-_LENGTH // 2 :]}"
-        return printable(f"{what.rstrip('.')}. {self.mend.rstrip('.')}.")
+        mend = self.mend if self.mend.endswith("?") else f"{self.mend.rstrip('.')}."
+        return printable(f"{what.rstrip('.')}. {mend}")
 
 
 class AdapterswapError(Exception):

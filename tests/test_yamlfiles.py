@@ -61,10 +61,10 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         "R: name is missing. Add `name:`.",
         "R: steps is 0: input should be greater than or equal to 1. Correct it.",
         "R: parts.0.path is 1: input should be a valid string. Correct it.",
-        "R: parts.0.wieght is not a known key. Did you mean 'weight'.",
+        "R: parts.0.wieght is not a known key. Did you mean 'weight'?",
         "R: parts.1.path is missing. Add `path:`.",
-        "R: nmae is not a known key. Did you mean 'name'.",
-        "R: lamda is not a known key. Did you mean 'lambda'.",
+        "R: nmae is not a known key. Did you mean 'name'?",
+        "R: lamda is not a known key. Did you mean 'lambda'?",
     ]
 
 
@@ -76,7 +76,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         ("name: a\nname: b", "the key 'name' stands twice"),
         ("name: a\nparts: [{path: a, path: b}]", "the key 'path' stands twice at line 2"),
         ("- a", "holds list, not keys with values"),
-        ("", "holds NoneType, not keys with values"),
+        ("", "is empty. Write `key: value` lines"),
         ("name: !!python/object/apply:os.system [id]", "could not determine a constructor"),
         ("name: !!python/name:os.system", "could not determine a constructor"),
         ("{[a]: b}", "a key must be a plain value"),

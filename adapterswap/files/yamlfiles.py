@@ -198,7 +198,7 @@ def _explain(details: Any, written: Location, model: type[BaseModel], where: str
     if kind == "extra_forbidden":
         known = sorted(_known_keys(model, location))
         near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        mend = f"Did you mean {near[0]!r}" if near else (f"Known keys: {', '.join(known)}" if known else "Remove it")
+        mend = f"Did you mean {near[0]!r}?" if near else (f"Known keys: {', '.join(known)}" if known else "Remove it")
         return Problem(f"{where}: {key} is not a known key", mend)
     if kind == "missing":
         return Problem(f"{where}: {key} is missing", f"Add `{location[-1]}:`")

@@ -69,6 +69,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         content = parse_yaml(raw.decode("utf-8"))
     except ValueError as error:
         raise AdapterswapError(f"{path} is not valid YAML: {error}", "Correct the file there") from None
+    if content is None:
+        raise AdapterswapError(f"{path} is empty", "Write `key: value` lines")
     if not isinstance(content, dict):
         raise AdapterswapError(
             f"{path} holds {type(content).__name__}, not keys with values", "Write `key: value` lines"
