@@ -75,14 +75,17 @@ def test_a_slice_is_not_asked_for_what_was_cut_away(
     assert weighed.exit_code == 1
     assert "shell is a slice, and its magnitude is that of the whole expert" in weighed.stderr
     assert run("slice", tmp_path / "shell", "--layers", "1", "-o", tmp_path / "smaller").exit_code == 0
-    assert run("slice", tmp_path / "shell", "--layers", "2", "-o", tmp_path / "none").exit_code == 1
+    gone = run("slice", tmp_path / "shell", "--layers", "2-3", "-o", tmp_path / "none")
+    assert gone.exit_code == 1
+    assert gone.stderr == "Error: shell adapts none of the layers 2-3. It adapts 0-1: choose among them.\n"
 
 
-@pytest.mark.parametrize("layers", ["", "none", "7", "x", "4-2"])
+@pytest.mark.parametrize("layers", ["", "none", "7", "9-12", "x", "4-2"])
 def test_layers_that_cannot_be_kept(layers: str, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
     refused = run("slice", math, "--layers", layers, "-o", tmp_path / "out")
     assert refused.exit_code == 1
     assert refused.stderr.startswith("Error: ")
+    assert refused.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -138,6 +141,15 @@ def test_verify_names_the_source_that_changed(run: Callable[..., Result], compos
     shown = run("verify", composed["swap"], *(f"--expert={name}={composed[name]}" for name in ("math", "swahili")))
     assert shown.exit_code == 1
     assert "source changed: math's adapter_model.safetensors" in shown.stdout
+
+
+def test_verify_names_ten_and_counts_the_rest(run: Callable[..., Result], composed: dict[str, Path]) -> None:
+    swapped = ["--expert", f"math={composed['swahili']}", "--expert", f"swahili={composed['math']}"]
+    told = run("verify", composed["swap"], *swapped)
+    everything = json.loads(run("verify", composed["swap"], *swapped, "--json").stdout)["differing"]
+    assert len(everything) == 6 * 7 * 2
+    lines = [line for line in told.stdout.splitlines() if line.startswith("differs: ")]
+    assert lines == [*(f"differs: {key}" for key in everything[:10]), "differs: 74 more, which --json lists"]
 
 
 def test_verify_asks_for_what_it_cannot_find(run: Callable[..., Result], composed: dict[str, Path], math: Path) -> None:

@@ -62,7 +62,7 @@ def verify(
         AdapterswapError: no adapterswap.json or one that is not understood; a source that cannot be found; see also
             `verify_extracted`.
     """
-    folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter").folder
+    folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter or model").folder
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model").folder
     content = _content(folder)
@@ -153,8 +153,9 @@ def _record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
 def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict[str, Expert]:
     problems = Problems()
     names = ", ".join(record["experts"])
+    made = "the model was merged" if record.get("kind") == "model" else "the adapter was composed"
     for name in given.keys() - record["experts"].keys():
-        problems.add(f"--expert {name}: the adapter was composed of {names}", "Name one of them")
+        problems.add(f"--expert {name}: {made} of {names}", "Name one of them")
     opened = {}
     for name, source in record["experts"].items():
         reference = given.get(name)

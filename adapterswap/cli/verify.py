@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from adapterswap.checking.verifying import Verification
 
 _WHERE = {"full": "--expert full=PATH", "base": "--base-model"}  # where the sources of an extraction are said to lie
+_SHOWN = 10  # tensors that are named; with a wrong source it is nearly all of them
 
 
 @click.command("verify")
@@ -66,7 +67,9 @@ def _print(found: Verification) -> None:
     made = "cut" if found.extracted else "composed"
     for name, file in found.changed_sources.items():
         click.echo(f"source changed: {name}'s {file} differs from what was {made} (SHA-256)")
-    for key in found.differing:
+    for key in found.differing[:_SHOWN]:
         click.echo(f"differs: {key}")
+    if len(found.differing) > _SHOWN:
+        click.echo(f"differs: {len(found.differing) - _SHOWN} more, which --json lists")
     if found.config_differs:
         click.echo(f"differs: {found.config}")
