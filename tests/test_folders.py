@@ -131,6 +131,12 @@ def test_a_second_writer_is_kept_out(overwrite: bool, tmp_path: Path) -> None:
     assert names(tmp_path) == ["other", "out"]
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_folder_where_no_file_can_be_made_is_not_busy() -> None:
+    with pytest.raises(AdapterswapError, match=r"/proc/out cannot be written: (no such file|permission)"):
+        write(Path("/proc/out"))
+
+
 def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
     """Names of targets are not patterns, and the remains of `out.b` are not those of `out`."""
     mine = [".o[u]t.0123456789ab.tmp", ".o[u]t.0123456789ab.old.tmp"]

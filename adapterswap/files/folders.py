@@ -104,10 +104,12 @@ def locked(path: Path, what: str) -> Iterator[None]:
 
     Raises:
         AdapterswapError: another process holds it; `what` says who does what.
+        OSError: the file cannot be made.
     """
     from filelock import FileLock, Timeout  # here, because asking for help should not pay for it
 
     lock = FileLock(path, timeout=0)
+    path.touch()  # where no file can be made, as in /proc, the lock would take that for a rival's doing
     try:
         lock.acquire()
     except Timeout:
