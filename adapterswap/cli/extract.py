@@ -28,7 +28,7 @@ _TELLING_ERROR = 0.1  # an adapter that misses more of ΔW than this is told of
 @click.option("--modules", multiple=True, metavar="NAME", help="Only attention, mlp, or parts of names; repeatable.")
 @click.option("--embeddings", is_flag=True, help="Embeddings and head too.")
 @dtype_option("Of the factors.  [default: FULL's]")
-@device_option("cpu")
+@device_option("cpu", more="; for mps the CPU computes")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
 @click.option("--dry-run", is_flag=True, help="Compute and report, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
