@@ -69,8 +69,12 @@ def test_a_hub_id_at_each_revision(math: Path) -> None:
 
 @pytest.mark.parametrize("reference", ["org/other", "org/math@v2", f"org/math@{'f' * 40}"])
 def test_a_hub_id_that_is_not_in_the_cache(reference: str, math: Path) -> None:
-    with pytest.raises(AdapterswapError, match=f"^{reference} is no folder here, and cannot be had from the Hub as a"):
+    with pytest.raises(
+        AdapterswapError, match=f"^{reference} is no folder here.* cannot be had from the Hub as an adapter: "
+    ):
         find_source(reference, [WEIGHTS], what="adapter")
+    with pytest.raises(AdapterswapError, match="from the Hub as a base model: "):
+        find_source(reference, [WEIGHTS], what="base model")
 
 
 @pytest.mark.parametrize("reference", ["org/math@../refs/main", "org/math@/v1", "org/../math", "../math", "org/math@"])

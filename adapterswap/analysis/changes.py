@@ -163,7 +163,9 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
                 if not (layer >= 0 and 0 <= fraction <= 1):
                     raise ValueError("a layer is negative, or a fraction not between 0 and 1")
                 cells.setdefault(row["expert"], {})[layer, row["module"]] = fraction
-    except (OSError, ValueError, TypeError, csv.Error) as error:
+    except OSError as error:
+        raise AdapterswapError(f"{path} cannot be read: {error.strerror}", "Give the path of a CSV file") from None
+    except (ValueError, TypeError, csv.Error) as error:
         raise AdapterswapError(f"{path} is no table of changes: {error}", mend) from None
     if not cells:
         raise AdapterswapError(f"{path} holds no rows", mend)

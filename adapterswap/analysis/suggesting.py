@@ -152,7 +152,8 @@ def _kept(importance: Importance, language_owns: set[Block]) -> tuple[float, flo
 def _reason(importance: Importance, outer: set[int]) -> str:
     shares = [importance.of_layer(layer) for layer in sorted(outer)]
     task, language = (sum(share[side] for share in shares) for side in (0, 1))
+    held = f"layer {min(outer)} holds" if len(outer) == 1 else f"layers {format_layers(outer)} hold"
     return (
-        f"layers {format_layers(outer)} hold {language:.0%} of what the language expert does and {task:.0%} of what "
+        f"{held} {language:.0%} of what the language expert does and {task:.0%} of what "
         f"the task expert does, by {importance.measured}"
     )

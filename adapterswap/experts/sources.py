@@ -75,11 +75,12 @@ def _download(repo: str, revision: str | None, files: Sequence[str], what: str) 
     from huggingface_hub import snapshot_download
 
     named = f"{repo}@{revision}" if revision else repo
+    wanted = f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
         raise AdapterswapError(
-            f"{named} is no folder here, and cannot be had from the Hub as a {what}: {reason_of(error)}",
+            f"{named} is no folder here, and cannot be had from the Hub as {wanted}: {reason_of(error)}",
             "Check the path or id; for a private repository log in with `hf auth login`",
         ) from None
     _check_links(folder, named)

@@ -114,7 +114,8 @@ class Composition(StrictModel):
             extra = sorted(given & set(_ZONES))
             if extra:
                 what = f"partition {self.partition}" if self.partition else self.method
-                raise ValueError(f"{', '.join(extra)} belong to a layer swap by zones, not to {what}")
+                belong = "belongs" if len(extra) == 1 else "belong"
+                raise ValueError(f"{', '.join(extra)} {belong} to a layer swap by zones, not to {what}")
         if self.partition and self.method != "layer_swap":
             raise ValueError(f"a partition is a layer swap, and the method is {self.method}")
         if self.method != "layer_swap" and "norms" in given:

@@ -80,13 +80,18 @@ def test_all_mistakes_of_a_manifest_are_told_at_once(tmp_path: Path) -> None:
         assert part in told
 
 
+def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(AdapterswapError, match=r"nope does not exist\. Give a folder of adapter folders, or "):
+        read_manifest(tmp_path / "nope")
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
         ("experts: {}", "names no expert"),
         ("experts: {a: b}\nallow: []", "allow is empty"),
         ("experts: {a: b}\nmax_compositions: 0", "max_compositions is 0"),
-        ("experts: {a: b}\nalow: [a]", "Did you mean 'allow'"),
+        ("experts: {a: b}\nalow: [a]", r"Did you mean 'allow'\?"),
         ("allow: [a]", "experts is missing"),
         ("experts: {a: b, a: c}", "stands twice"),
     ],

@@ -250,7 +250,7 @@ def test_mistakes_of_the_grid_are_told_together() -> None:
     with pytest.raises(AdapterswapError) as error:
         grid_of(compositions=families)
     told = str(error.value)
-    for part in ("density belongs to", "Give the family max_rank", "belong to a layer swap by zones", "negative"):
+    for part in ("density belongs to", "Give the family max_rank", "belongs to a layer swap by zones", "negative"):
         assert part in told
     assert grid_of(compositions=[{"task_weight": [1, -2], "allow_negative": True}]).cells
 
