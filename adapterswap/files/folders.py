@@ -109,10 +109,12 @@ def locked(path: Path, what: str) -> Iterator[None]:
     from filelock import FileLock, Timeout  # here, because asking for help should not pay for it
 
     lock = FileLock(path, timeout=0)
-    path.touch()  # where no file can be made, as in /proc, the lock would take that for a rival's doing
     try:
         lock.acquire()
     except Timeout:
+        if not path.exists():  # where no file can be made, as in /proc, the lock takes that for a rival's doing
+            path.touch()
+            path.unlink(missing_ok=True)
         raise AdapterswapError(what, "Wait until it is done, or give another path") from None
     try:
         yield
