@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from adapterswap.planning.composing import soup as soup
     from adapterswap.planning.composing import task_arithmetic as task_arithmetic
     from adapterswap.planning.compositions import Composition as Composition
-    from adapterswap.planning.compositions import parse_composition as parse_composition
     from adapterswap.planning.model_plan import ModelPlan as ModelPlan
     from adapterswap.planning.plan import Plan as Plan
     from adapterswap.planning.plan import make_plan as make_plan
+    from adapterswap.planning.short_names import parse_composition as parse_composition
     from adapterswap.writing import write_adapter as write_adapter
 
 __version__ = "0.1.0"
@@ -50,7 +50,7 @@ _HOME = {
     "open_adapter": "experts.adapters",
     "open_checkpoint": "experts.checkpoints",
     "open_expert": "experts.opening",
-    "parse_composition": "planning.compositions",
+    "parse_composition": "planning.short_names",
     "soup": "planning.composing",
     "task_arithmetic": "planning.composing",
     "write_adapter": "writing",

@@ -13,7 +13,8 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.files.yamlfiles import apply_overrides, read_recipe, validate
 from adapterswap.planning.allocation import Rule
-from adapterswap.planning.compositions import Composition, parse_composition, scaled_default
+from adapterswap.planning.compositions import Composition, scaled_default
+from adapterswap.planning.short_names import parse_composition
 
 
 @given(st.frozensets(st.integers(0, 200)))

@@ -1,4 +1,4 @@
-"""Which tensors a plan's adapter holds, and the adapter_config.json that makes PEFT compute the plan's ΔW from them.
+"""Which tensors a plan's adapter holds, with which ranks and scales, so that PEFT computes the plan's ΔW from them.
 
 * `exact`: a copied module keeps its tensors, rank and alpha; a blend Σ c_i s_i B_i A_i is the rank concatenation
   A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'. The scale s' of blends is the adapter's most frequent one, so
@@ -11,41 +11,22 @@ No tensor is read here.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
+from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
 from adapterswap.arithmetic.resolving import Resolved
-from adapterswap.experts.adapter_config import scale
 from adapterswap.experts.adapters import FullModule, LoraModule
 from adapterswap.experts.checkpoints import find_base_tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.modules import ModulePlan, needs_base
 from adapterswap.planning.plan import Plan
 
-__all__ = [
-    "Shape",
-    "adapter_config",
-    "blend_scale",
-    "lay_out",
-    "most_common",
-    "total_rank",
-    "uses_rslora",
-    "written_scale",
-]
+__all__ = ["blend_scale", "lay_out", "total_rank", "uses_rslora"]
 
 _PREFIX = "base_model.model."
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An output module's rank, alpha and scale."""
-
-    rank: int
-    alpha: float
-    scale: float
 
 
 def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> Layout:
@@ -104,14 +85,6 @@ def uses_rslora(plan: Plan) -> bool:
     return any(adapter.config.rslora for adapter in plan.experts.values())
 
 
-def written_scale(rank: int, rslora: bool, wanted: float) -> tuple[float, float]:
-    """The alpha that gives a module of this rank the scale `wanted`, and the scale that PEFT computes from it."""
-    alpha = wanted * (math.sqrt(rank) if rslora else rank)
-    # PEFT's own configs hold whole numbers: keep one where alpha is one up to the rounding of its computation.
-    alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
-    return alpha, scale(rank, alpha, rslora)
-
-
 def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
     first = next(iter(plan.experts.values())).config
     revisions = {adapter.config.revision for adapter in plan.experts.values()}
@@ -127,60 +100,6 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         tied=first.tied,
         saved=[name for name, module in plan.saved.items() if module.terms],
     )
-
-
-def adapter_config(
-    shapes: Mapping[str, Shape],
-    rank: int,
-    alpha: float,
-    *,
-    rslora: bool,
-    base_model: str | None,
-    revision: str | None,
-    task_type: str | None,
-    fan_in_fan_out: bool,
-    tied: bool,
-    saved: Iterable[str] = (),
-) -> dict[str, Any]:
-    """PEFT's adapter_config.json for LoRA modules of these shapes, by full name.
-
-    Args:
-        shapes: each module's rank and alpha.
-        rank, alpha: the global values; modules that differ stand in the patterns.
-        saved: modules trained in full. The other arguments: see `AdapterConfig`.
-    """
-    # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
-    names = sorted(shapes, key=lambda name: (-name.count("."), name))
-    return {
-        "peft_type": "LORA",
-        "task_type": task_type,
-        "base_model_name_or_path": base_model,
-        "revision": revision,
-        "r": rank,
-        "lora_alpha": _whole(alpha),
-        "use_rslora": rslora,
-        "rank_pattern": {name: shapes[name].rank for name in names if shapes[name].rank != rank},
-        "alpha_pattern": {name: _whole(shapes[name].alpha) for name in names if shapes[name].alpha != alpha},
-        "target_modules": sorted(shapes),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": fan_in_fan_out,
-        "ensure_weight_tying": tied,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "layers_to_transform": None,
-        "modules_to_save": sorted(saved) or None,
-    }
-
-
-def _whole(alpha: float) -> float:
-    return int(alpha) if float(alpha).is_integer() else alpha
-
-
-def most_common(values: Iterable[Any], *, default: Any) -> Any:
-    """The most frequent value, the smallest of several such; `default` where there is none."""
-    counted = Counter(values)
-    return min(counted, key=lambda value: (-counted[value], value)) if counted else default
 
 
 def _shape(module: ModulePlan[LoraModule], rank: int, is_reduced: bool, rslora: bool, common: float) -> Shape:

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.approximation import approximate
-from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora, written_scale
+from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora
 from adapterswap.arithmetic.lowrank import Factors, Truncated, concatenate, truncate
 from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
 from adapterswap.arithmetic.outputs import Form, OutputTensor, Reduced
+from adapterswap.arithmetic.peft_config import written_scale
 from adapterswap.arithmetic.resolving import Resolved
 from adapterswap.arithmetic.tensors import FactorReader, factor_reader, finite_bytes, too_large
 from adapterswap.errors import AdapterswapError

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from adapterswap import __version__
-from adapterswap.arithmetic.layout import Shape, adapter_config, most_common, written_scale
+from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
 from adapterswap.arithmetic.tensors import encode
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.checkpoints import Checkpoint

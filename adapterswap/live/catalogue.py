@@ -14,9 +14,10 @@ from adapterswap.live.inventory import Inventory, Origin, is_unloaded
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.switching import Switch, make_switch
 from adapterswap.planning.allocation import BASE, Rule
-from adapterswap.planning.compositions import Composition, parse_composition
+from adapterswap.planning.compositions import Composition
 from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only
 from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.short_names import parse_composition
 
 if TYPE_CHECKING:
     from peft import PeftModel

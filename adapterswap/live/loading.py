@@ -20,8 +20,9 @@ from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
 from adapterswap.planning.allocation import BASE
-from adapterswap.planning.compositions import Composition, parse_composition
+from adapterswap.planning.compositions import Composition
 from adapterswap.planning.model_plan import AnyPlan, adapters_only
+from adapterswap.planning.short_names import parse_composition
 from adapterswap.planning.slicing import slice_plan
 
 if TYPE_CHECKING:

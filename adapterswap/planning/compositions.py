@@ -7,17 +7,16 @@ Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and").
 from __future__ import annotations
 
 import math
-import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
-from adapterswap.files.yamlfiles import StrictModel, validate
+from adapterswap.files.yamlfiles import StrictModel
 from adapterswap.planning.allocation import BASE, LARGEST, SPARSE_METHODS, Rule, check_weights
 
-__all__ = ["Composition", "Method", "Partition", "parse_composition", "scaled_default"]
+__all__ = ["ZONES", "Composition", "Method", "Partition", "scaled_default"]
 
 Method = Literal[
     "layer_swap", "soup", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp", "magnitude_prune"
@@ -30,9 +29,9 @@ _PAPER_LAYERS, _PAPER_BOTTOM, _PAPER_TOP = 32, 5, 2
 _PARTITION_LAYERS = 28
 _PARTITION_COUNTS: dict[str, tuple[int, int]] = {"A": (6, 2), "B": (8, 4), "C": (6, 2), "Z": (8, 4)}
 
-_ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _SIDED = {
-    *_ZONES, "task", "language", "task_weight", "language_weight", "weights", "scale", "density", "partition", "norms",
+    *ZONES, "task", "language", "task_weight", "language_weight", "weights", "scale", "density", "partition", "norms",
 }  # fmt: skip
 _SCALED = ("task_arithmetic", *SPARSE_METHODS)
 
@@ -111,7 +110,7 @@ class Composition(StrictModel):
             if not self.allocation:
                 raise ValueError("`allocation` holds no rule")
         elif self.method != "layer_swap" or self.partition:
-            extra = sorted(given & set(_ZONES))
+            extra = sorted(given & set(ZONES))
             if extra:
                 what = f"partition {self.partition}" if self.partition else self.method
                 belong = "belongs" if len(extra) == 1 else "belong"
@@ -167,7 +166,7 @@ class Composition(StrictModel):
         top = scaled_default(_PAPER_TOP, num_layers) if self.top is None else self.top
         zones = (bottom, top, self.bottom_transition, self.top_transition)
         if sum(zones) > num_layers:
-            told = " + ".join(f"{name} {count}" for name, count in zip(_ZONES, zones, strict=True) if count)
+            told = " + ".join(f"{name} {count}" for name, count in zip(ZONES, zones, strict=True) if count)
             raise AdapterswapError(
                 f"the zones overlap: {told} = {sum(zones)} layers, and the model has {num_layers}",
                 "Lower them so that together they fit",
@@ -248,26 +247,3 @@ class Composition(StrictModel):
 
 def _side(names: tuple[str, ...]) -> dict[str, Any]:
     return {"expert": names[0]} if len(names) == 1 else {"blend": dict.fromkeys(names, 1.0)}
-
-
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_SHORT_KEYS = (*_ZONES, "task_weight", "language_weight", "weights", "scale", "density", "seed", "method", "partition")
-
-
-def parse_composition(name: str) -> Composition:
-    """The composition with the short name `name`: `math+swahili` or `math+swahili@bottom=4,top=1`.
-
-    Raises:
-        AdapterswapError: the name is not of that form, or a value is not allowed.
-    """
-    match = re.fullmatch(rf"({_NAME})\+({_NAME})(?:@([\w=.,+-]+))?", name)
-    form = f"Write TASK+LANGUAGE, or TASK+LANGUAGE@key=value,… with the keys {', '.join(_SHORT_KEYS)}"
-    if match is None:
-        raise AdapterswapError(f"{name!r} is not the short name of a composition", form)
-    content: dict[str, Any] = {"task": match[1], "language": match[2]}
-    for item in filter(None, (match[3] or "").split(",")):
-        key, _, value = item.partition("=")
-        if key not in _SHORT_KEYS or not value or key in content:
-            raise AdapterswapError(f"{name!r}: {item!r} is not one setting among those allowed, given once", form)
-        content[key] = value
-    return validate(content, Composition, where=name)

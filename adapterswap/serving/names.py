@@ -11,7 +11,8 @@ from collections.abc import Collection
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.smallfiles import shown
 from adapterswap.planning.allocation import BASE, Rule
-from adapterswap.planning.compositions import Composition, parse_composition
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.short_names import parse_composition
 
 __all__ = ["UnknownNameError", "check_expert_name", "composition_of"]
 

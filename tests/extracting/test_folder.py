@@ -18,7 +18,7 @@ from crafting import snapshot
 
 import adapterswap
 from adapterswap import bases
-from adapterswap.arithmetic.layout import written_scale
+from adapterswap.arithmetic.peft_config import written_scale
 from adapterswap.checking.record import read_record
 from adapterswap.extracting import extract
 

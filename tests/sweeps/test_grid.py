@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from adapterswap import AdapterswapError
 from adapterswap.evaluation import Settings
-from adapterswap.planning.compositions import Composition, parse_composition
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.short_names import parse_composition
 from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.families import GRID_FIELDS, Family
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells

@@ -1,0 +1,87 @@
+"""The adapter_config.json from which PEFT computes what an adapter is meant to: ranks, alphas and their patterns.
+
+Knows how PEFT turns rank and alpha into a scale, and matches patterns; knows nothing of where modules come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.experts.adapter_config import scale
+
+__all__ = ["Shape", "adapter_config", "most_common", "written_scale"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An output module's rank, alpha and scale."""
+
+    rank: int
+    alpha: float
+    scale: float
+
+
+def written_scale(rank: int, rslora: bool, wanted: float) -> tuple[float, float]:
+    """The alpha that gives a module of this rank the scale `wanted`, and the scale that PEFT computes from it."""
+    alpha = wanted * (math.sqrt(rank) if rslora else rank)
+    # PEFT's own configs hold whole numbers: keep one where alpha is one up to the rounding of its computation.
+    alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
+    return alpha, scale(rank, alpha, rslora)
+
+
+def adapter_config(
+    shapes: Mapping[str, Shape],
+    rank: int,
+    alpha: float,
+    *,
+    rslora: bool,
+    base_model: str | None,
+    revision: str | None,
+    task_type: str | None,
+    fan_in_fan_out: bool,
+    tied: bool,
+    saved: Iterable[str] = (),
+) -> dict[str, Any]:
+    """PEFT's adapter_config.json for LoRA modules of these shapes, by full name.
+
+    Args:
+        shapes: each module's rank and alpha.
+        rank, alpha: the global values; modules that differ stand in the patterns.
+        saved: modules trained in full. The other arguments: see `AdapterConfig`.
+    """
+    # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
+    names = sorted(shapes, key=lambda name: (-name.count("."), name))
+    return {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base_model,
+        "revision": revision,
+        "r": rank,
+        "lora_alpha": _whole(alpha),
+        "use_rslora": rslora,
+        "rank_pattern": {name: shapes[name].rank for name in names if shapes[name].rank != rank},
+        "alpha_pattern": {name: _whole(shapes[name].alpha) for name in names if shapes[name].alpha != alpha},
+        "target_modules": sorted(shapes),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": fan_in_fan_out,
+        "ensure_weight_tying": tied,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "layers_to_transform": None,
+        "modules_to_save": sorted(saved) or None,
+    }
+
+
+def _whole(alpha: float) -> float:
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def most_common(values: Iterable[Any], *, default: Any) -> Any:
+    """The most frequent value, the smallest of several such; `default` where there is none."""
+    counted = Counter(values)
+    return min(counted, key=lambda value: (-counted[value], value)) if counted else default

@@ -1,0 +1,37 @@
+"""Short names of compositions, as requests and grids have them: `math+swahili@bottom=4,top=1`.
+
+Knows the settings that such a name can hold; what they mean, and which go together, `compositions` says.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.files.yamlfiles import validate
+from adapterswap.planning.compositions import ZONES, Composition
+
+__all__ = ["parse_composition"]
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_SHORT_KEYS = (*ZONES, "task_weight", "language_weight", "weights", "scale", "density", "seed", "method", "partition")
+
+
+def parse_composition(name: str) -> Composition:
+    """The composition with the short name `name`: `math+swahili` or `math+swahili@bottom=4,top=1`.
+
+    Raises:
+        AdapterswapError: the name is not of that form, or a value is not allowed.
+    """
+    match = re.fullmatch(rf"({_NAME})\+({_NAME})(?:@([\w=.,+-]+))?", name)
+    form = f"Write TASK+LANGUAGE, or TASK+LANGUAGE@key=value,… with the keys {', '.join(_SHORT_KEYS)}"
+    if match is None:
+        raise AdapterswapError(f"{name!r} is not the short name of a composition", form)
+    content: dict[str, Any] = {"task": match[1], "language": match[2]}
+    for item in filter(None, (match[3] or "").split(",")):
+        key, _, value = item.partition("=")
+        if key not in _SHORT_KEYS or not value or key in content:
+            raise AdapterswapError(f"{name!r}: {item!r} is not one setting among those allowed, given once", form)
+        content[key] = value
+    return validate(content, Composition, where=name)
