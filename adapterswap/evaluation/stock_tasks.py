@@ -38,7 +38,7 @@ def check_known(names: Sequence[str], include_path: str | Path | None, *, others
     for name in names:
         if not manager.match_tasks([name]):
             near = difflib.get_close_matches(name, known)
-            mend = f"Did you mean {' or '.join(near)}" if near else "`lm_eval ls tasks` lists the harness's tasks"
+            mend = f"Did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists the harness's tasks"
             problems.add(f"no task is named {name!r}", mend)
     problems.raise_if_any()
 

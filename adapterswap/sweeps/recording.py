@@ -35,6 +35,7 @@ from adapterswap.sweeps.values import CellResult, Findings, RungResult
 __all__ = ["Recording", "check_out_path", "recording"]
 
 _LOCK, _TMP = "sweep.lock", ".tmp"
+_BEFORE = {_LOCK, SWEEP + _TMP}  # what a sweep may leave that is killed before it is known as one
 
 
 def check_out_path(
@@ -47,7 +48,7 @@ def check_out_path(
             it overlaps an input, or holds the current folder.
     """
     check_target(folder, overwrite=True, inputs=inputs)
-    if not exists(folder) or not [path for path in folder.iterdir() if path.name != _LOCK]:
+    if not exists(folder) or {path.name for path in folder.iterdir()} <= _BEFORE:
         return Findings()
     if not exists(folder / SWEEP):
         raise AdapterswapError(f"{folder} exists, and holds something else than a sweep", "Give another path")

@@ -114,7 +114,7 @@ def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callab
     told = json.loads(done.stdout)
     assert told == json.loads(alone.stdout) | {"out_path": str(folder / "together")}
     assert done.stderr.count("written to") == 1
-    assert done.stderr.count("Loading weights: 100%") == 1
+    assert "Loading weights" not in done.stderr  # it is no terminal
     assert files(folder / "together") == files(folder / "alone")
 
 

@@ -143,6 +143,14 @@ def test_two_sweeps_do_not_share_a_folder(run: Path, recipe: Recipe, tmp_path: P
     assert not (run / "sweep.lock").exists()
 
 
+def test_a_sweep_that_was_killed_before_it_was_known_as_one(run: Path, recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "sweep.lock").touch()
+    (tmp_path / "early" / "sweep.json.tmp").write_text('{"format": 1, "recipe"')
+    sweep(recipe(), tmp_path / "early", device="cpu")
+    assert plain(tmp_path / "early") == plain(run)
+
+
 def test_a_sweep_that_ends_before_it_began_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), recording(tmp_path / "deep" / "run", {}):
         raise KeyboardInterrupt
