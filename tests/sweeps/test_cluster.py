@@ -28,15 +28,16 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not inst
 FAMILIES = [{"bottom": [1, 2], "top": [0, 1]}, {"method": "ties", "density": 0.5, "max_rank": 4}]
 
 
-def processes() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+def processes() -> set[psutil.Process]:
+    return {*psutil.Process().children(recursive=True)}
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     before = processes()
     yield
-    assert processes() <= before
+    _, left = psutil.wait_procs(processes() - before, timeout=20)  # some end a moment later
+    assert left == []
 
 
 def workers(doing: str = "") -> list[int]:
