@@ -29,7 +29,13 @@ FAMILIES = [{"bottom": [1, 2], "top": [0, 1]}, {"method": "ties", "density": 0.5
 
 
 def processes() -> set[psutil.Process]:
-    return {*psutil.Process().children(recursive=True)}
+    """Those that Ray started: a browser of other tests may start some of its own meanwhile."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any("/ray/" in part or part.startswith("ray::") for part in child.cmdline()):
+                found.add(child)
+    return found
 
 
 @pytest.fixture(autouse=True)
