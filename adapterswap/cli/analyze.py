@@ -158,20 +158,19 @@ def _write(
     out_path: Path, content: dict[str, Any], tables: list[FractionTable], changes: list[Changes],
     pairs: list[Interference], *, overwrite: bool, inputs: list[Path],
 ) -> None:  # fmt: skip
-    import json
     from importlib.util import find_spec
 
     from adapterswap.analysis.changes import write_fractions
     from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_norms
     from adapterswap.errors import AdapterswapError
     from adapterswap.files.folders import atomic_folder
+    from adapterswap.files.smallfiles import write_json
 
     if find_spec("matplotlib") is None:
         raise AdapterswapError("pictures need matplotlib, which is not installed", "pip install 'adapterswap[plots]'")
     with atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
         write_fractions(tables, folder / "changes.csv")
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        (folder / "analysis.json").write_text(text + "\n", encoding="utf-8")
+        write_json(folder / "analysis.json", content)
         draw_fractions(tables, folder / "changes.png")
         if changes:
             relative = all(change.base_norm for each in changes for change in each.modules)

@@ -16,6 +16,7 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.files.folders import atomic_folder
+from adapterswap.files.smallfiles import write_json
 
 __all__ = ["EvaluationResult", "Sample", "Score", "TaskResult", "write_result"]
 
@@ -159,8 +160,7 @@ def write_result(
         "first_prompts": {sample.task: sample.prompt for sample in result.samples if sample.doc_id == 0},
     }
     with atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
-        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+        write_json(folder / "results.json", content)
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for sample in result.samples:
                 file.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False, default=str) + "\n")

@@ -126,8 +126,9 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     from adapterswap.live.copies import check_copies, folder_without_copies
 
     file = read_header(adapter.folder / WEIGHTS)
-    _check_regexes(adapter, [name for name, _ in model.named_modules()])
-    check_copies(file, f"the adapter {adapter}", dict(model.named_modules()))
+    modules = dict(model.named_modules())
+    _check_regexes(adapter, list(modules))
+    check_copies(file, f"the adapter {adapter}", modules)
     try:
         with quiet_peft(), folder_without_copies(file) as folder:
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, and told as an error

@@ -174,7 +174,9 @@ class Findings:
         """What an assignment gave, or what a finished cell's result says of it; None if it is not known."""
         cell, rung = assignment.cell.cell, assignment.rung
         finished = self.results.get(cell)
-        if assignment.documents is None or rung is None or finished is None or (cell, rung) in self.rungs:
-            return finished if rung is None else self.rungs.get((cell, rung))
+        if assignment.documents is None or rung is None:
+            return finished
+        if finished is None or (cell, rung) in self.rungs:
+            return self.rungs.get((cell, rung))
         parts = {task: finished.results[task].only(asked) for task, asked in assignment.documents.items()}
         return RungResult(cell, rung, parts, {})
