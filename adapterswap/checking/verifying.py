@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from adapterswap.arithmetic.outputs import Form
-from adapterswap.arithmetic.tensors import open_files, read_bytes
+from adapterswap.arithmetic.tensors import open_files, read_bytes, row_ranges
 from adapterswap.checking.extracted import is_extraction, verify_extracted
 from adapterswap.checking.record import SourceRecord
 from adapterswap.checking.result import Verification
@@ -211,12 +211,11 @@ def _differing(one: Sequence[TensorFile], other: Sequence[TensorFile]) -> tuple[
             (left, left_file), (right, right_file) = ours[name], theirs[name]
             if (left.dtype, left.shape) != (right.dtype, right.shape):
                 return False
-            cuts = ((start, min(start + _BLOCK, left.nbytes)) for start in range(0, left.nbytes, _BLOCK))
             return all(
                 np.array_equal(
                     read_bytes(opened[left_file.path], left, *cut), read_bytes(opened[right_file.path], right, *cut)
                 )
-                for cut in cuts
+                for cut in row_ranges(left.nbytes, _BLOCK)
             )
 
         return tuple(name for name in names if not alike(name))
