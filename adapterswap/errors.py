@@ -3,6 +3,11 @@
 Every message names the offending value, the rule that it breaks, and the mend. Mistakes that can be found together are
 reported together. Messages quote files that come from strangers, so nothing in them can steer a terminal. This module
 knows nothing of adapters, files or the command line.
+
+A message that refers to a parameter names it as Python users type it, in backticks: "Pass `overwrite=True`", "Pass
+`num_layers`", "Pass `max_rank=64`". The command line prints the flag of the same name instead (`--overwrite`,
+`--num-layers`, `--max-rank 64`) where the command has one: see `adapterswap.cli.flags`. So no message of the library
+names a flag.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_an_output_that_exists(experts: tuple[Path, Path], run: Callable[..., Re
         for options in ([], ["--dry-run"]):
             result = run(*arguments(experts, tmp_path / "out", *options))
             assert result.exit_code == 1
-            told = f"Error: {tmp_path / 'out'} exists, and is not replaced unasked. Give another path, or --overwrite."
+            told = f"Error: {tmp_path / 'out'} already exists. Choose another path or pass --overwrite."
             assert result.stderr == f"{told}\n"
             assert snapshot(tmp_path) == before
         (tmp_path / "out").unlink() if not (tmp_path / "out").is_dir() else (tmp_path / "out").rmdir()

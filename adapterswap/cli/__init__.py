@@ -15,6 +15,7 @@ import sys
 import click
 
 from adapterswap import __version__
+from adapterswap.cli.flags import with_flags
 from adapterswap.errors import AdapterswapError, Problem
 from adapterswap.processes import is_first
 
@@ -78,8 +79,9 @@ class _Commands(click.Group):
                 raise
             where = f" ({error.filename})" if error.filename else ""
             problems = (Problem(f"{error.strerror or error}{where}", "Check the path and the disk"),)
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
         for problem in problems:
-            click.echo(f"Error: {problem}", err=True)
+            click.echo(f"Error: {with_flags(str(problem), command) if command else problem}", err=True)
         sys.exit(1)
 
 

@@ -139,7 +139,7 @@ def _check_file(target: Path, *, overwrite: bool) -> None:
     if target.is_dir():
         raise AdapterswapError(f"{target} is a folder, and a recipe is a file", "Give a path that ends in .yaml")
     if target.exists() and not overwrite:
-        raise AdapterswapError(f"{target} exists, and is not replaced unasked", "Give another path, or --overwrite")
+        raise AdapterswapError(f"{target} already exists", "Choose another path or pass `overwrite=True`")
     if not target.parent.is_dir():
         raise AdapterswapError(
             f"{target} cannot be written: there is no folder {target.parent}", "Make it, or give another path"

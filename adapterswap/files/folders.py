@@ -61,7 +61,7 @@ def check_target(target: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) 
     with _told(target):
         place = Path(os.path.realpath(target))
         if (target.is_symlink() or place.exists()) and not overwrite:
-            raise AdapterswapError(f"{target} exists, and is not replaced unasked", "Give another path, or --overwrite")
+            raise AdapterswapError(f"{target} already exists", "Choose another path or pass `overwrite=True`")
         if place.exists() and not place.is_dir():
             raise AdapterswapError(f"{target} is a file, and the output is a folder", "Give another path")
         if any(

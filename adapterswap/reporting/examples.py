@@ -107,7 +107,7 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
         except (KeyError, TypeError, AttributeError) as error:
             raise AdapterswapError(
                 f"samples or prompts of {task.name} in {folder} are damaged: {error!r}",
-                "Run the sweep again, --overwrite",
+                "Run the sweep again with `overwrite=True`",
             ) from None
     return Disagreements(
         task.name, task.language, unit, shown[0].label, shown[1].label, len(better), len(worse), tuple(examples)

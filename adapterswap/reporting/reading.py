@@ -107,7 +107,7 @@ def _damage_told(folder: Path, content: Mapping[str, Any], answers: bytes) -> So
         rows = [json.loads(line) for line in answers.splitlines()]
         return lab_source(folder, content, rows, name=folder.resolve().name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AdapterswapError(f"{folder} is damaged: {error!r}", "Run the lab again, --overwrite") from None
+        raise AdapterswapError(f"{folder} is damaged: {error!r}", "Run the lab again with `overwrite=True`") from None
 
 
 def lab_source(folder: Path, content: Mapping[str, Any], answers: Iterable[Mapping[str, Any]], *, name: str) -> Source:

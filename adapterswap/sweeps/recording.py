@@ -64,7 +64,7 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
 
     The recipe may be worded differently, as long as it means the same.
     """
-    mend = f"Run it as {folder} was begun, give another path, or --overwrite"
+    mend = "Repeat the first sweep's settings, choose another path, or pass `overwrite=True`"
     problems = Problems()
     for key, value in described.items():
         other = value if key == "recipe" else stored.get(key)
@@ -158,7 +158,7 @@ class Recording:
         elif read_prompts(self._folder, task) != dict(prompts):
             raise AdapterswapError(
                 f"{task} asks other prompts than those that {self._folder} was begun with",
-                "Put the task's files back as they were, give another path, or --overwrite",
+                "Restore the task's files, choose another path, or pass `overwrite=True`",
             )
         self._checked.add(task)
 

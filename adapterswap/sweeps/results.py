@@ -93,7 +93,9 @@ def read_run(folder: str | Path) -> Run:
         tasks = {name: TaskInfo.from_json(name, content) for name, content in described["tasks"].items()}
         cells = tuple(Cell.from_json(content) for content in described["cells"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise AdapterswapError(f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again, --overwrite") from None
+        raise AdapterswapError(
+            f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
+        ) from None
     results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
     return Run(folder, described, tasks, cells, tuple(results), tuple(rungs))
 
@@ -139,4 +141,4 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             return [json.loads(line) for line in file]
         except ValueError as error:
-            raise AdapterswapError(f"{path} is damaged: {error}", "Run the sweep again, --overwrite") from None
+            raise AdapterswapError(f"{path} is damaged: {error}", "Run the sweep again with `overwrite=True`") from None

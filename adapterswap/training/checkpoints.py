@@ -39,8 +39,8 @@ class Checkpoints:
         """
         if self._complete() and not (resume or overwrite):
             raise AdapterswapError(
-                f"{self.folder} holds checkpoints of a run before",
-                "Go on with --resume, or start anew with --overwrite",
+                f"{self.folder} holds checkpoints of an unfinished run",
+                "Pass `resume=True` to continue it, or `overwrite=True` to start again",
             )
 
     def prepare(self, recipe: dict[str, Any], rows_sha256: str, *, resume: bool, processes: int = 1) -> Path | None:
@@ -59,7 +59,7 @@ class Checkpoints:
                 changed = sorted(key for key in run if before.get(key) != run[key])
                 raise AdapterswapError(
                     f"{self.folder} holds checkpoints of another run: changed since then: {', '.join(changed)}",
-                    "Undo the change to resume, or start anew with --overwrite and without --resume",
+                    "Undo the change, or pass `overwrite=True` without `resume` to start again",
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps(run, indent=2, sort_keys=True) + "\n", encoding="utf-8")

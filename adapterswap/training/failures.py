@@ -44,5 +44,5 @@ def told(what: str, where: Path) -> Iterator[None]:
 def _unwritten(what: str, where: Path, reason: str) -> AdapterswapError:
     return AdapterswapError(
         f"{what} cannot be written to {where}: {reason}",
-        "Free some space, or choose another --out-path; earlier checkpoints are kept for --resume",
+        "Free some space, or choose another `out_path`; earlier checkpoints are kept for `resume=True`",
     )

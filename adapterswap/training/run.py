@@ -121,8 +121,8 @@ def train(
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         if stopping.stopped is not None:
             raise AdapterswapError(
-                f"training was told to end (SIGTERM), and did after step {stopping.stopped} of {steps}",
-                "Go on with --resume",
+                f"training was stopped by SIGTERM after step {stopping.stopped} of {steps}",
+                "Pass `resume=True` to continue",
             )
         seconds = time.monotonic() - began - (judge.seconds if judge else 0)
         if data.validation and not judge:  # the judge has had it measured
@@ -184,7 +184,7 @@ def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
 def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
     chosen = out_path if out_path is not None else recipe.out_path
     if chosen is None:
-        raise AdapterswapError("there is no output folder", "Give --out-path, or `out_path:` in the recipe")
+        raise AdapterswapError("there is no output folder", "Pass `out_path`, or set `out_path:` in the recipe")
     return Path(chosen)
 
 

@@ -183,7 +183,7 @@ def test_mistakes(
     assert "the device 'qpu' cannot be used" in error(evaluate_("--device", "qpu"))
     assert "does not exist" in error(evaluate_("-t", math, "-l", tmp_path / "absent"))
     (tmp_path / "taken").mkdir()
-    assert "exists, and is not replaced unasked" in error(evaluate_("-o", tmp_path / "taken"))
+    assert "already exists" in error(evaluate_("-o", tmp_path / "taken"))
     assert "overlaps the input" in error(evaluate_("--adapter", math, "-o", math / "scores"))
     assert "the path" in error(run("evaluate", "--base-model", tmp_path / "absent", "--tasks", "mgsm_direct_sw"))
     for usage in (("--adapter", math, "-t", math, "-l", math), ("-t", math), ("--bottom", 3), ("--bottom", 0)):

@@ -73,7 +73,7 @@ def test_sigterm_ends_a_run_after_its_step(
     recipe = recipe_of("turns", tmp_path, make_recipe)
     unbroken = train(recipe, out_path=tmp_path / "unbroken")
     handler = signal.getsignal(signal.SIGTERM)
-    told = r"told to end \(SIGTERM\), and did after step 5 of 11. Go on with --resume"
+    told = r"stopped by SIGTERM after step 5 of 11. Pass `resume=True`"
     ask = cut_short(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with ask, pytest.raises(AdapterswapError, match=told):
         train(recipe, out_path=tmp_path / "broken")

@@ -216,7 +216,7 @@ def test_a_run_that_is_told_to_end_is_judged_when_it_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(judging, "evaluate", interrupted)
-        with pytest.raises(AdapterswapError, match="told to end"):
+        with pytest.raises(AdapterswapError, match="stopped by SIGTERM"):
             train(recipe, out_path=tmp_path / "expert", progress=False)
     rows = json.loads((tmp_path / "expert.checkpoints" / "selection.json").read_text())
     assert [row["step"] for row in rows] == [1]  # step 2 was saved, and there was no time to judge it

@@ -152,7 +152,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, make_recipe: MakeRecip
     process.wait()
     assert not (tmp_path / "broken").exists()
 
-    with pytest.raises(AdapterswapError, match=r"broken.checkpoints holds checkpoints.*--resume"):
+    with pytest.raises(AdapterswapError, match=r"broken.checkpoints holds checkpoints.*`resume=True`"):
         train(recipe, out_path=tmp_path / "broken")
     changed = make_recipe(rows=echo_rows(256), training=options, adapter={"dropout": 0.2})
     with pytest.raises(AdapterswapError, match="another run: changed since then: adapter"):

@@ -1,0 +1,40 @@
+"""The library's parameters as the flags of a command: `overwrite=True` → --overwrite.
+
+Errors name parameters as Python users type them, in backticks (see `adapterswap.errors`). Knows click's commands; knows
+nothing of what goes wrong.
+"""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+__all__ = ["with_flags"]
+
+_PARAMETER = re.compile(r"`(?P<name>[a-z]\w*)(=(?P<value>[^`]*))?`")
+
+
+def with_flags(text: str, command: click.Command) -> str:
+    """`text` with each parameter that `command` has as an option replaced by its flag.
+
+    `overwrite=True` becomes --overwrite, `num_layers` --num-layers and `max_rank=64` --max-rank 64. All other text in
+    backticks stays as it is.
+    """
+    options = _options(command)
+
+    def flag(match: re.Match[str]) -> str:
+        option = options.get(match["name"])
+        if option is None:
+            return match[0]
+        name = max(option.opts, key=len)
+        return name if option.is_flag or match["value"] is None else f"{name} {match['value']}"
+
+    return _PARAMETER.sub(flag, text)
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    """Parameter → option; for a group, those of all its commands."""
+    if isinstance(command, click.Group):
+        return {name: option for one in command.commands.values() for name, option in _options(one).items()}
+    return {option.name: option for option in command.params if isinstance(option, click.Option) and option.name}
