@@ -19,7 +19,16 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a module that uses tests/tolerances.py compare calculated numbers: `make numerics` runs them."""
+    for item in items:
+        names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
+        if any(getattr(value, "__module__", None) == "tolerances" for value in names):
+            item.add_marker(pytest.mark.numerical)
+
 
 LAYERS = 6
 LLAMA_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import LAYERS, load_base, logits, merged_weights
 from peft import PeftModel
+from tolerances import close
 
 import adapterswap
 from adapterswap.live import LiveComposer, load_experts
@@ -74,10 +75,10 @@ def test_swap_equals_swapped_full_weights(
     plan = adapterswap.layer_swap(*folders, **zones)
     composed = adapterswap.write_adapter(plan, tmp_path / "out")
     model = PeftModel.from_pretrained(load_base(base(architecture)), composed)
-    torch.testing.assert_close(logits(model), logits(reference), rtol=0, atol=1e-5)
+    close(logits(model), logits(reference), depth=LAYERS)
     live = load_experts(load_base(base(architecture)), plan)
     with LiveComposer(live).use(plan):
-        torch.testing.assert_close(logits(live), logits(reference), rtol=0, atol=1e-5)
+        close(logits(live), logits(reference), depth=LAYERS)
 
 
 def test_patterns_and_partial_experts(base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_patterns_and_partial_experts(base: Callable[[str], Path], expert: Calla
     reference.load_state_dict(algorithm_1(*full, **zones))
     plan = adapterswap.layer_swap(task, language, **zones)
     model = PeftModel.from_pretrained(load_base(base("llama")), adapterswap.write_adapter(plan, tmp_path / "out"))
-    torch.testing.assert_close(logits(model), logits(reference), rtol=0, atol=1e-5)
+    close(logits(model), logits(reference), depth=LAYERS)
 
 
 @pytest.mark.parametrize("scale", [0.4, 1.0, -0.5])
@@ -106,7 +107,7 @@ def test_task_arithmetic_is_the_scaled_sum(
     reference.load_state_dict({n: w + scale * ((full[0][n] - w) + (full[1][n] - w)) for n, w in original.items()})
     plan = adapterswap.task_arithmetic(*folders, scale=scale, allow_negative=scale < 0)
     model = PeftModel.from_pretrained(load_base(base("llama")), adapterswap.write_adapter(plan, tmp_path / "out"))
-    torch.testing.assert_close(logits(model), logits(reference), rtol=0, atol=1e-5)
+    close(logits(model), logits(reference), depth=LAYERS)
 
 
 def test_reset_gives_layers_back_to_the_base(base: Callable[[str], Path], math: Path, tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_reset_gives_layers_back_to_the_base(base: Callable[[str], Path], math: 
     reference.load_state_dict({name: original[name] if outer.search(name) else full[name] for name in full})
     plan = adapterswap.layer_swap(math, "base", bottom=2, top=1)
     model = PeftModel.from_pretrained(load_base(base("llama")), adapterswap.write_adapter(plan, tmp_path / "out"))
-    torch.testing.assert_close(logits(model), logits(reference), rtol=0, atol=1e-5)
+    close(logits(model), logits(reference), depth=LAYERS)
 
 
 @pytest.mark.parametrize("partition", ["A", "B", "C", "Z"])
@@ -143,7 +144,7 @@ def test_partitions_of_the_second_paper(
     composition = adapterswap.Composition(task="math", language="swahili", partition=partition)
     plan = adapterswap.compose(composition, {"math": math, "swahili": swahili})
     model = PeftModel.from_pretrained(load_base(base("llama")), adapterswap.write_adapter(plan, tmp_path / "out"))
-    torch.testing.assert_close(logits(model), logits(reference), rtol=0, atol=1e-5)
+    close(logits(model), logits(reference), depth=LAYERS)
 
 
 def test_embedding_and_head_are_averaged(
@@ -156,4 +157,4 @@ def test_embedding_and_head_are_averaged(
     reference.load_state_dict(algorithm_1(*full, bottom=2, top=1))
     plan = adapterswap.layer_swap(*folders, bottom=2, top=1)
     model = PeftModel.from_pretrained(load_base(base("llama")), adapterswap.write_adapter(plan, tmp_path / "out"))
-    torch.testing.assert_close(logits(model), logits(reference), rtol=0, atol=1e-5)
+    close(logits(model), logits(reference), depth=LAYERS)

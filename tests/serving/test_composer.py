@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tolerances import close
 from transformers import AutoModelForCausalLM
 
 from adapterswap import AdapterswapError, open_adapter, open_checkpoint
@@ -20,7 +21,7 @@ from adapterswap.arithmetic.copies import is_one_weight
 from adapterswap.serving import Cache, Manifest, NamedComposer, UnknownNameError, copies, read_manifest
 
 from .cases import COMPOSITIONS, PROMPTS
-from .conftest import Reference, load, make_expert
+from .conftest import LAYERS, Reference, load, make_expert
 
 Compose = Callable[..., NamedComposer]
 
@@ -51,7 +52,7 @@ def test_peft_answers_with_the_folders_as_full_weights_do(
         _, (expected,) = reference.answer(zones, PROMPTS[0], 1)
         with torch.no_grad():
             found = torch.log_softmax(model(torch.tensor([PROMPTS[0]])).logits[0, -1], -1)
-        torch.testing.assert_close(found, torch.tensor(list(expected.values())), atol=1e-5, rtol=1e-5)
+        close(found, torch.tensor(list(expected.values())), depth=LAYERS)
 
 
 def test_every_folder_is_in_the_layout_that_all_engines_read(composer: Compose) -> None:
