@@ -1,0 +1,45 @@
+"""How often each scorer agrees with `answer_labels.json`: the figures in docs/evaluate.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from adapterswap.evaluation.mgsm import LANGUAGES
+
+from .answer_forms import FORMS
+from .answer_labels import READERS, Labelled, count, read_labels
+from .answer_table import TABLE
+from .answer_witness import WITNESS
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Labelled]:
+    return read_labels()
+
+
+def test_every_language_has_its_rows_once(rows: list[Labelled]) -> None:
+    assert len(rows) == len({(row.language, row.output) for row in rows}) == 405
+    assert {row.language for row in rows} == set(LANGUAGES)
+
+
+# Languages in the order of LANGUAGES: bn de en es fr ja ru sw te th zh.
+@pytest.mark.parametrize(
+    ("reader", "wrong", "unread"),
+    [
+        ("strict-match", [0, 1, 23, 3, 4, 1, 0, 8, 19, 6, 0], [38, 10, 65, 10, 9, 29, 12, 30, 16, 9, 12]),
+        ("flexible-extract", [0, 9, 61, 8, 9, 24, 8, 29, 27, 8, 11], [36, 0, 7, 0, 1, 2, 0, 2, 1, 1, 0]),
+        ("normalized", [19, 7, 60, 7, 8, 23, 4, 26, 18, 6, 9], [2, 1, 3, 0, 0, 1, 0, 1, 1, 0, 0]),
+    ],
+)
+def test_how_many_answers_each_scorer_takes_wrongly(
+    rows: list[Labelled], reader: str, wrong: list[int], unread: list[int]
+) -> None:
+    counts = count(READERS[reader](), rows)
+    assert [counts[code]["wrong"] for code in LANGUAGES] == wrong
+    assert [counts[code]["unread"] for code in LANGUAGES] == unread
+
+
+def test_no_row_stands_in_an_older_collection(rows: list[Labelled]) -> None:
+    older = {(language, output) for language, output, _, _ in TABLE}
+    older |= {(code, row[0]) for table in (FORMS, WITNESS) for code, labelled in table.items() for row in labelled}
+    assert not older & {(row.language, row.output) for row in rows}
