@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import load_base, logits, merged_weights
+from conftest import LAYERS, load_base, logits, merged_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_equivalence import algorithm_1
+from tolerances import close
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition
@@ -46,7 +47,7 @@ def test_a_name_computes_the_swapped_full_weights(
     reference.load_state_dict(algorithm_1(*full, **NAMES[name]))
     composing = composer(architecture)
     with composing.use(name):
-        torch.testing.assert_close(logits(composing.model), logits(reference), rtol=0, atol=1e-5)
+        close(logits(composing.model), logits(reference), depth=LAYERS)
 
 
 @pytest.mark.parametrize("modules", [["embed_tokens", "lm_head", "q_proj"], ["q_proj", "v_proj"]])
@@ -57,7 +58,7 @@ def test_embeddings_and_partial_experts(modules: list[str], composer: Composers,
     reference.load_state_dict(algorithm_1(*full, bottom=2, top=1))
     composing = composer(target_modules=modules)
     with composing.use("math+swahili@bottom=2,top=1"):
-        torch.testing.assert_close(logits(composing.model), logits(reference), rtol=0, atol=1e-5)
+        close(logits(composing.model), logits(reference), depth=LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_a_name_computes_what_the_written_adapter_computes(
         model.load_adapter(folders()[expert], adapter_name=expert)
     for composing in (LiveComposer(model), composer()):
         with composing.use(name):
-            torch.testing.assert_close(logits(composing.model), logits(written), rtol=0, atol=1e-5)
+            close(logits(composing.model), logits(written), depth=LAYERS)
 
 
 def test_compositions_plans_experts_and_the_base_can_be_used(
@@ -104,7 +105,7 @@ def test_compositions_plans_experts_and_the_base_can_be_used(
             assert composing.plan is None
     alone = PeftModel.from_pretrained(load_base(base("llama")), folders()["telugu"])
     with composing.use("telugu"):
-        torch.testing.assert_close(logits(composing.model), logits(alone), rtol=0, atol=1e-6)
+        close(logits(composing.model), logits(alone), depth=LAYERS)
 
 
 def test_everything_is_put_back(composer: Composers) -> None:
@@ -203,15 +204,15 @@ def test_merging_inside_a_composition(composer: Composers, base: Bases) -> None:
     with composing.use("math+swahili@bottom=2,bottom_transition=1"):
         output = logits(composing.model)
         composing.model.merge_adapter()
-        torch.testing.assert_close(logits(composing.model), output, rtol=0, atol=1e-5)
+        close(logits(composing.model), output, depth=LAYERS)
         with pytest.raises(AdapterswapError, match=r"merged.*unmerge_adapter"):
             composing.set("telugu")
         with pytest.raises(AdapterswapError, match="merged"), composing.use_rows(["telugu", "math"]):
             pass
-        torch.testing.assert_close(logits(composing.model), output, rtol=0, atol=1e-5)
+        close(logits(composing.model), output, depth=LAYERS)
     assert state_of(composing.model) == before
     with composing.use("base"):
-        torch.testing.assert_close(logits(composing.model), logits(load_base(base("llama"))), rtol=0, atol=1e-5)
+        close(logits(composing.model), logits(load_base(base("llama"))), depth=LAYERS)
 
 
 def test_merge_and_unload_keeps_the_merged_weights(composer: Composers) -> None:
@@ -221,7 +222,7 @@ def test_merge_and_unload_keeps_the_merged_weights(composer: Composers) -> None:
         merged = composing.model.merge_and_unload()
         weights = tensors_of(merged)
     assert_same_tensors(tensors_of(merged), weights)
-    torch.testing.assert_close(logits(merged), output, rtol=0, atol=1e-5)
+    close(logits(merged), output, depth=LAYERS)
     with pytest.raises(AdapterswapError, match="unloaded or merged"):
         composing.set("math")
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import logits
+from conftest import LAYERS, logits
 from peft import LoraConfig, get_peft_model
+from tolerances import close
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from adapterswap.live import LiveComposer
@@ -55,9 +56,10 @@ def test_quantised_bases(bits: dict[str, Any], folders: dict[str, Path]) -> None
     for row, name in enumerate(NAMES):
         with composing.use(name), torch.no_grad():
             alone = composing.model(tokens).logits[row]
+        # Not float32's rounding: in 8 bits an activation may come to lie one of its 127 steps further.
         torch.testing.assert_close(together[row], alone, rtol=0, atol=2e-3)
     with composing.use("base"):
-        torch.testing.assert_close(logits(composing.model), original, rtol=0, atol=1e-5)
+        close(logits(composing.model), original, depth=LAYERS)
     with composing.use("math"):
         assert not torch.allclose(logits(composing.model), original, atol=1e-3)
     assert state_of(composing.model) == before
