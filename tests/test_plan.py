@@ -97,7 +97,8 @@ def test_experts_of_two_bases_are_refused(math: Path, swahili: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"), [({"fan_in_fan_out": True}, "fan_in_fan_out"), ({"task_type": "SEQ_CLS"}, "task_type")]
+    ("changes", "told"),
+    [({"ensure_weight_tying": True}, "ensure_weight_tying"), ({"task_type": "SEQ_CLS"}, "task_type")],
 )
 def test_experts_that_do_not_fit_are_refused(
     changes: dict[str, Any], told: str, math: Path, swahili: Path, tmp_path: Path

@@ -18,7 +18,7 @@ from adapterswap.arithmetic.tensors import open_files, read_factors, read_number
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
-from adapterswap.extracting.anatomy import transposed_keys
+from adapterswap.experts.orientation import Orientation
 from adapterswap.files.tensorfile import FLOATS
 
 __all__ = ["Delta", "Matrix", "blocks", "delta_reader", "matrices", "norm"]
@@ -100,8 +100,7 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
     """A function that reads the ΔW of a matrix, out×in in float32, from files that stay open in the block.
 
     Raises:
-        AdapterswapError: a file changed or cannot be read; a tensor holds NaN or infinity; transformers does not know
-            the model of a full checkpoint, so that rows and columns cannot be told apart.
+        AdapterswapError: a file changed or cannot be read; a tensor holds NaN or infinity; see also `Orientation`.
     """
     with ExitStack() as stack:
         if isinstance(expert, Adapter):
@@ -114,14 +113,14 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
         else:
             assert base is not None
             files = stack.enter_context(open_files([*expert.shards, *base.shards]))
-            turned = transposed_keys(expert)
+            orientation = Orientation(expert)
 
             def read(matrix: Matrix) -> Delta:
                 assert isinstance(matrix.source, Parameter)
                 own = base.parameters[matrix.source.name]
                 delta = read_numbers(expert.name, files[matrix.source.path], matrix.source.tensor)
                 delta -= read_numbers(base.name, files[own.path], own.tensor)
-                return delta.T if matrix.source.name in turned else delta
+                return delta.T if orientation.is_transposed(matrix.source.name) else delta
 
         yield read
 

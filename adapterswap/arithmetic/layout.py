@@ -96,10 +96,22 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         base_model=plan.base_model,
         revision=revisions.pop() if len(revisions) == 1 else None,
         task_type=first.task_type,
-        fan_in_fan_out=first.fan_in_fan_out,
+        fan_in_fan_out=_fan_in_fan_out(plan),
         tied=first.tied,
         saved=[name for name, module in plan.saved.items() if module.terms],
     )
+
+
+def _fan_in_fan_out(plan: Plan) -> bool:
+    """PEFT's one flag for all modules; it corrects it for each module that it adapts, with a warning where it is wrong.
+
+    A saved adapter has the value of the last module that PEFT adapted. If the experts' values differ, their base has
+    Conv1D modules in its layers and a Linear, such as the head, outside them.
+    """
+    flags = {adapter.config.fan_in_fan_out for adapter in plan.experts.values()}
+    if len(flags) == 1:
+        return flags.pop()
+    return any(module.layer is not None and module.terms for module in plan)
 
 
 def _shape(module: ModulePlan[LoraModule], rank: int, is_reduced: bool, rslora: bool, common: float) -> Shape:

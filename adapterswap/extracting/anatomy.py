@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
+from adapterswap.experts.orientation import adaptable_weights, rename_keys
 
-__all__ = ["Anatomy", "Slot", "read_anatomy", "transposed_keys"]
+__all__ = ["Anatomy", "Slot", "read_anatomy"]
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
     Raises:
         AdapterswapError: transformers has no causal language model for it, or cannot build one without remote code.
     """
-    import torch
     from transformers import AutoConfig
-    from transformers.pytorch_utils import Conv1D
 
     from adapterswap.bases import empty_model
 
@@ -92,58 +90,21 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
         name: first.setdefault(id(parameter), name)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D | torch.nn.Embedding)
-    }
-    container = layer_container(modules)
+    weights = adaptable_weights(model)
+    container = layer_container(weights)
     sharing: dict[str, list[str]] = {}
-    for name in modules:
+    for name in weights:
         sharing.setdefault(parameters[f"{name}.weight"], []).append(name)
     slots = {
         f"{name}.weight": Slot(
             name,
             layer_of(name, container),
             kind_of(name),
-            transposed=not isinstance(module, torch.nn.Linear),
-            embedding=isinstance(module, torch.nn.Embedding),
+            transposed=weight.transposed,
+            embedding=weight.embedding,
             heads=tuple(other for other in sharing[f"{name}.weight"] if other != name),
         )
-        for name, module in modules.items()
+        for name, weight in weights.items()
         if f"{name}.weight" in sharing
     }
-    return Anatomy(slots, parameters, _renaming(model))
-
-
-def transposed_keys(checkpoint: Checkpoint) -> frozenset[str]:
-    """The keys of the checkpoint under which a weight is stored in×out, as Conv1D stores it.
-
-    Raises:
-        AdapterswapError: transformers cannot build the model without remote code, so that nobody says.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    from adapterswap.bases import empty_model_as_saved
-
-    model = empty_model_as_saved(checkpoint.source.folder, checkpoint.name)
-    rename = _renaming(model)
-    transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    return frozenset(key for key in checkpoint.parameters if rename(key) in transposed)
-
-
-def _renaming(model: Any) -> Callable[[str], str | None]:
-    """What `from_pretrained` does with a checkpoint's keys."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    known = model.state_dict()
-
-    def rename(key: str) -> str | None:
-        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-        return None if converter else name
-
-    return rename
+    return Anatomy(slots, parameters, rename_keys(model))

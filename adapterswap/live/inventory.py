@@ -219,14 +219,12 @@ class Inventory:
 def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
     """The experts with the same notes of their base where these differ: it is the model that they are loaded in."""
     configs = [adapter.config for adapter in experts.values()]
-    if len({(c.base_model, c.task_type, c.fan_in_fan_out) for c in configs}) <= 1:
+    if len({(c.base_model, c.task_type) for c in configs}) <= 1:
         return experts
     base = next((c.base_model for c in configs if c.base_model), None)
-    task, transposed = configs[0].task_type, configs[0].fan_in_fan_out
+    task = configs[0].task_type
     return {
-        name: replace(
-            adapter, config=replace(adapter.config, base_model=base, task_type=task, fan_in_fan_out=transposed)
-        )
+        name: replace(adapter, config=replace(adapter.config, base_model=base, task_type=task))
         for name, adapter in experts.items()
     }
 

@@ -25,6 +25,7 @@ from adapterswap.arithmetic.tensors import (
 )
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.orientation import Orientation
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.model_plan import ModelPlan
@@ -39,7 +40,7 @@ def resolve_model(plan: ModelPlan) -> tuple[ModelPlan, dict[str, float]]:
     """The plan with its final coefficients, and each expert's mean absolute ΔW where they depend on it.
 
     The mean is over all rows of all ΔW, as for adapters; a full checkpoint's ΔW are its matrices (norms and biases have
-    no rows), with rows as they are stored.
+    no rows). A matrix has one row per output, as adapters count, and an embedding one per token.
 
     Raises:
         AdapterswapError: a tensor that is read holds NaN or infinity.
@@ -79,17 +80,19 @@ def _of_adapter(name: str, adapter: Adapter) -> float:
 def _of_checkpoint(name: str, checkpoint: Checkpoint, plan: ModelPlan) -> float:
     assert plan.base is not None  # a plan whose weights wait for magnitudes has one
     total, rows = 0.0, 0
+    orientation = Orientation(checkpoint)
     with open_files([*checkpoint.shards, *plan.base.shards]) as files:
         for key, parameter in checkpoint.parameters.items():
             tensor, base = parameter.tensor, plan.base.parameters[key]
             if len(tensor.shape) < 2 or not {tensor.dtype, base.tensor.dtype} <= set(FLOATS):
                 continue
             columns, count = tensor.shape[-1], math.prod(tensor.shape[:-1])
+            outputs = columns if orientation.is_transposed(key) else count
             for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
                 ours = _numbers(name, files, parameter.path, tensor, start, stop)
                 theirs = _numbers(BASE, files, base.path, base.tensor, start, stop)
-                total += float(np.abs(ours - theirs).sum(dtype=np.float64)) / columns
-            rows += count
+                total += float(np.abs(ours - theirs).sum(dtype=np.float64)) / (columns * count // outputs)
+            rows += outputs
     return total / rows
 
 

@@ -1,4 +1,4 @@
-"""Which stored tensors of a model an adapter's modules change, and which way round they are stored.
+"""Which stored tensors of a model an adapter's modules change, and whether they are stored out×in or in×out.
 
 PEFT names modules as they are in memory; files may leave out the outermost prefix (GPT-2 on the Hub stores
 `h.0.attn.c_attn.weight`), store a weight in×out (Conv1D, embeddings), or hold one tensor for an embedding and the head
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
+from adapterswap.experts.orientation import Orientation
 from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Located", "TiedHead", "find_tied_head", "locate", "with_head"]
@@ -76,7 +77,12 @@ def with_head(parameters: Mapping[str, Parameter], tied: TiedHead | None) -> dic
 
 
 def locate(
-    expert: str, adapter: Adapter, parameters: Mapping[str, Parameter], where: str, problems: Problems
+    expert: str,
+    adapter: Adapter,
+    parameters: Mapping[str, Parameter],
+    where: str,
+    orientation: Orientation,
+    problems: Problems,
 ) -> dict[str, Located]:
     """What `adapter` has for each stored tensor that it changes, by the tensor's name.
 
@@ -85,6 +91,7 @@ def locate(
         where: the model's, for messages.
         adapter: the adapter.
         parameters: the model's stored tensors.
+        orientation: says which of them are stored in×out.
         problems: collects modules that the model does not have, or has in another shape.
     """
     found: dict[str, Located] = {}
@@ -96,8 +103,8 @@ def locate(
             continue
         shape = parameters[key].tensor.shape
         straight, across = (module.out_features, module.in_features), (module.in_features, module.out_features)
-        transposed = shape == across and (module.embedding or adapter.config.fan_in_fan_out)
-        if not transposed and (shape != straight or module.embedding):
+        transposed = module.embedding or orientation.is_transposed(key)
+        if shape != (across if transposed else straight):
             problems.add(
                 f"{module.name} is {module.shape} in {expert}, and stored as {'×'.join(map(str, shape))} in {where}",
                 _MEND,

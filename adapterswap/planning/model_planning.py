@@ -11,6 +11,7 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter, open_checkpoint
 from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.orientation import Orientation
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.locating import Located, TiedHead, find_tied_head, locate, with_head
@@ -55,7 +56,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> ModelPlan:
         problems.add(f"the plan is for {plan.num_layers} layers, and the base has {found}", "Give the experts' base")
     tied = find_tied_head(base, plan.experts)
     stored = with_head(base.parameters, tied)
-    located = {name: locate(name, adapter, stored, "the base", problems) for name, adapter in plan.experts.items()}
+    located = _locate(plan.experts, stored, "the base", base, problems)
     problems.raise_if_any()
     modules: dict[str, ModulePlan[LoraModule] | ModulePlan[FullModule]] = {**plan.modules, **plan.saved}
     parameters = {}
@@ -124,7 +125,7 @@ def make_model_plan(
     check_rules(rules, num_layers, problems)
     tied = find_tied_head(skeleton, adapters)
     stored = with_head(skeleton.parameters, tied)
-    located = {name: locate(name, adapter, stored, skeleton_name, problems) for name, adapter in adapters.items()}
+    located = _locate(adapters, stored, skeleton_name, skeleton, problems)
     problems.raise_if_any()
     parameters = {}
     for key, parameter in stored.items():
@@ -146,6 +147,22 @@ def make_model_plan(
         )
     problems.raise_if_any()
     return ModelPlan(composition, rules, used, num_layers, base, parameters, untied)
+
+
+def _locate(
+    adapters: Mapping[str, Adapter],
+    stored: Mapping[str, Parameter],
+    where: str,
+    skeleton: Checkpoint,
+    problems: Problems,
+) -> dict[str, dict[str, Located]]:
+    """What each adapter has for the stored tensors of the model called `where`; see `locate`."""
+    orientation = Orientation(skeleton)
+    found = {}
+    for name, adapter in adapters.items():
+        with problems.collect():
+            found[name] = locate(name, adapter, stored, where, orientation, problems)
+    return found
 
 
 def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:

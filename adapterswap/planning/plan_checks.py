@@ -46,11 +46,6 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
                 f"{first_name} adapts the base {one.base_model}, and {name} adapts {other.base_model}",
                 "Compose experts of one base; if both names mean the same weights, declare them with --base-model",
             )
-        if one.fan_in_fan_out != other.fan_in_fan_out:
-            problems.add(
-                f"fan_in_fan_out is {one.fan_in_fan_out} in {first_name}, and {other.fan_in_fan_out} in {name}",
-                "Compose experts that store their base's weights the same way round",
-            )
         if one.tied != other.tied:
             problems.add(
                 f"ensure_weight_tying is {one.tied} in {first_name}, and {other.tied} in {name}",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.orientation import adaptable_weights
 from adapterswap.experts.sources import find_source
 from adapterswap.files.smallfiles import read_json
 from adapterswap.serving.memo import Memo
@@ -48,20 +49,10 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
 
 
 def _build(folder: Path, base_model: str) -> dict[str, str]:
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
     from adapterswap.bases import empty_model_as_saved
 
-    shapes = {}
-    for name, module in empty_model_as_saved(folder, f"the base {base_model}").named_modules():
-        if isinstance(module, torch.nn.Linear):
-            shapes[name] = f"{module.out_features}×{module.in_features}"
-        elif isinstance(module, Conv1D):
-            shapes[name] = f"{module.nf}×{module.nx}"
-        elif isinstance(module, torch.nn.Embedding):
-            shapes[name] = f"{module.embedding_dim}×{module.num_embeddings} (an embedding)"
-    return shapes
+    weights = adaptable_weights(empty_model_as_saved(folder, f"the base {base_model}"))
+    return {name: weight.shape for name, weight in weights.items()}
 
 
 def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str) -> None:

@@ -16,6 +16,7 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.experts.orientation import Orientation
 from adapterswap.files.smallfiles import is_folder
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.locating import find_tied_head, locate, with_head
@@ -53,7 +54,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
 def _compare(adapter: Adapter, base: Checkpoint, name: str) -> None:
     problems = Problems()
     stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
-    located = locate(name, adapter, stored, "the base", problems)
+    located = locate(name, adapter, stored, "the base", Orientation(base), problems)
     with open_files([adapter.file, *base.shards]) as files:
         for key, found in located.items():
             copy, own = copies_in(adapter.file).get(found.module), stored[key]

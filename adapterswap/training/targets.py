@@ -11,6 +11,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
+from adapterswap.experts.orientation import adaptable_weights
 from adapterswap.planning.compositions import Partition
 from adapterswap.planning.partitions import SIDES, Side, partition_sides
 from adapterswap.training.recipe import TrainRecipe
@@ -69,17 +70,9 @@ class _Choice:
     """The modules of one model, among which one recipe chooses."""
 
     def __init__(self, model: Any, recipe: TrainRecipe, config: Any) -> None:
-        import torch
-        from transformers.pytorch_utils import Conv1D
-
         self.model, self.config, self.options = model, config, recipe.adapter
-        self.conv1d = Conv1D
-        self.adaptable = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear | Conv1D | torch.nn.Embedding)
-        }
-        self.matrices = [n for n, module in self.adaptable.items() if not isinstance(module, torch.nn.Embedding)]
+        self.adaptable = adaptable_weights(model)
+        self.matrices = [name for name, weight in self.adaptable.items() if not weight.embedding]
         self.container = layer_container(self.matrices)
         self.simultaneous = recipe.simultaneous
 
@@ -88,8 +81,8 @@ class _Choice:
         ends = sorted(set(options.target_modules)) if options.target_modules else self._projections()
         layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
         self._check(ends, layers)
-        named = {name: module for name, module in self.adaptable.items() if _named(name, ends)}
-        chosen, sides = self._owned({name: module for name, module in named.items() if self._in(layers, name)})
+        named = {name: weight for name, weight in self.adaptable.items() if _named(name, ends)}
+        chosen, sides = self._owned({name: weight for name, weight in named.items() if self._in(layers, name)})
         ends = [end for end in ends if any(_named(name, [end]) for name in chosen)]
         names, layers = self._told_to_peft(chosen, ends)
         saved = [module for name, module in self.model.named_modules() if _named(name, options.modules_to_save)]
@@ -97,10 +90,10 @@ class _Choice:
             names=names,
             ends=ends,
             modules=frozenset(chosen),
-            parameters=sum(options.r * sum(module.weight.shape) for module in chosen.values())
+            parameters=sum(options.r * (weight.in_features + weight.out_features) for weight in chosen.values())
             + sum(parameter.numel() for module in saved for parameter in module.parameters()),
             layers=layers,
-            conv1d=all(isinstance(module, self.conv1d) for module in chosen.values()),
+            conv1d=all(weight.transposed and not weight.embedding for weight in chosen.values()),
             sides=sides,
         )
 
@@ -185,7 +178,7 @@ class _Choice:
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         tied = head is not None and bool(self.config.get_text_config().tie_word_embeddings)
         for name in names:
-            found = {full: module for full, module in self.adaptable.items() if _named(full, [name])}
+            found = {full: self.model.get_submodule(full) for full in self.adaptable if _named(full, [name])}
             where = f"adapter.target_modules: {name!r}"
             if not found:
                 problems.add(f"{where} is the name of no module", f"Names there are: {_ends(self.adaptable)}")

@@ -1,0 +1,125 @@
+"""How a base stores a weight: out×in like `nn.Linear`, or in×out like transformers' Conv1D and `nn.Embedding`.
+
+An adapter's config does not say it: PEFT keeps one `fan_in_fan_out` for all modules, the value of the last one that it
+adapted, so GPT-2 with LoRA on `attn.c_proj` and `lm_head` says false. The class of the base's own module says it. Where
+the checkpoint's headers leave it open, transformers builds the model without memory for its weights; importing it takes
+seconds, so it is not asked for models that have no Conv1D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from adapterswap.experts.checkpoints import Checkpoint
+
+__all__ = ["Orientation", "StoredWeight", "adaptable_weights", "rename_keys"]
+
+# The model types of transformers 5 that are built from Conv1D.
+_CONV1D_TYPES = frozenset({"clvp_decoder", "decision_transformer", "gpt-sw3", "gpt2", "imagegpt", "openai-gpt"})
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The weight of a module that LoRA can adapt.
+
+    Attributes:
+        out_features, in_features: the size of its ΔW.
+        embedding: it belongs to an `nn.Embedding`; its ΔW is width×vocabulary.
+        transposed: it is stored in×out.
+    """
+
+    out_features: int
+    in_features: int
+    embedding: bool
+    transposed: bool
+
+    @property
+    def shape(self) -> str:
+        """In the words of `LoraModule.shape`."""
+        return f"{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
+
+
+def adaptable_weights(model: Any) -> dict[str, StoredWeight]:
+    """Every Linear, Conv1D and Embedding of a transformers model, by module name, in the model's order."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            found[name] = StoredWeight(module.out_features, module.in_features, False, False)
+        elif isinstance(module, Conv1D):
+            found[name] = StoredWeight(module.nf, module.nx, False, True)
+        elif isinstance(module, torch.nn.Embedding):
+            found[name] = StoredWeight(module.embedding_dim, module.num_embeddings, True, True)
+    return found
+
+
+class Orientation:
+    """Which weights of a checkpoint are a Conv1D's, stored in×out.
+
+    A Conv1D always has a bias, as long as its weight has columns; the bias of a Linear is as long as the weight has
+    rows. This answers for all weights that have no bias or are not square, from the headers. For the rest transformers
+    builds the model, unless no other weight of it is a Conv1D's and its type is not known for them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = {name: parameter.tensor.shape for name, parameter in checkpoint.parameters.items()}
+
+    def is_transposed(self, key: str) -> bool:
+        """Whether the weight stored under `key` is a Conv1D's; False for an embedding's, and for other tensors.
+
+        Raises:
+            AdapterswapError: the weight is square, the model has Conv1D modules, and transformers cannot build it
+                without remote code.
+        """
+        shape, bias = self._shapes.get(key, ()), self._shapes.get(f"{key.removesuffix('weight')}bias")
+        if len(shape) != 2 or not key.endswith(".weight") or bias != shape[1:]:
+            return False
+        return shape[0] != shape[1] or key in self._conv1d_keys
+
+    @cached_property
+    def _conv1d_keys(self) -> frozenset[str]:
+        types = set(_model_types(self._checkpoint.config))
+        if types.isdisjoint(_CONV1D_TYPES) and not any(
+            len(shape) == 2 and shape[0] != shape[1] and self.is_transposed(key) for key, shape in self._shapes.items()
+        ):
+            return frozenset()
+        from adapterswap.bases import empty_model_as_saved
+
+        model = empty_model_as_saved(self._checkpoint.source.folder, self._checkpoint.name)
+        rename = rename_keys(model)
+        weights = adaptable_weights(model)
+        conv1d = {f"{name}.weight" for name, weight in weights.items() if weight.transposed and not weight.embedding}
+        return frozenset(key for key in self._shapes if rename(key) in conv1d)
+
+
+def _model_types(config: Mapping[str, Any]) -> Iterator[Any]:
+    yield str(config.get("model_type"))
+    for nested in config.values():
+        if isinstance(nested, Mapping):
+            yield from _model_types(nested)
+
+
+def rename_keys(model: Any) -> Callable[[str], str | None]:
+    """A function from a checkpoint's key to the parameter's name in `model`, as `from_pretrained` renames it.
+
+    It returns None for a key from which transformers makes one parameter together with others (fused experts).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    known = model.state_dict()
+
+    def rename(key: str) -> str | None:
+        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        return None if converter else name
+
+    return rename

@@ -1,0 +1,321 @@
+"""Weights that are stored in×out: the base's own modules decide, not an adapter's `fan_in_fan_out`.
+
+Every width of these models is the same, vocabulary and positions included, so that no shape gives the answer away.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+
+import adapterswap
+from adapterswap.bases import quiet_peft
+from adapterswap.experts.checkpoints import Checkpoint, Parameter, read_shards
+from adapterswap.experts.orientation import Orientation, adaptable_weights
+from adapterswap.experts.sources import Source
+from adapterswap.live import LiveComposer
+from merging.conftest import loaded, weights
+
+WIDTH, LAYERS = 32, 4
+EVERYTHING = ["c_attn", "c_proj", "c_fc", "wte", "lm_head"]
+MIXTURES = [
+    ["c_attn"], ["c_proj"], ["attn.c_proj", "lm_head"], ["c_fc", "lm_head"], ["mlp.c_proj", "wte"], ["lm_head"],
+    EVERYTHING,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`square(tied=…, n_inner=…)` is the folder of a pico GPT-2 with a vocabulary as large as its width."""
+    made: dict[tuple[bool, int], Path] = {}
+
+    def make(*, tied: bool = False, n_inner: int = 4 * WIDTH) -> Path:
+        if (tied, n_inner) not in made:
+            torch.manual_seed(0)
+            config = transformers.GPT2Config(
+                vocab_size=96 if tied else WIDTH, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=WIDTH,
+                n_inner=n_inner, bos_token_id=0, eos_token_id=0, tie_word_embeddings=tied,
+            )  # fmt: skip
+            model = transformers.GPT2LMHeadModel(config)
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(parameter, std=0.1)
+            made[tied, n_inner] = tmp_path_factory.mktemp("square")
+            model.save_pretrained(made[tied, n_inner])
+        return made[tied, n_inner]
+
+    return make
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Callable[..., Path]:
+    """`lora(base, targets, seed=1)` is a random adapter of that base, as PEFT saves it without being told anything."""
+
+    def make(base: Path, targets: list[str], *, seed: int, **options: Any) -> Path:
+        settings = {"r": 3, "lora_alpha": 5, "task_type": "CAUSAL_LM", "target_modules": targets, **options}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*fan_in_fan_out|.*tied|.*tie_word_embeddings|.*weight tying")
+            adapted = get_peft_model(loaded(base), LoraConfig(**settings))
+            generator = torch.Generator().manual_seed(seed)
+            for key, parameter in adapted.named_parameters():
+                if "lora_" in key or "modules_to_save" in key:
+                    parameter.data += torch.randn(parameter.shape, generator=generator) * 0.1
+            adapted.save_pretrained(tmp_path / f"expert-{seed}", save_embedding_layers=False)
+        return tmp_path / f"expert-{seed}"
+
+    return make
+
+
+def by_peft(base: Path, adapter: Path) -> PeftModel:
+    """The adapter in PEFT, not merged. For Conv1D beside Linear it always warns: it has one flag for both."""
+    with quiet_peft(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fan_in_fan_out|.*tied|.*tie_word_embeddings|.*weight tying")
+        return PeftModel.from_pretrained(loaded(base), adapter).eval()
+
+
+def deltas(model: PeftModel) -> dict[str, torch.Tensor]:
+    """PEFT's own ΔW by the name of the weight, each as the model stores it."""
+    return {
+        f"{name.removeprefix('base_model.model.')}.weight": module.get_delta_weight("default").detach()
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+def answers(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.arange(40).reshape(2, 20) * 7 % WIDTH
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, what: str = "") -> None:
+    """float32 rounding: a few hundred eps of the largest number."""
+    bound = 500 * torch.finfo(torch.float32).eps * max(1.0, float(wanted.abs().max()))
+    assert float((found - wanted).abs().max()) <= bound, what
+
+
+@pytest.mark.parametrize("targets", MIXTURES, ids="+".join)
+def test_merge_adds_what_peft_adds(targets: list[str], square: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
+    base = square()
+    adapter = lora(base, targets, seed=1)
+    original = weights(base)
+    merged = weights(adapterswap.merge(adapter, base, out_path=tmp_path / "out"))
+    added = deltas(by_peft(base, adapter))
+    assert added.keys() <= merged.keys() == original.keys()
+    for name, tensor in original.items():
+        if name not in added:
+            assert torch.equal(merged[name], tensor), name
+            continue
+        assert float(added[name].abs().max()) > 0.01
+        close(merged[name], tensor + added[name], name)
+
+
+@pytest.mark.parametrize("targets", [["lm_head", "c_proj"], ["wte", "c_proj"], EVERYTHING], ids="+".join)
+def test_a_tied_head(targets: list[str], square: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
+    base = square(tied=True)
+    adapter = lora(base, targets, seed=1)
+    merged = loaded(adapterswap.merge(adapter, base, out_path=tmp_path / "out"))
+    close(answers(merged), answers(by_peft(base, adapter)))
+
+
+@pytest.mark.parametrize("n_inner", [WIDTH, 2 * WIDTH])
+def test_swaps_of_unlike_experts(n_inner: int, square: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
+    """Their flags differ, since PEFT saves that of the last module: composed, merged and live, they give one model."""
+    base = square(n_inner=n_inner)
+    task, language = lora(base, ["c_attn", "c_proj", "c_fc"], seed=1), lora(base, EVERYTHING, seed=2)
+    flags = [json.loads((path / "adapter_config.json").read_text())["fan_in_fan_out"] for path in (task, language)]
+    assert flags == [True, False]
+    plan = adapterswap.layer_swap(task, language, bottom=1, top=1)
+    original, one, other = weights(base), deltas(by_peft(base, task)), deltas(by_peft(base, language))
+    merged = weights(adapterswap.merge(plan, base, out_path=tmp_path / "merged"))
+    composed = deltas(by_peft(base, adapterswap.write_adapter(plan, tmp_path / "composed")))
+    for name, tensor in original.items():
+        layer = re.search(r"\.h\.(\d)\.", name)
+        nothing = torch.zeros_like(tensor)
+        if layer is None:
+            wanted = (one.get(name, nothing) + other.get(name, nothing)) / 2
+        else:
+            wanted = (other if layer[1] in "03" else one).get(name, nothing)
+        close(merged[name], tensor + wanted, name)
+        close(composed.get(name, nothing), wanted, name)
+    assert composed.keys() == other.keys()
+
+    with quiet_peft(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fan_in_fan_out")
+        composer = LiveComposer.from_experts(loaded(base), {"task": task, "language": language})
+    with composer.use("task+language@bottom=1,top=1"):
+        live = answers(composer.model)
+    close(live, answers(loaded(tmp_path / "merged")))
+
+
+def test_without_the_head_peft_loads_it_without_a_warning(
+    square: Callable[..., Path], lora: Any, tmp_path: Path
+) -> None:
+    base = square()
+    task, language = lora(base, ["c_attn"], seed=1), lora(base, ["c_attn", "lm_head"], seed=2)
+    rules = [{"modules": ["lm_head"], "expert": "base"}, {"layers": "0", "expert": "b"}, {"expert": "a"}]
+    composition = adapterswap.Composition(allocation=rules)
+    plan = adapterswap.compose(composition, {"a": task, "b": language})
+    out = adapterswap.write_adapter(plan, tmp_path / "out")
+    with quiet_peft():
+        found = deltas(PeftModel.from_pretrained(loaded(base), out))
+    one, other = deltas(by_peft(base, task)), deltas(by_peft(base, language))
+    for name, delta in found.items():
+        close(delta, (other if ".h.0." in name else one)[name], name)
+    assert len(found) == LAYERS
+
+
+@pytest.mark.parametrize("saved", ["attn.c_proj", "lm_head", "wte"])
+def test_modules_trained_in_full(saved: str, square: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
+    base = square()
+    adapter = lora(base, ["c_attn"], seed=1, modules_to_save=[saved])
+    merged = loaded(adapterswap.merge(adapter, base, out_path=tmp_path / "out"))
+    close(answers(merged), answers(by_peft(base, adapter)))
+    changed = [name for name, tensor in weights(base).items() if not torch.equal(tensor, merged.state_dict()[name])]
+    assert any(saved in name for name in changed)
+
+
+@pytest.mark.parametrize("method", ["swap", "ties", "magnitude"])
+def test_an_adapter_beside_a_full_checkpoint(
+    method: str, square: Callable[..., Path], lora: Any, tmp_path: Path
+) -> None:
+    """The adapter gives what its own full weights give."""
+    base = square()
+    adapter, tuned = lora(base, ["c_attn", "c_proj", "c_fc"], seed=1), loaded(base)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in tuned.parameters():
+        parameter.data += torch.randn(parameter.shape, generator=generator) * 0.05
+    tuned.save_pretrained(tmp_path / "tuned")
+    with quiet_peft():
+        by_peft(base, adapter).merge_and_unload().save_pretrained(tmp_path / "whole")
+    options: dict[str, Any] = {
+        "swap": {"bottom": 1, "top": 1, "bottom_transition": 1},
+        "ties": {"method": "ties", "density": 1.0},
+        "magnitude": {"method": "soup", "weights": "magnitude"},
+    }[method]
+    composition = adapterswap.Composition(task="task", language="language", base_model=str(base), **options)
+    out = {}
+    for name, task in (("mixed", adapter), ("full", tmp_path / "whole")):
+        plan = adapterswap.compose(composition, {"task": task, "language": tmp_path / "tuned"})
+        folder = adapterswap.merge(plan, out_path=tmp_path / name)
+        out[name] = weights(folder), json.loads((folder / "adapterswap.json").read_text()).get("magnitudes")
+    if method == "magnitude":  # the full expert also has matrices that did not change, and so a smaller mean
+        rows = {name: adaptable_weights(loaded(base))[name].out_features for name in _matrices(base, tuned)}
+        every = sum(rows.values()) + 2 * WIDTH  # the two embeddings that no adapter changes count their tokens
+        changed = sum(count for name, count in rows.items() if ".h." in name)
+        ratio = out["full"][1]["task"] / out["mixed"][1]["task"]
+        assert ratio == pytest.approx(changed / every, rel=1e-5)
+        return
+    for name, tensor in out["full"][0].items():
+        close(out["mixed"][0][name], tensor, name)
+
+
+def _matrices(base: Path, model: torch.nn.Module) -> Iterator[str]:
+    for name, weight in adaptable_weights(model).items():
+        if not weight.embedding:
+            yield name
+
+
+def test_a_model_that_transformers_does_not_know(square: Callable[..., Path], lora: Any, tmp_path: Path) -> None:
+    """Its headers show Conv1D: weights that are not square are added right, square ones are refused."""
+    base = square()
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    (strange / "model.safetensors").symlink_to(base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    config |= {"model_type": "jais", "architectures": ["JAISLMHeadModel"], "auto_map": {"AutoConfig": "x.Y"}}
+    (strange / "config.json").write_text(json.dumps(config))
+    added = deltas(by_peft(base, lora(base, ["c_attn"], seed=1)))
+    merged = weights(adapterswap.merge(tmp_path / "expert-1", strange, out_path=tmp_path / "out"))
+    for name, delta in added.items():
+        close(merged[name], weights(base)[name] + delta, name)
+    with pytest.raises(adapterswap.AdapterswapError, match=r"modules of strange cannot be found.*without remote code"):
+        adapterswap.merge(lora(base, ["attn.c_proj"], seed=2), strange, out_path=tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_model_types_with_conv1d_in_transformers() -> None:
+    """Read from its source: a type that a later version adds must be added to ours."""
+    from adapterswap.experts.orientation import _CONV1D_TYPES
+
+    models = Path(transformers.__file__).parent / "models"
+    using = [path for path in models.glob("*/modeling_*.py") if re.search(r"\bConv1D\(\w", path.read_text())]
+    using = [path for path in using if "SeparableConv1D(" not in path.read_text()]
+    places = {f"transformers.models.{path.parent.name}.configuration_{path.parent.name}" for path in using}
+    known = {kind for kind, config in transformers.CONFIG_MAPPING.items() if config.__module__ in places}
+    assert known - {"clvp", "clvp_encoder"} == _CONV1D_TYPES
+
+
+def _opened(folder: Path) -> Checkpoint:
+    """As `open_checkpoint`, which refuses models that have more than one list of layers."""
+    shards = read_shards(folder)
+    parameters = {
+        name: Parameter(name, name.rpartition(".")[0], None, "other", tensor, shard.path)
+        for shard in shards
+        for name, tensor in shard.tensors.items()
+    }
+    config = json.loads((folder / "config.json").read_text())
+    return Checkpoint(Source(folder, folder.name), config, shards, parameters, None)
+
+
+SMALL = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16, "n_positions": 16, "n_inner": 16}
+MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, SMALL),
+    "openai-gpt": (transformers.OpenAIGPTConfig, transformers.OpenAIGPTLMHeadModel, SMALL),
+    "imagegpt": (transformers.ImageGPTConfig, transformers.ImageGPTForCausalImageModeling, SMALL),
+    "decision_transformer": (
+        transformers.DecisionTransformerConfig,
+        transformers.DecisionTransformerModel,
+        {"hidden_size": 16, **SMALL},
+    ),
+    "clvp_decoder": (
+        transformers.ClvpDecoderConfig,
+        transformers.ClvpForCausalLM,
+        {**{key: SMALL[key] for key in ("n_inner", "vocab_size")}, "hidden_size": 16, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "max_position_embeddings": 16, "num_mel_attn_blocks": 1, "feature_size": 8},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_kind_as_transformers_builds_it(kind: str, tmp_path: Path) -> None:
+    """Saved by transformers, every weight is known for what its module is, also where all are square."""
+    config, model_class, options = MODELS[kind]
+    model = model_class(config(**options))
+    model.save_pretrained(tmp_path)
+    checkpoint = _opened(tmp_path)
+    orientation = Orientation(checkpoint)
+    found = {key for key in checkpoint.parameters if orientation.is_transposed(key)}
+    conv1d = [module for module in model.modules() if isinstance(module, transformers.pytorch_utils.Conv1D)]
+    assert conv1d
+    tensors = weights(tmp_path)
+    assert len(found) == len(conv1d)
+    for module in conv1d:
+        assert any(torch.equal(tensors[key], module.weight) for key in found)
+
+
+def test_transformers_is_imported_only_where_it_is_needed(
+    model: Callable[..., Path], lora: Any, tmp_path: Path
+) -> None:
+    """Qwen2 has square weights with biases; no other weight of it is a Conv1D's."""
+    base = model("qwen2")
+    adapter = lora(base, ["q_proj", "o_proj"], seed=1)
+    code = (
+        "import sys, adapterswap\n"
+        f"adapterswap.merge({str(adapter)!r}, {str(base)!r}, out_path={str(tmp_path / 'out')!r})\n"
+        "assert 'torch' in sys.modules\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
