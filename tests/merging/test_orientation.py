@@ -19,6 +19,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from tolerances import close
 
 import adapterswap
 from adapterswap.bases import quiet_peft
@@ -27,7 +28,6 @@ from adapterswap.experts.orientation import Orientation, adaptable_weights
 from adapterswap.experts.sources import Source
 from adapterswap.live import LiveComposer
 from merging.conftest import loaded, weights
-from tolerances import close
 
 WIDTH, LAYERS = 32, 4
 EVERYTHING = ["c_attn", "c_proj", "c_fc", "wte", "lm_head"]
