@@ -7,7 +7,7 @@ which adds adapters to a base, and evaluation, which judges it; knows nothing of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ __all__ = [
     "empty_model",
     "empty_model_as_saved",
     "load_weights",
+    "names_in_memory",
     "open_base",
     "quiet_peft",
 ]
@@ -163,6 +164,35 @@ def empty_model_as_saved(folder: Path, name: str) -> Any:
             f"the modules of {name} cannot be found: {reason_of(error)}",
             "Give a model that the installed transformers knows without remote code",
         ) from None
+
+
+def names_in_memory(folder: Path, name: str, modules: Iterable[str]) -> dict[str, str]:
+    """The names that modules of a base have in the installed transformers, by the names given, which may be older.
+
+    Args:
+        folder: where the base's config.json lies.
+        name: what to call the base in messages.
+        modules: full names of modules.
+
+    Raises:
+        AdapterswapError: transformers cannot build the base, or it has no such module under either name.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    model = empty_model_as_saved(folder, name)
+    held = {module for module, _ in model.named_modules()}
+    renamings = [entry for entry in get_model_conversion_mapping(model) or () if isinstance(entry, WeightRenaming)]
+    found = {}
+    for module in modules:
+        renamed = module if module in held else rename_source_key(f"{module}.weight", renamings, [])[0]
+        found[module] = renamed.removesuffix(".weight")
+        if found[module] not in held:
+            raise AdapterswapError(
+                f"{name} has no module {module} in the installed transformers",
+                "Save the expert again with this version of transformers, or pass the base model that it adapts",
+            )
+    return found
 
 
 def choose_device(name: str) -> Any:

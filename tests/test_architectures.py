@@ -191,7 +191,7 @@ def test_experts_inside_layers_are_of_that_layer(tmp_path: Path) -> None:
         ("gpt_neox.layers.5.attention.dense", 5, "attention"),
         ("transformer.blocks.3.ffn.up_proj", 3, "mlp"),
         ("model.decoder.layers.1.fc1", 1, "mlp"),
-        ("backbone.layers.4.mixer.in_proj", 4, "attention"),
+        ("backbone.layers.4.mixer.in_proj", 4, "other"),
         ("lm_head", None, "other"),
         ("model.embed_tokens", None, "other"),
     ],

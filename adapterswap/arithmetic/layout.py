@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
-from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
+from adapterswap.arithmetic.peft_config import Shape, adapter_config, is_fused, most_common, written_scale
 from adapterswap.arithmetic.resolving import Resolved
+from adapterswap.experts.adapter_keys import base_copy_key, parameter_key
 from adapterswap.experts.adapters import FullModule, LoraModule
 from adapterswap.experts.checkpoints import find_base_tensor
 from adapterswap.planning.allocation import BASE
@@ -25,8 +26,6 @@ from adapterswap.planning.modules import ModulePlan, needs_base
 from adapterswap.planning.plan import Plan
 
 __all__ = ["blend_scale", "lay_out", "total_rank", "uses_rslora"]
-
-_PREFIX = "base_model.model."
 
 
 def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> Layout:
@@ -39,6 +38,8 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     """
     plan = resolved.plan
     modules = [module for module in plan if module.terms]
+    if form.layout == "portable" and any(is_fused(module.name) for module in modules):
+        modules = [module for module in plan if module.terms or is_fused(module.name)]  # zeros where nothing changes
     common = blend_scale(plan, form)
     ranks = {
         module.name: reduced[module.name].rank if module.name in reduced else total_rank(module) for module in modules
@@ -124,8 +125,8 @@ def _shape(module: ModulePlan[LoraModule], rank: int, is_reduced: bool, rslora: 
 
 def _tensors(module: ModulePlan[LoraModule], shape: Shape, resolved: Resolved) -> Iterator[OutputTensor]:
     """A and B of a module that is copied or concatenated."""
-    first = module.terms[0].module
-    dtypes = {term.module.dtype for term in module.terms}
+    first = _like(module, resolved.plan)
+    dtypes = {term.module.dtype for term in module.terms} or {first.dtype}
     common_dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
     a_pieces, b_pieces = [], []
     offset = 0
@@ -138,10 +139,18 @@ def _tensors(module: ModulePlan[LoraModule], shape: Shape, resolved: Resolved) -
         a_pieces.append(Piece(term.expert, path, part.a, 1.0, offset))
         b_pieces.append(Piece(term.expert, path, part.b, factor, offset, rows))
         offset += part.rank
-    for axis, pieces in ((0, a_pieces), (1, b_pieces)):
-        source = pieces[0].tensor
+    for axis, key, pieces in ((0, first.a_key, a_pieces), (1, first.b_key, b_pieces)):
         dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
-        yield OutputTensor(source.name, source.dtype if module.owner else common_dtype, dims, axis, tuple(pieces))
+        dtype = pieces[0].tensor.dtype if module.owner and pieces else common_dtype
+        yield OutputTensor(key, dtype, dims, axis, tuple(pieces))
+
+
+def _like(module: ModulePlan[LoraModule], plan: Plan) -> LoraModule:
+    """A module of the same name and shape: an expert's that enters, or any expert's where none does."""
+    entering = (term.module for term in module.terms)
+    return next(entering, None) or next(
+        e.modules[module.name] for e in plan.experts.values() if module.name in e.modules
+    )
 
 
 def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:
@@ -172,7 +181,8 @@ def _base_copies(modules: Iterable[ModulePlan[LoraModule]], plan: Plan) -> Itera
             base = term.module.base
             if base is not None:
                 path = plan.experts[term.expert].file.path
-                yield OutputTensor(base.name, base.dtype, base.shape, 0, (Piece(term.expert, path, base),))
+                piece = Piece(term.expert, path, base)
+                yield OutputTensor(base_copy_key(module.name), base.dtype, base.shape, 0, (piece,))
                 break
 
 
@@ -192,4 +202,4 @@ def _saved_tensors(module: ModulePlan[FullModule], plan: Plan) -> Iterator[Outpu
             pieces.append(Piece(BASE, path, original, rest))
         dtypes = {piece.tensor.dtype for piece in pieces}
         dtype = tensor.dtype if len(dtypes) == 1 else "F32"
-        yield OutputTensor(f"{_PREFIX}{module.name}.{parameter}", dtype, tensor.shape, None, tuple(pieces))
+        yield OutputTensor(parameter_key(module.name, parameter), dtype, tensor.shape, None, tuple(pieces))

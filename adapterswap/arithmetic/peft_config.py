@@ -6,6 +6,7 @@ Knows how PEFT turns rank and alpha into a scale, and matches patterns; knows no
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any
 
 from adapterswap.experts.adapter_config import scale
 
-__all__ = ["Shape", "adapter_config", "most_common", "written_scale"]
+__all__ = ["Shape", "adapter_config", "is_fused", "most_common", "written_scale"]
+
+_PER_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,12 @@ def adapter_config(
         "layers_to_transform": None,
         "modules_to_save": sorted(saved) or None,
     }
+
+
+def is_fused(module: str) -> bool:
+    """Whether a module is one expert's projection in a mixture of experts, which PEFT fuses with the others' when it
+    loads an adapter on transformers 5."""
+    return _PER_EXPERT.search(module) is not None
 
 
 def _whole(alpha: float) -> float:

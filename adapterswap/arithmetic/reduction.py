@@ -109,7 +109,7 @@ def _as_tensors(module: ModulePlan[LoraModule], result: Truncated, plan: Plan, f
     # The scale is shared between the factors too, so that neither leaves the range of a half-precision dtype.
     root = np.float32(np.sqrt(abs(scale)))
     first = module.terms[0].module
-    values = ((0, first.a.name, result.factors.a / root), (1, first.b.name, result.factors.b * np.sign(scale) / root))
+    values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
     tensors = tuple(
         OutputTensor(key, dtype, part.shape, axis, data=finite_bytes(np.asarray(part, np.float32), dtype, key))
         for axis, key, part in values

@@ -14,22 +14,23 @@ from typing import Any
 
 from adapterswap.errors import Problems
 from adapterswap.experts.patterns import Patterns
+from adapterswap.experts.targets import Targets, read_targets
 from adapterswap.files.smallfiles import parse_json, read_small, shown
 
 __all__ = ["AdapterConfig", "read_adapter_config", "scale"]
 
 # Keys that do not change what a trained LoRA computes (or do so only where the tensors show it).
 _HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
-    "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "target_modules", "task_type",
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 
 # Keys read below, one by one.
 _READ = {
-    "alpha_pattern", "bias", "ensure_weight_tying", "fan_in_fan_out", "init_lora_weights", "lora_alpha",
-    "modules_to_save", "r", "rank_pattern", "use_rslora",
+    "alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "lora_alpha", "modules_to_save", "r", "rank_pattern", "target_modules",
+    "use_rslora",
 }  # fmt: skip
 
 # Keys that, when set, make the adapter something else than W + s·B·A, and what they mean.
@@ -71,7 +72,8 @@ class AdapterConfig:
         fan_in_fan_out: the base stores its weights transposed (GPT-2's Conv1D).
         tied: PEFT applies an embedding's LoRA to the head that is tied to it too (`ensure_weight_tying`).
         task_type: such as CAUSAL_LM, or None.
-        modules_to_save: modules trained in full, by the last part of their name.
+        modules_to_save: modules trained in full, by the end of their name.
+        targets: the modules that PEFT loads LoRA factors for.
         sha256: of the file's bytes as they were read, in hexadecimal.
     """
 
@@ -86,6 +88,7 @@ class AdapterConfig:
     rank_pattern: Patterns[int] = field(default_factory=Patterns)
     alpha_pattern: Patterns[float] = field(default_factory=Patterns)
     tied: bool = False
+    targets: Targets = field(default_factory=Targets)
     sha256: str = ""
 
     def rank_of(self, module: str) -> int:
@@ -181,6 +184,7 @@ def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) 
         modules_to_save=tuple(value("modules_to_save", [], _is_texts, "a list of names")),
         rank_pattern=patterns("rank_pattern", _is_rank, f"a mapping whose values are each {_RANK}"),
         alpha_pattern=patterns("alpha_pattern", _is_alpha, f"a mapping whose values are each {_ALPHA}"),
+        targets=read_targets(content, str(path), problems),
         sha256=sha256,
     )
 

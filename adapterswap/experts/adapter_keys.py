@@ -6,17 +6,34 @@ Knows names, and which tensors belong together. Knows nothing of ranks and scale
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from adapterswap.errors import Problems
 from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile
 
-__all__ = ["FactorTensors", "check_dtypes", "check_names", "copies_in", "sort_keys"]
+__all__ = [
+    "FactorTensors",
+    "base_copy_key",
+    "canonical_key",
+    "check_dtypes",
+    "check_names",
+    "copies_in",
+    "factor_key",
+    "parameter_key",
+    "sort_keys",
+]
 
 _PREFIX = "base_model.model."
 _BASE_COPY = ".base_layer.weight"
+
+# What torch.compile, FSDP and activation checkpointing put around modules, and DDP around the whole model.
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_DISTRIBUTED = "module."
+# A state dict that was saved without PEFT still has the adapter's name in its keys.
+_ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)")
 
 # What PEFT writes beside A and B, by the end of the key, and why it is refused.
 _REFUSED_KEYS = {
@@ -42,12 +59,35 @@ class FactorTensors(NamedTuple):
     base: Tensor | None
 
 
+def canonical_key(key: str) -> str:
+    """The key as PEFT writes it for the bare model: without wrappers around modules, and without the adapter's name."""
+    key = _WRAPPERS.sub("", key).removeprefix(_DISTRIBUTED)
+    if key.startswith(_PREFIX):
+        key = _PREFIX + key.removeprefix(_PREFIX).removeprefix(_DISTRIBUTED)
+    return _ADAPTER_NAME.sub(r"\1", key)
+
+
+def factor_key(module: str, factor: Literal["A", "B"], *, embedding: bool) -> str:
+    """The key under which PEFT stores a factor of the module of that name."""
+    return f"{_PREFIX}{module}.lora_{'embedding_' if embedding else ''}{factor}{'' if embedding else '.weight'}"
+
+
+def base_copy_key(module: str) -> str:
+    """The key under which PEFT stores the base's own weight of an embedding or head beside its LoRA."""
+    return f"{_PREFIX}{module}{_BASE_COPY}"
+
+
+def parameter_key(module: str, parameter: str) -> str:
+    """The key under which PEFT stores a parameter of a module in `modules_to_save`."""
+    return f"{_PREFIX}{module}.{parameter}"
+
+
 def copies_in(file: TensorFile) -> dict[str, Tensor]:
     """The copies of the base's weights in a PEFT adapter's file, by the names of their modules in the base."""
     return {
         key.removeprefix(_PREFIX).removesuffix(_BASE_COPY): tensor
-        for key, tensor in file.tensors.items()
-        if _is_copy(key)
+        for stored, tensor in file.tensors.items()
+        if _is_copy(key := canonical_key(stored))
     }
 
 
@@ -62,7 +102,7 @@ def sort_keys(
 
     Args:
         file: the header.
-        modules_to_save: the last parts of the names of modules that were trained in full.
+        modules_to_save: the ends of the names of modules that were trained in full.
         folder: the adapter's, for messages.
         problems: gets what is wrong.
     """
@@ -70,7 +110,13 @@ def sort_keys(
     saved: dict[str, dict[str, Tensor]] = {}
     copies = copies_in(file)
     whole: list[str] = []
-    for key, tensor in file.tensors.items():
+    canonical = {stored: canonical_key(stored) for stored in file.tensors}
+    if twice := [key for key, count in Counter(canonical.values()).items() if count > 1]:
+        problems.add(
+            f"{folder}: {twice[0]} is stored twice, under names that mean the same module", "Save the adapter again"
+        )
+    for stored, tensor in file.tensors.items():
+        key = canonical[stored]
         match = re.fullmatch(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?", key)
         if match and key.startswith(_PREFIX) and bool(match["embedding"]) != bool(match["weight"]):
             factor = (match["embedding"] or "") + match["factor"]
@@ -79,7 +125,7 @@ def sort_keys(
         if _is_copy(key):
             continue
         name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
-        if key.startswith(_PREFIX) and any(f".{name}".endswith(f".{end}") for end in modules_to_save):
+        if key.startswith(_PREFIX) and name.endswith(tuple(modules_to_save)):
             saved.setdefault(name, {})[parameter] = tensor
             continue
         refused = next((why for end, why in _REFUSED_KEYS.items() if key.endswith(end)), None)

@@ -6,14 +6,21 @@ No tensor is read and torch is not imported. Knows nothing of compositions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
-from adapterswap.experts.adapter_keys import FactorTensors, check_dtypes, check_names, sort_keys
+from adapterswap.experts.adapter_keys import (
+    FactorTensors,
+    canonical_key,
+    check_dtypes,
+    check_names,
+    factor_key,
+    sort_keys,
+)
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, parse_layers
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import exists, read_json
@@ -64,6 +71,16 @@ class LoraModule:
         return self.b.shape[0]
 
     @property
+    def a_key(self) -> str:
+        """The key under which PEFT stores A."""
+        return factor_key(self.name, "A", embedding=self.embedding)
+
+    @property
+    def b_key(self) -> str:
+        """The key under which PEFT stores B."""
+        return factor_key(self.name, "B", embedding=self.embedding)
+
+    @property
     def dtype(self) -> str:
         """The dtype of A and B; float32 where they differ."""
         return self.a.dtype if self.a.dtype == self.b.dtype else "F32"
@@ -106,6 +123,9 @@ class Adapter:
         saved: the modules trained in full (`modules_to_save`), likewise.
         container: the list of layers in the base, such as `model.layers`; None if no module has a layer.
         kept_layers: the layers that `adapterswap slice` left in it; None for a whole expert.
+        ignored: the modules in the file that its own config does not target; PEFT would not load them, so they are
+            not part of the expert.
+        renamed: whether names in the file hold wrappers (`_orig_mod.`, `module.`, …) that PEFT would not look through.
     """
 
     source: Source
@@ -115,6 +135,8 @@ class Adapter:
     saved: Mapping[str, FullModule]
     container: str | None
     kept_layers: frozenset[int] | None = None
+    ignored: tuple[str, ...] = ()
+    renamed: bool = False
 
     @property
     def name(self) -> str:
@@ -147,6 +169,8 @@ def open_adapter(reference: str | Path) -> Adapter:
     pairs, saved = sort_keys(file, config.modules_to_save, folder, problems)
     check_names([*pairs, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems)
     check_dtypes(file, folder, problems)
+    ignored = _ignored(pairs, saved, config, folder, problems)
+    pairs = {name: factors for name, factors in pairs.items() if name not in ignored}
     config.check_patterns(pairs)
     container = None
     with problems.collect():
@@ -161,13 +185,47 @@ def open_adapter(reference: str | Path) -> Adapter:
     if not modules and not problems:
         problems.add(f"{folder / WEIGHTS} holds no LoRA tensors", "Give a LoRA adapter saved by PEFT")
     problems.raise_if_any()
-    return Adapter(source, config, file, by_layer(modules), by_layer(full), container, _kept_layers(folder))
+    return Adapter(
+        source,
+        config,
+        file,
+        by_layer(modules),
+        by_layer(full),
+        container,
+        _kept_layers(folder),
+        ignored,
+        renamed=any(canonical_key(key) != key for key in file.tensors),
+    )
 
 
 def by_layer(modules: Mapping[str, _Module]) -> dict[str, _Module]:
     """The modules in the order of all listings: those without a layer first, then by layer and name."""
     ordered = sorted(modules.values(), key=lambda m: (-1 if m.layer is None else m.layer, m.name))
     return {module.name: module for module in ordered}
+
+
+def _ignored(
+    pairs: Mapping[str, FactorTensors],
+    saved: Collection[str],
+    config: AdapterConfig,
+    folder: Path,
+    problems: Problems,
+) -> tuple[str, ...]:
+    """The modules with LoRA factors that the config does not target."""
+    try:
+        loaded = config.targets.loaded(pairs)
+    except ValueError as error:
+        problems.add(f"{folder / CONFIG}: {error}", "Name the modules plainly in target_modules")
+        return ()
+    if config.tied:  # PEFT ties the LoRA of an embedding to the head, which the config need not name
+        loaded |= {name for name in pairs if not any(segment.isdecimal() for segment in name.split("."))}
+    ignored = tuple(name for name in pairs if name not in loaded and name not in saved)
+    if ignored and not loaded:
+        problems.add(
+            f"{folder / CONFIG} targets no module in {WEIGHTS} (such as {ignored[0]}), so PEFT would load none",
+            "Correct target_modules, layers_to_transform or exclude_modules, or save the adapter again",
+        )
+    return ignored
 
 
 def _kept_layers(folder: Path) -> frozenset[int] | None:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import Problems
-from adapterswap.experts.layers import language_config, layer_of, num_layers_in_config
+from adapterswap.experts.layers import EMBEDDINGS, language_config, layer_of, num_layers_in_config
 from adapterswap.files.tensorfile import FLOATS, Tensor
 
 __all__ = ["check_config"]
 
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
 # The last two: OPT and ALBERT may have embeddings narrower than their layers.
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
 _SHARED = "num_hidden_groups"  # ALBERT's: its stored layers are run many times
@@ -50,7 +49,7 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     if told is not None and _SHARED not in model and not told <= held <= most:
         problems.add(f"{folder}: config.json says {told} layers, and {container} holds {held} in the weights", _MEND)
     widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
-    for name in (f"{container.rpartition('.')[0]}.{end}.weight".removeprefix(".") for end in _EMBEDDINGS):
+    for name in (f"{container.rpartition('.')[0]}.{end}.weight".removeprefix(".") for end in sorted(EMBEDDINGS)):
         tensor = tensors.get(name)
         if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in FLOATS:
             continue

@@ -7,15 +7,18 @@ the number of layers from the modules.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from adapterswap.errors import AdapterswapError
 
 __all__ = [
+    "EMBEDDINGS",
+    "HEADS",
     "MAX_LAYERS",
     "NO_LAYER",
     "Kind",
+    "ends_of",
     "format_layers",
     "kind_of",
     "language_config",
@@ -27,6 +30,10 @@ __all__ = [
 
 Kind = Literal["attention", "mlp", "other"]
 
+# The last segment of an input embedding's name and of a head's that may be tied to it.
+EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
+HEADS = frozenset({"lm_head", "embed_out"})
+
 MAX_LAYERS = 9999  # far beyond any model; a base's config that says more is no config
 
 NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, heads
@@ -35,8 +42,29 @@ NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, he
 # `model.layers.3.mlp.experts.1.w1`.
 _NUMBERED = re.compile(r"^(?P<container>(?:\d*[^.\d][^.]*\.)+?)(?P<layer>\d+)\.")
 
-_ATTENTION = {"self_attn", "self_attention", "attn", "attention", "linear_attn", "mixer"}
-_MLP = {"mlp", "ffn", "feed_forward", "feedforward", "block_sparse_moe", "moe", "fc1", "fc2", "shared_mlp"}
+# Parts of a model beside its language model, which have lists of layers of their own: towers that see or hear, what
+# joins them to the language model, heads that predict further tokens or draw. One of these words in a segment of a
+# container's name is enough (`model.vision_tower.encoder.layers`, `thinker.model.visual.blocks`, `mtp.layers`).
+_OTHER_PARTS = re.compile(
+    r"vision|visual|^vit$|image|video|audio|speech|acoustic|semantic_tokenizer|codec|tower|sam_encoder|protein"
+    r"|projector|^projection|merger|connector|resampler|qformer|aligner|cross_attn_layers|adapter"
+    r"|^mtp$|talker|token2wav|^dit$|diffusion|flow_head|depth_decoder|timestamp|altup|embed_tokens|lm_heads"
+)
+_LANGUAGE_PARTS = {"language_model", "text_model", "text_decoder", "thinker"}
+
+_ATTENTION = {
+    "self_attn", "self_attention", "attn", "attention", "linear_attn", "cross_attn", "cross_attention",
+    "crossattention", "encoder_attn", "multi_head_attention",
+}  # fmt: skip
+_MLP = {
+    "mlp", "mlps", "ffn", "feed_forward", "feedforward", "block_sparse_moe", "moe", "fc1", "fc2", "shared_mlp",
+    "mlp_block",
+}  # fmt: skip
+# Blocks that are attention in one layer and something else in the next (Nemotron-H, RecurrentGemma): the projections
+# in them tell. A state-space or convolution block is neither attention nor MLP.
+_MIXED = {"mixer", "temporal_block"}
+_IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}
+_IN_MLP = {"up_proj", "down_proj", "gate_proj", "gate", "experts", "shared_experts"}
 
 # The same number under the names that model families gave it; `text_config` and its like hold the language model's
 # part.
@@ -45,22 +73,30 @@ _TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_co
 
 
 def layer_container(names: Iterable[str]) -> str | None:
-    """The module list that holds the language model's layers, such as `model.layers`; None if no name is numbered.
+    """The module list that holds the language model's layers, such as `model.layers`.
+
+    Lists of layers in other parts of a model (a vision tower, a projector, a multi-token-prediction head) do not count:
+    their modules lie outside the layers.
+
+    Returns:
+        The list's name; None if no name lies in one.
 
     Raises:
-        AdapterswapError: there are several (an encoder and a decoder, say), and none is a `language_model`'s.
+        AdapterswapError: several lists are left (an encoder and a decoder, say), and not exactly one of them is in a
+            `language_model` or `text_model`.
     """
     containers = sorted({match["container"][:-1] for name in names if (match := _NUMBERED.match(name))})
-    if len(containers) > 1:
-        # A multimodal model: the towers have layers of their own, which are not the language model's.
-        language = [container for container in containers if "language_model" in container.split(".")]
-        if len(language) != 1:
+    parts = {container: container.split(".") for container in containers}
+    inside = [name for name in containers if not any(map(_OTHER_PARTS.search, parts[name]))]
+    if len(inside) > 1:
+        named = [name for name in inside if _LANGUAGE_PARTS.intersection(parts[name])]
+        if len(named) != 1:
             raise AdapterswapError(
-                f"the modules lie in several lists of layers: {', '.join(containers)}",
-                "Layers are composed where a model has one list of them (decoder-only), or one under `language_model`",
+                f"The modules lie in several lists of layers: {', '.join(inside)}",
+                "Use experts of a model with one list of layers (decoder-only), or with one under `language_model`",
             )
-        return language[0]
-    return containers[0] if containers else None
+        return named[0]
+    return inside[0] if inside else None
 
 
 def layer_of(name: str, container: str | None) -> int | None:
@@ -71,12 +107,24 @@ def layer_of(name: str, container: str | None) -> int | None:
 
 def kind_of(name: str) -> Kind:
     """What module `name` is part of, by the names that model families use."""
-    for segment in name.split("."):
+    segments = name.split(".")
+    for place, segment in enumerate(segments):
         if segment in _ATTENTION:
             return "attention"
         if segment in _MLP:
             return "mlp"
+        if segment in _MIXED:
+            within = set(segments[place + 1 :])
+            return "attention" if within & _IN_ATTENTION else "mlp" if within & _IN_MLP else "other"
     return "other"
+
+
+def ends_of(name: str) -> Iterator[str]:
+    """`name`, and what follows each of its dots."""
+    yield name
+    for place, character in enumerate(name):
+        if character == ".":
+            yield name[place + 1 :]
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adapterswap.experts.adapters import FullModule, LoraModule
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
 from adapterswap.experts.layers import Kind, format_layers
 from adapterswap.planning.allocation import BASE, SPARSE_METHODS
 from adapterswap.planning.modules import ModulePlan
 from adapterswap.planning.plan import Plan
 
-__all__ = ["Mark", "blend_text", "draw_strip", "marks", "strip", "unusual"]
+__all__ = ["Mark", "blend_text", "draw_strip", "ignored_modules", "marks", "strip", "unusual"]
 
 _BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
 
@@ -62,7 +62,7 @@ def draw_strip(found: Sequence[Mark], num_layers: int, experts: Iterable[str]) -
 
 def unusual(plan: Plan) -> list[str]:
     """What a reader should know beside the strip: modules outside the layers, and experts that lack a module."""
-    lines = []
+    lines = ignored_modules(plan.experts)
     grouped: dict[tuple[str, str], list[int]] = {}
     for saved in plan.saved.values():
         what = _remark(saved) or saved.owner or blend_text(saved.asked)
@@ -79,6 +79,16 @@ def unusual(plan: Plan) -> list[str]:
     if empty:
         lines.append(f"layers {format_layers(empty)}: no expert adapts them, so they stay as in the base")
     return lines
+
+
+def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
+    """A line for each expert with modules in its file that PEFT would not load."""
+    return [
+        f"{name}: {len(adapter.ignored)} modules in its file are left out, since its config does not target them and "
+        f"PEFT would not load them ({adapter.ignored[0]}{', …' * (len(adapter.ignored) > 1)})"
+        for name, adapter in experts.items()
+        if adapter.ignored
+    ]
 
 
 def blend_text(coefficients: Mapping[str, float]) -> str:

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
+from adapterswap.experts.layers import EMBEDDINGS, HEADS
 from adapterswap.experts.orientation import Orientation
 from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Located", "TiedHead", "find_tied_head", "locate", "with_head"]
-
-_EMBEDDINGS = {"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"}
-_HEADS = {"lm_head", "embed_out"}
 
 _MEND = "Give the base that the experts adapt, with --base-model"
 
@@ -51,14 +49,14 @@ def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> Tie
     """
     tied = skeleton.config.get("tie_word_embeddings")
     ends = {name.rpartition(".")[2] for adapter in adapters.values() for name in [*adapter.modules, *adapter.saved]}
-    if tied is False or not ends & (_EMBEDDINGS | _HEADS):
+    if tied is False or not ends & (EMBEDDINGS | HEADS):
         return None
     outside = {p.module.rpartition(".")[2]: p.name for p in skeleton.parameters.values() if p.layer is None}
-    embedding = next((name for end, name in outside.items() if end in _EMBEDDINGS), None)
-    head = next((name for end, name in outside.items() if end in _HEADS), None)
+    embedding = next((name for end, name in outside.items() if end in EMBEDDINGS), None)
+    head = next((name for end, name in outside.items() if end in HEADS), None)
     if embedding is None or (head is not None and tied is None):  # a head of its own, and nothing says it is tied
         return None
-    asked = next((end for end in sorted(ends & _HEADS)), "lm_head")
+    asked = next((end for end in sorted(ends & HEADS)), "lm_head")
     return TiedHead(head or f"{asked}.weight", embedding)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from adapterswap.experts.layers import format_layers
 from adapterswap.planning.allocation import SPARSE_METHODS
-from adapterswap.planning.describe import Mark, blend_text, draw_strip
+from adapterswap.planning.describe import Mark, blend_text, draw_strip, ignored_modules
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.parameters import ParameterPlan
 
@@ -30,7 +30,7 @@ def model_strip(plan: ModelPlan) -> str:
 
 def model_unusual(plan: ModelPlan) -> list[str]:
     """What a reader should know beside the strip: tensors outside the layers, and experts that lack a tensor."""
-    lines = []
+    lines = ignored_modules(plan.adapters)
     grouped: dict[tuple[str, str], list[int]] = {}
     for parameter in plan:
         if parameter.rule is None:

@@ -5,12 +5,12 @@ Each function adds the mistakes that it finds to a `Problems`, so that all are t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
-from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, layer_container, parse_layers
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, Kind, ends_of, format_layers, parse_layers
 from adapterswap.experts.sources import same_base
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
@@ -58,8 +58,50 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
             )
         _check_shapes(first_name, first.modules, name, adapter.modules, problems)
         _check_shapes(first_name, first.saved, name, adapter.saved, problems)
-    with problems.collect():
-        layer_container(name for adapter in experts.values() for name in [*adapter.modules, *adapter.saved])
+    _check_names(experts, problems)
+
+
+def _check_names(experts: Mapping[str, Adapter], problems: Problems) -> None:
+    """Whether all experts name the modules of their base alike; if not, one module would be taken for two."""
+    remedy = "Save the experts with the same version of transformers and the same model class"
+    layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
+    for name, container in layered.items():
+        first_name, first = next(iter(layered.items()))
+        if container != first:
+            problems.add(
+                f"The layers are named {first}.N in {first_name}, and {container}.N in {name}, which may be two names "
+                "of the same modules",
+                remedy,
+            )
+    if problems:
+        return
+    held = {name: {*adapter.modules, *adapter.saved} for name, adapter in experts.items()}
+    for name, modules in held.items():
+        for other, others in held.items():
+            twin = next(
+                (
+                    (long, short)
+                    for long in sorted(modules - others)
+                    for short in _other_names(long, others)
+                    if short not in modules
+                ),
+                None,
+            )
+            if twin is not None:
+                problems.add(
+                    f"{name} adapts {twin[0]}, and {other} adapts {twin[1]}, which may be two names of the same module",
+                    remedy,
+                )
+                return
+
+
+def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
+    """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
+    _, *ends = ends_of(module)
+    yield from (end for end in ends if end in names)
+    last = module.rpartition(".")[2]
+    if last in EMBEDDINGS | HEADS:
+        yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
 
 
 def _check_shapes(
