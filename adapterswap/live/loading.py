@@ -19,9 +19,10 @@ from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
-from adapterswap.planning.allocation import BASE
+from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.model_plan import AnyPlan, adapters_only
+from adapterswap.planning.plan import make_plan
 from adapterswap.planning.short_names import parse_composition
 from adapterswap.planning.slicing import slice_plan
 
@@ -158,15 +159,20 @@ def _shape(module: Any) -> tuple[int, int] | None:
 
 @contextmanager
 def _folder_of(adapter: Adapter, layers: str | None, num_layers: int | None) -> Iterator[Path]:
-    """The folder for PEFT to load: the expert's own, or a temporary one that holds only what is to be loaded."""
-    if layers is None:
+    """The folder for PEFT to load: the expert's own, or a temporary one with what is loaded, under PEFT's names."""
+    if layers is None and not adapter.renamed:
         with folder_without_copies(adapter.file) as folder:
             yield folder
         return
     from adapterswap.writing import write_adapter
 
+    if layers is None:
+        whole = Composition(allocation=(Rule(expert="expert"),))
+        plan = make_plan(whole, {"expert": without_copies(adapter)}, num_layers=num_layers)
+    else:
+        plan = slice_plan(without_copies(adapter), layers, num_layers=num_layers)
     with TemporaryDirectory() as place:
-        yield write_adapter(slice_plan(without_copies(adapter), layers, num_layers=num_layers), Path(place) / "slice")
+        yield write_adapter(plan, Path(place) / "adapter")
 
 
 def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any:

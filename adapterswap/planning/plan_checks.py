@@ -63,7 +63,7 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
 
 def _check_names(experts: Mapping[str, Adapter], problems: Problems) -> None:
     """Whether all experts name the modules of their base alike; if not, one module would be taken for two."""
-    remedy = "Save the experts with the same version of transformers and the same model class"
+    remedy = "Use experts of one base, saved with the same version of transformers and the same model class"
     layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
     for name, container in layered.items():
         first_name, first = next(iter(layered.items()))

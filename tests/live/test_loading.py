@@ -116,11 +116,23 @@ def test_an_expert_of_another_width_is_refused(tmp_path: Path, base: Bases, fold
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_a_file_that_its_config_does_not_describe_is_refused(tmp_path: Path, base: Bases, folders: Folders) -> None:
-    """PEFT drops such tensors without a word."""
+def test_only_what_the_config_targets_is_loaded(tmp_path: Path, base: Bases, folders: Folders) -> None:
     config = json.loads((folders()["math"] / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
     (tmp_path / "adapter_model.safetensors").write_bytes((folders()["math"] / "adapter_model.safetensors").read_bytes())
+    by_peft = logits(PeftModel.from_pretrained(load_base(base("llama")), tmp_path))
+    composer = LiveComposer.from_experts(load_base(base("llama")), {"math": tmp_path})
+    with composer.use("math"):
+        assert torch.equal(logits(composer.model), by_peft)
+
+
+def test_a_file_that_its_config_does_not_describe_is_refused(tmp_path: Path, base: Bases, folders: Folders) -> None:
+    """PEFT would make up the factors that the file lacks."""
+    from safetensors.torch import save_file
+
+    (tmp_path / "adapter_config.json").write_text((folders()["math"] / "adapter_config.json").read_text())
+    tensors = load_file(folders()["math"] / "adapter_model.safetensors")
+    save_file({k: t for k, t in tensors.items() if "k_proj" not in k}, tmp_path / "adapter_model.safetensors")
     model = load_base(base("llama"))
     with pytest.raises(AdapterswapError, match=r"only one of its file and its config"):
         load_expert(model, tmp_path, "math")
