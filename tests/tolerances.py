@@ -79,30 +79,54 @@ def close(
 
 
 def near(
-    expected: float | Sequence[float], *, depth: int = 1, dtype: torch.dtype | None = None, scale: float | None = None
+    expected: float | Sequence[float] | Mapping[Any, float],
+    *,
+    depth: int = 1,
+    dtype: torch.dtype | None = None,
+    scale: float | None = None,
 ) -> Any:
-    """The same for a number or a list of numbers, compared with `==`: `assert loss == near(reference, depth=6)`."""
+    """The same for one or several numbers, which are compared with `==`: `loss == near(reference, depth=6)`."""
     return pytest.approx(expected, rel=0, abs=tolerance(expected, depth=depth, dtype=dtype, scale=scale))
 
 
-def rounded_once(actual: Any, expected: Any, *, dtype: torch.dtype = torch.float32, name: str = "") -> None:
-    """Assert that each element is its exact value (in float64) rounded once to `dtype`.
+def rounded_once(actual: Any, expected: Any, *, dtype: torch.dtype, name: str = "") -> None:
+    """Assert that each element is its exact value rounded once to `dtype`, which has 16 bits.
 
-    One eps per element is allowed and not half of one: a sum may see a tie where a longer one sees none. Elements near
-    zero may differ by the error of the sum before its rounding, in float32 for 16-bit dtypes and else in float64.
+    One eps per element is allowed and not half of one, since a sum in float32 may see a tie where float64 sees none.
+    Elements near zero may differ by the error of that sum.
     """
     __tracebackhide__ = True
-    summed = tolerance(expected, dtype=torch.float32 if dtype in SHORT else torch.float64)
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     torch.testing.assert_close(
         _tensor(actual).double(),
         _tensor(expected).double(),
         rtol=torch.finfo(dtype).eps,
-        atol=summed + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps,
+        atol=tolerance(expected, dtype=torch.float32) + smallest,
         msg=lambda message: f"{name}: {message}" if name else message,
     )
+
+
+def close_after_adam(
+    actual: Any, expected: Any, *, learning_rate: float, steps: int, depth: int, name: str = ""
+) -> None:
+    """Assert that weights are close after a few steps of Adam, from the same start and on the same rows.
+
+    Adam divides a gradient by its own size, so where that is within rounding of zero its step may go either way: up to
+    two learning rates apart. This is rare: of any tensor one element in a hundred (or one of few) may be such a one.
+    The others differ by the rounding of the weights, and of steps as large as the learning rate. `depth` counts the
+    layers of one step, forwards and backwards.
+    """
+    __tracebackhide__ = True
+    apart = (_tensor(actual) - _tensor(expected)).abs()
+    limit = tolerance(expected, depth=steps) + tolerance(learning_rate, depth=depth * steps)
+    either_way = int((apart > limit).sum())
+    assert either_way <= max(1, apart.numel() // 100), f"{name}: {either_way} elements are off by over {limit:.1e}"
+    assert apart.max() <= 2 * steps * learning_rate + limit, f"{name}: off by up to {apart.max():.1e}"
 
 
 def _tensor(values: Any) -> torch.Tensor:
     if isinstance(values, torch.Tensor):
         return values.detach()
+    if isinstance(values, Mapping):
+        values = list(values.values())
     return torch.from_numpy(np.array(values, dtype=np.float64))

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_base, logits, merged_weights
+from conftest import LAYERS, load_base, logits, merged_weights
 from peft import PeftModel
 from safetensors.torch import save_file
+from tolerances import close, near
 
 import adapterswap
 from adapterswap.extracting import extract
@@ -41,7 +42,7 @@ def test_peft_gives_the_fine_tunes_weights_back(architecture: str, checkpoint: C
     assert cut < merged.keys()
     for name, tensor in merged.items():
         if name in cut:
-            torch.testing.assert_close(tensor, ours[name], rtol=0, atol=1e-6)
+            close(tensor, ours[name], depth=2, name=name)
         else:
             assert torch.equal(tensor, theirs[name])
 
@@ -53,8 +54,8 @@ def test_what_is_left_out_is_measured(architecture: str, checkpoint: Checkpoint,
     found = extract(full, base, tmp_path / "out", rank=1)
     ours, theirs = weights(full), weights(base)
     whole = sum(float((ours[key].double() - theirs[key].double()).square().sum()) for key in ours)
-    assert found.norm**2 + sum(each.norm**2 for each in found.lost) == pytest.approx(whole, rel=1e-6)
-    assert found.lost_share**2 == pytest.approx(1 - found.norm**2 / whole, rel=1e-6)
+    assert found.norm**2 + sum(each.norm**2 for each in found.lost) == near(whole)
+    assert found.lost_share**2 == near(1 - found.norm**2 / whole, scale=1)
     assert sum(share**2 for _, share in found.lost_by_reason.values()) == pytest.approx(found.lost_share**2)
 
 
@@ -68,7 +69,7 @@ def test_embeddings_and_heads(architecture: str, checkpoint: Checkpoint, tmp_pat
     outside = [f"{module.name}.weight" for module in found.modules if module.layer is None]
     assert len(outside) == 2
     for name in outside:
-        torch.testing.assert_close(merged[name], ours[name], rtol=0, atol=1e-6)
+        close(merged[name], ours[name], depth=2, name=name)
 
 
 def test_tied_embeddings_change_on_both_sides(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_tied_embeddings_change_on_both_sides(checkpoint: Checkpoint, tmp_path: 
         # PEFT 0.21 uses a name that transformers 5.23 has renamed, when it loads an embedding's LoRA.
         warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
         adapted = PeftModel.from_pretrained(load_base(checkpoint("gemma")), tmp_path / "out")
-    torch.testing.assert_close(logits(adapted), logits(model.eval()), rtol=0, atol=1e-5)
+    close(logits(adapted), logits(model.eval()), depth=LAYERS)
     assert set(deltas(tmp_path / "out")) > {"model.embed_tokens", "lm_head"}
 
 
@@ -123,7 +124,7 @@ def test_extracted_experts_compose(checkpoint: Checkpoint, tmp_path: Path) -> No
     for name, tensor in merged.items():
         if "_proj" in name:
             owner = "swahili" if int(name.split(".")[2]) in (0, 1, 5) else "math"
-            torch.testing.assert_close(tensor, experts[owner][name], rtol=0, atol=1e-6)
+            close(tensor, experts[owner][name], depth=2, name=name)
 
 
 def test_some_layers_and_modules_only(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -165,6 +166,6 @@ def test_a_larger_vocabulary_is_told(checkpoint: Checkpoint, tmp_path: Path) -> 
         if each.reason == "vocabulary":
             grown = ours[each.name].double().clone()
             grown[:96] -= theirs[each.name]
-            assert each.norm == pytest.approx(float(grown.norm()), rel=1e-6)
+            assert each.norm == near(float(grown.norm()))
     with pytest.raises(adapterswap.AdapterswapError, match=r"is \[100, 32\] in full and .*the vocabulary changed"):
         extract(tmp_path / "full", checkpoint("llama"), tmp_path / "two", rank=2, embeddings=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import logits
+from conftest import LAYERS, logits
 from peft import PeftModel
+from tolerances import close
 
 import adapterswap
 from adapterswap.bases import quiet_peft
@@ -29,7 +30,7 @@ def test_one_adapter_as_peft_merges_it(
     found, wanted = loaded(merged).state_dict(), by_peft(base, adapter)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
+        close(found[name], tensor, name=name)
     original, result = weights(base), weights(merged)
     untouched = {name for name in original if torch.equal(original[name], result[name])}
     assert len(original) - len(untouched) == len(adapterswap.open_adapter(adapter).modules)
@@ -58,11 +59,11 @@ def test_merged_is_what_runs_live(
     merged = loaded(adapterswap.merge(plan, out_path=tmp_path / "out"))
     folder = adapterswap.write_adapter(plan, tmp_path / "adapter")
     through_adapter = loaded(adapterswap.merge(folder, model(architecture), out_path=tmp_path / "through"))
-    torch.testing.assert_close(logits(merged), logits(through_adapter), rtol=0, atol=2e-6)
+    close(logits(merged), logits(through_adapter), depth=LAYERS)
     if "row_threshold" not in composition and composition.get("weights") != "magnitude":
         live = load_experts(loaded(model(architecture)), plan)
         with LiveComposer(live).use(plan):
-            torch.testing.assert_close(logits(merged), logits(live), rtol=0, atol=1e-5)
+            close(logits(merged), logits(live), depth=LAYERS)
 
 
 @pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties", "magnitude_prune"])
@@ -78,7 +79,7 @@ def test_nonlinear_methods_are_exact_in_full_weights(
     adapter = adapterswap.write_adapter(plan, tmp_path / "adapter", max_rank=64)
     reference = by_peft(model(architecture), adapter)
     for name, tensor in reference.items():
-        torch.testing.assert_close(merged.state_dict()[name], tensor, rtol=0, atol=2e-5, msg=name)
+        close(merged.state_dict()[name], tensor, depth=2, name=name)
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
@@ -93,7 +94,7 @@ def test_embedding_and_head(
     adapter = _ignoring(message, lambda: lora(architecture, **options))
     merged = adapterswap.merge(adapter, out_path=tmp_path / "out")
     live = _ignoring(message, lambda: PeftModel.from_pretrained(loaded(model(architecture)), adapter))
-    torch.testing.assert_close(logits(loaded(merged)), logits(live), rtol=0, atol=1e-5)
+    close(logits(loaded(merged)), logits(live), depth=LAYERS)
     held = weights(merged)
     assert "lm_head.weight" in held
     changed = "lm_head.weight" if target == "lm_head" else "model.embed_tokens.weight"
@@ -114,7 +115,7 @@ def test_gpt2_embedding_and_projections(model: Callable[..., Path], lora: Expert
     adapter = _ignoring(message, lambda: lora("gpt2", target_modules=["wte", "c_attn", "c_proj"]))
     live = _ignoring(message, lambda: PeftModel.from_pretrained(loaded(model("gpt2")), adapter))
     merged = adapterswap.merge(adapter, out_path=tmp_path / "out")
-    torch.testing.assert_close(logits(loaded(merged)), logits(live), rtol=0, atol=1e-5)
+    close(logits(loaded(merged)), logits(live), depth=LAYERS)
     assert torch.equal(weights(merged)["lm_head.weight"], weights(model("gpt2"))["transformer.wte.weight"])
 
 
@@ -123,7 +124,7 @@ def test_ensured_tying_stays_tied(model: Callable[..., Path], lora: Expert, tmp_
     with quiet_peft():
         live = PeftModel.from_pretrained(loaded(model("gemma")), adapter)
     merged = adapterswap.merge(adapter, out_path=tmp_path / "out")
-    torch.testing.assert_close(logits(loaded(merged)), logits(live), rtol=0, atol=1e-5)
+    close(logits(loaded(merged)), logits(live), depth=LAYERS)
 
 
 def test_names_as_the_hub_has_them(model: Callable[..., Path], lora: Expert, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS, logits
+from tolerances import close
 
 import adapterswap
 from merging.conftest import ARCHITECTURES, State, equal, loaded, weights
@@ -57,15 +58,15 @@ def algorithm_1(
     return merged
 
 
-def close(found: State, wanted: State, owned: Callable[[str], bool]) -> None:
-    """Bit-equal where one expert owns a tensor; one rounding elsewhere."""
+def same_weights(found: State, wanted: State, owned: Callable[[str], bool]) -> None:
+    """Bit-equal where one expert owns a tensor; the rounding of a sum elsewhere."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         if owned(name):
             assert torch.equal(found[name], tensor), name
         else:
-            torch.testing.assert_close(found[name], tensor, rtol=2e-7, atol=1e-8, msg=name)
+            close(found[name], tensor, name=name)
 
 
 ZONES = [
@@ -92,7 +93,7 @@ def test_algorithm_1(architecture: str, zones: dict[str, Any], model: Callable[.
         )
         for layer in range(start, start + count)
     }
-    close(weights(merged), wanted, lambda name: is_transformer(name) and layer_of(name) not in blended)
+    same_weights(weights(merged), wanted, lambda name: is_transformer(name) and layer_of(name) not in blended)
     reference = loaded(task)
     reference.load_state_dict(loaded(merged).state_dict())
     assert torch.isfinite(logits(reference)).all()
@@ -105,7 +106,7 @@ def test_norms_with_their_layer(architecture: str, model: Callable[..., Path], t
     plan = adapterswap.compose(composition, {"task": task, "language": language})
     merged = adapterswap.merge(plan, out_path=tmp_path / "out")
     wanted = algorithm_1(weights(task), weights(language), bottom=2, top=1, norms="layer")
-    close(weights(merged), wanted, lambda name: layer_of(name) is not None)
+    same_weights(weights(merged), wanted, lambda name: layer_of(name) is not None)
 
 
 @pytest.mark.parametrize("partition", ["A", "B", "C", "Z"])
@@ -125,7 +126,7 @@ def test_partitions(partition: str, model: Callable[..., Path], tmp_path: Path) 
             wanted[name] = theirs[name]
         else:
             wanted[name] = (theirs if (layer_of(name) in outer) != (partition == "Z") else ours)[name]
-    close(merged, wanted, is_transformer)
+    same_weights(merged, wanted, is_transformer)
 
 
 def test_a_soup_of_several_experts_per_side(model: Callable[..., Path], tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_soup_of_several_experts_per_side(model: Callable[..., Path], tmp_path
     merged = weights(adapterswap.merge(adapterswap.compose(composition, experts), out_path=tmp_path / "out"))
     one, two, three = (weights(folder) for folder in experts.values())
     souped = {name: ((one[name].double() + two[name].double()) / 2).float() for name in one}
-    close(merged, algorithm_1(souped, three, bottom=2, top=1), lambda name: False)
+    same_weights(merged, algorithm_1(souped, three, bottom=2, top=1), lambda name: False)
 
 
 def test_reset_gives_layers_back_to_the_base(model: Callable[..., Path], tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_task_arithmetic(scale: float, model: Callable[..., Path], tmp_path: Pat
     )
     wanted = {n: (w[n] + scale * ((one[n] - w[n]) + (two[n] - w[n]))).float() for n in w}
     for name in wanted:
-        torch.testing.assert_close(merged[name], wanted[name], rtol=1e-6, atol=3e-7)
+        close(merged[name], wanted[name], name=name)
 
 
 def test_magnitude_weights(model: Callable[..., Path], tmp_path: Path) -> None:
@@ -179,4 +180,4 @@ def test_magnitude_weights(model: Callable[..., Path], tmp_path: Path) -> None:
     one, two = (weight / sum(raw) for weight in raw)
     for name in original:
         wanted = one * found[0][name].double() + two * found[1][name].double()
-        torch.testing.assert_close(merged[name].double(), wanted, rtol=1e-6, atol=1e-7)
+        close(merged[name], wanted.float(), name=name)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tolerances import tolerance
 
 from .cases import COMPOSITIONS, LENGTH, PROMPTS
-from .conftest import Reference
+from .conftest import LAYERS, Reference
 from .environment import environment, needs_vllm, vllm_python
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -43,8 +44,9 @@ def test_the_engine_answers_as_full_weights_do(
             tokens, steps = reference.answer(zones, prompt, LENGTH)
             assert answer["tokens"] == tokens, name
             for told, expected in zip(answer["logprobs"], steps, strict=True):
-                worst = max(worst, *(abs(value - expected[int(token)]) for token, value in told.items()))
-    assert worst < 1e-4
+                apart = max(abs(value - expected[int(token)]) for token, value in told.items())
+                worst = max(worst, apart / tolerance(expected, depth=LAYERS))
+    assert worst < 1
     # vLLM's Qwen2 takes no LoRA on embeddings and head, and says so when it loads one.
     with_embeddings = {name for name in COMPOSITIONS if "code" in name}
     assert found["unloaded"].keys() == (with_embeddings if architecture == "qwen2" else set())

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tolerances import tolerance
 
 from .cases import COMPOSITIONS, LENGTH, PROMPTS
-from .conftest import Reference, make_expert
+from .conftest import LAYERS, Reference, make_expert
 from .environment import needs_vllm
 from .server import Server, serving
 
@@ -56,11 +57,11 @@ def tokens(answer: Any) -> list[int]:
 
 
 def difference(answer: Any, steps: list[dict[int, float]]) -> float:
-    """The largest difference of log-probabilities between an answer and the reference."""
+    """The largest difference of log-probabilities between an answer and the reference, as a share of the tolerance."""
     told = answer["choices"][0]["logprobs"]["top_logprobs"]
     assert len(told) == len(steps)
     return max(
-        abs(value - expected[int(token.removeprefix("token_id:"))])
+        abs(value - expected[int(token.removeprefix("token_id:"))]) / tolerance(expected, depth=LAYERS)
         for step, expected in zip(told, steps, strict=True)
         for token, value in step.items()
     )
@@ -83,7 +84,7 @@ def test_200_requests_over_20_compositions_are_all_right(server: Server, referen
         assert answer["model"] == name
         assert tokens(answer) == best, name
         worst = max(worst, difference(answer, steps))
-    assert worst < 1e-4
+    assert worst < 1
     status, models = server.get("/v1/models")
     assert status == 200
     assert {"tiny", *COMPOSITIONS} <= {model["id"] for model in models["data"]}
@@ -170,7 +171,7 @@ def test_a_name_keeps_its_meaning_until_it_is_unloaded(
     status, answer = server.complete(name, PROMPTS[0], LENGTH)
     assert status == 200
     assert tokens(answer) == after
-    assert difference(answer, steps) < 1e-4
+    assert difference(answer, steps) < 1
     assert _root(server, name) != old_folder
     assert Path(old_folder).is_dir()
 

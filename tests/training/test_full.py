@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import LAYERS
 from safetensors.torch import load_file
+from tolerances import close_after_adam, near
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.errors import AdapterswapError
@@ -45,13 +47,13 @@ def test_the_steps_are_those_of_a_plain_loop(tmp_path: Path, make_recipe: MakeRe
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    assert [loss for _, loss in report.train_losses] == pytest.approx(losses, rel=1e-5)
+    assert [loss for _, loss in report.train_losses] == near(losses, depth=3 * LAYERS)
     written = AutoModelForCausalLM.from_pretrained(report.path).state_dict()
     before = AutoModelForCausalLM.from_pretrained(pico("llama")).state_dict()
     assert written.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
         assert not torch.equal(written[name], before[name]), name
-        torch.testing.assert_close(written[name], tensor, rtol=1e-3, atol=1e-4)
+        close_after_adam(written[name], tensor, learning_rate=0.001, steps=3, depth=2 * LAYERS, name=name)
 
 
 def test_a_whole_model_is_written(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:

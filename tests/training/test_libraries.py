@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import LAYERS
 from safetensors.torch import load_file
+from tolerances import near
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import open_adapter
@@ -60,8 +62,8 @@ def test_optimizers_and_attentions_compute_the_same(tmp_path: Path, make_recipe:
     }.items():  # fmt: skip
         report = train(make_recipe(training={"max_steps": 3} | choice), out_path=tmp_path / name)
         curves.append([loss for _, loss in report.train_losses])
-    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
-    assert curves[2] == pytest.approx(curves[0], rel=1e-4)
+    assert curves[1] == near(curves[0], depth=3 * LAYERS)
+    assert curves[2] == near(curves[0], depth=3 * LAYERS)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import LAYERS
 from launching import launch
 from safetensors.torch import load_file
+from tolerances import near
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import open_adapter
@@ -64,8 +66,8 @@ def test_two_processes_compute_what_one_does(tmp_path: Path, make_recipe: MakeRe
         for found in (one[name], other[name]):
             assert found["wrapper"] == "torch.nn.parallel.distributed.DistributedDataParallel"
             assert found["processes"] == 2
-            assert found["losses"] == pytest.approx([loss for _, loss in report.train_losses], rel=1e-3)
-            assert found["eval"] == pytest.approx([loss for _, loss in report.eval_losses], rel=1e-3)
+            assert found["losses"] == near([loss for _, loss in report.train_losses], depth=8 * LAYERS)
+            assert found["eval"] == near([loss for _, loss in report.eval_losses], depth=9 * LAYERS)
             assert found["tokens"] == report.tokens
             assert found["written"]  # no process returns before the output is there
         file = next(report.path.glob("*.safetensors")).name
