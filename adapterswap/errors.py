@@ -12,11 +12,12 @@ names a flag.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["AdapterswapError", "Problem", "Problems", "printable", "reason_of"]
+__all__ = ["AdapterswapError", "Problem", "Problems", "check_type", "did_you_mean", "printable", "reason_of"]
 
 _TOLD = 20  # mistakes told at once; a wrong config would otherwise repeat itself for every module
 _LENGTH = 1000  # characters of one mistake
@@ -32,6 +33,18 @@ def reason_of(error: BaseException) -> str:
     """A library's error in one short line."""
     told = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")
     return told if len(told) <= _REASON else f"{told[: _REASON - 1]}…"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: int = 1) -> str:
+    """The remedy for an unknown name: "Did you mean 'math'?" where a known one is near, else `otherwise`."""
+    near = difflib.get_close_matches(name, known, n=at_most)
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else otherwise
+
+
+def check_type(value: object, expected: type | tuple[type, ...], parameter: str, remedy: str) -> None:
+    """Raise an `AdapterswapError` that names the parameter and the type if `value` is not of an expected type."""
+    if not isinstance(value, expected):
+        raise AdapterswapError(f"`{parameter}` is of type {type(value).__name__}", remedy)
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,13 @@ class AdapterswapError(Exception):
         if untold:
             self.problems += (Problem(f"{untold} more problems were found", "Mend these first"),)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def within(self, where: str) -> AdapterswapError:
+        """The same error, each problem of which begins with `where`: a file or a cell of a table."""
+        found = self.problems[: -1 if self.untold else None]
+        return AdapterswapError(
+            (Problem(f"{where}: {problem.what}", problem.mend) for problem in found), untold=self.untold
+        )
 
 
 class Problems:

@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,16 @@ from adapterswap.files.extending import Layer, find_fragment, load_layers, take_
 from adapterswap.files.yamlfiles import read_content, validate
 from adapterswap.files.yamltext import load_yaml
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan_checks import check_names, check_rules
 from adapterswap.shipped import near_names, shipped_recipes
+from adapterswap.sweeps.grid import composition_of, make_cells
 from adapterswap.sweeps.recipe import SWEEP_PATHS, SweepRecipe
+from adapterswap.sweeps.sides import Asked, target_groups
 from adapterswap.training.recipe import ROW_PATHS, TrainRecipe
 
 __all__ = ["Kind", "ShippedRecipe", "check_recipe", "list_recipes", "resolve_recipe", "standalone_copy"]
+
+_DEPTH = 512  # layers, where a recipe does not say how many its base has: more than any model has
 
 
 @dataclass(frozen=True)
@@ -35,17 +40,40 @@ class Kind:
         model: what checks it.
         mark: a key that every recipe of this kind has, and no other.
         paths: its keys that may be local paths, as in `read_content`.
+        check: raises what else the command would raise before it reads a model.
     """
 
     model: type[BaseModel]
     mark: str
     paths: tuple[str, ...]
+    check: Callable[[Any], None] = lambda recipe: None
+
+
+def _check_composition(composition: Composition) -> None:
+    problems = Problems()
+    check_names(composition.expert_names, composition.experts, problems)
+    num_layers = composition.num_layers or _DEPTH
+    with problems.collect():
+        check_rules(composition.rules(num_layers), num_layers, problems)
+    problems.raise_if_any()
+
+
+def _check_sweep(recipe: SweepRecipe) -> None:
+    target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
+    num_layers = recipe.num_layers or _DEPTH
+    problems = Problems()
+    for cell in make_cells(recipe, Asked(target, tuple(recipe.retention)), num_layers).cells:
+        composition = composition_of(cell)
+        if composition is not None:
+            with problems.collect():
+                composition.rules(num_layers)
+    problems.raise_if_any()
 
 
 _KINDS = {
     "train": Kind(TrainRecipe, "datasets", ROW_PATHS),
-    "compose": Kind(Composition, "experts", ("experts.*",)),
-    "sweep": Kind(SweepRecipe, "task_experts", SWEEP_PATHS),
+    "compose": Kind(Composition, "experts", ("experts.*",), _check_composition),
+    "sweep": Kind(SweepRecipe, "task_experts", SWEEP_PATHS, _check_sweep),
 }
 
 
@@ -83,7 +111,11 @@ def check_recipe(path: Path) -> str:
         )
     kind = _KINDS[kinds[0]]
     content, layers = read_content(path, paths=kind.paths)
-    validate(content, kind.model, where=str(path), layers=layers)
+    recipe = validate(content, kind.model, where=str(path), layers=layers)
+    try:
+        kind.check(recipe)
+    except AdapterswapError as error:
+        raise error.within(str(path)) from None
     return kinds[0]
 
 

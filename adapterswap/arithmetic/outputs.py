@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adapterswap.errors import Problems
+from adapterswap.errors import Problems, check_type
 from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Form:
     max_error: float | None = None
 
     def __post_init__(self) -> None:
+        check_type(self.max_rank, (Integral, type(None)), "max_rank", "Pass a whole number such as 64")
+        check_type(self.max_error, (Real, type(None)), "max_error", "Pass a number such as 0.1")
         problems = Problems()
         if self.layout not in ("exact", "portable"):
             problems.add(f"layout is {self.layout!r}", "Choose exact or portable")

@@ -18,7 +18,26 @@ if TYPE_CHECKING:
 _EXPERTS = "A folder of adapter folders, or experts.yaml: names, what is allowed, how many."
 
 
-@click.command("serve")
+class _Serve(click.Command):
+    """Says where vLLM's options go when one of them stands among ours."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        written = list(args)  # click takes from the list what it has parsed
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name  # of `-tp` click names `-t`
+            option = next(
+                arg for arg in written if arg.partition("=")[0] == name or (len(name) == 2 and arg.startswith(name))
+            )
+            value = "".join(f" {arg}" for arg in written[written.index(option) + 1 :][:1] if not arg.startswith("-"))
+            raise click.UsageError(
+                f"{error.format_message()} Options for vLLM go after `--`: adapterswap serve … -- {option}{value}",
+                error.ctx,
+            ) from None
+
+
+@click.command("serve", cls=_Serve)
 @click.option("--base-model", required=True, metavar="PATH|ID", help="The base model of all experts.")
 @click.option("--experts", "experts_path", required=True, metavar="DIR|YAML", help=_EXPERTS)
 @click.option("--cache", metavar="DIR", help="Where compositions are kept.  [default: ~/.cache/adapterswap/serving]")
@@ -32,7 +51,8 @@ def command(
 
     A request for the model `math+swahili`, or `math+swahili@bottom=4,top=1`, or the bare name of an expert is composed
     on first use. Arguments after `--` go to vLLM's OpenAI server and win over what is chosen here: `-- --port 8001
-    --dtype bfloat16`. It listens on 127.0.0.1 unless `--host` is among them.
+    --dtype bfloat16`. It listens on 127.0.0.1 unless `--host` is among them, and only once it has decoded a token; it
+    prints `ready` then, and exits with 1 and the reason if vLLM cannot serve the base.
     """
     import os
     import sys
@@ -98,7 +118,7 @@ def _print(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapte
     served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE of them"
     note(f"served: {served}; at most {manifest.max_compositions} names, kept in {composer.cache.root}")
     note(f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch")
-    note("The environment and the command; then how to call it once it is up:")
+    note("The environment and the command; then how to call it once it says ready:")
     click.echo(" ".join(f"{name}={join([value])}" for name, value in launch.env.items()) + " " + join(launch.command))
     click.echo(_curl(launch, _example(composer)))
 

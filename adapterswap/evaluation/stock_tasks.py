@@ -5,13 +5,12 @@ Knows nothing of tasks that are shipped here, or of settings.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.errors import AdapterswapError, Problems, did_you_mean, reason_of
 from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 
 __all__ = ["check_known", "load_stock"]
@@ -37,9 +36,8 @@ def check_known(names: Sequence[str], include_path: str | Path | None, *, others
     known = sorted({*others, *manager.all_tasks})
     for name in names:
         if not manager.match_tasks([name]):
-            near = difflib.get_close_matches(name, known)
-            mend = f"Did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists the harness's tasks"
-            problems.add(f"no task is named {name!r}", mend)
+            listed = "`lm_eval ls tasks` lists the harness's tasks"
+            problems.add(f"There is no task {name!r}", did_you_mean(name, known, listed, at_most=3))
     problems.raise_if_any()
 
 

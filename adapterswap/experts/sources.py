@@ -54,6 +54,10 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str) -> So
         AdapterswapError: no such folder, no such Hub repository or revision, no way to reach the Hub, or a link in its
             cache that leads out of it.
     """
+    if not isinstance(reference, str | Path):
+        raise AdapterswapError(
+            f"the {what} is of type {type(reference).__name__}", "Pass a local folder or a Hub id such as org/name"
+        )
     path = Path(reference)
     with suppress(RuntimeError):  # `~` and no such user
         path = path.expanduser()

@@ -6,28 +6,60 @@ told with the file that it stands in. Knows nothing of what recipes mean: the mo
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from adapterswap.errors import AdapterswapError, Problem, Problems
+from adapterswap.errors import AdapterswapError, Problem, Problems, did_you_mean
 from adapterswap.files.extending import Layer, Location, load_layers, merge_layers, writer
 from adapterswap.files.smallfiles import exists, shown
 from adapterswap.files.yamltext import parse_yaml
 
 __all__ = ["StrictModel", "apply_overrides", "list_values", "read_content", "read_recipe", "validate"]
 
-_Model = TypeVar("_Model", bound=BaseModel)
+_AnyModel = TypeVar("_AnyModel", bound=BaseModel)
 
 
-class StrictModel(BaseModel):
-    """A piece of a recipe: unknown keys are errors, and a value once read is not changed."""
+if TYPE_CHECKING:
+    _Model = BaseModel
+else:
+
+    class _OurErrors(type(BaseModel)):
+        """Makes `Model(...)` raise an `AdapterswapError`.
+
+        Only a call from Python goes through here. Where pydantic makes a model inside another, its own errors remain,
+        so that the outer model reports all mistakes at once.
+        """
+
+        def __call__(cls, *args, **fields):
+            try:
+                return super().__call__(*args, **fields)
+            except ValidationError as error:
+                raise _explained(error, fields, cls, cls.__name__) from None
+
+    class _Model(BaseModel, metaclass=_OurErrors):
+        """A model with `AdapterswapError`s."""
+
+
+class StrictModel(_Model):
+    """A piece of a recipe: unknown keys are errors, and a value once read is not changed.
+
+    Raises:
+        AdapterswapError: with every mistake in the fields.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """See pydantic; raises an `AdapterswapError`."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise _explained(error, obj, cls, cls.__name__) from None
 
 
 class FiniteModel(StrictModel):
@@ -94,8 +126,8 @@ def _item(place: Any, step: str, override: str) -> Any:
 
 
 def read_recipe(
-    path: str | Path, model: type[_Model], overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
-) -> _Model:
+    path: str | Path, model: type[_AnyModel], overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
+) -> _AnyModel:
     """Read the YAML file at `path` and what it extends, apply `overrides`, and check the whole against `model`.
 
     Args:
@@ -159,22 +191,28 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
     return nested
 
 
-def validate(content: dict[str, Any], model: type[_Model], *, where: str, layers: Sequence[Layer] = ()) -> _Model:
+def validate(content: dict[str, Any], model: type[_AnyModel], *, where: str, layers: Sequence[Layer] = ()) -> _AnyModel:
     """`content` as a `model`, or an `AdapterswapError` that lists every mistake.
 
     `where` names the source; of a mistake that one of `layers` made, that file is named instead.
     """
-    problems = Problems()
     try:
-        return model.model_validate(content)
+        return model.__pydantic_validator__.validate_python(content)  # type: ignore[no-any-return]
     except ValidationError as error:
-        for details in error.errors(include_url=False):
-            written = _as_written(details["loc"], content)
-            # What is missing is missing in what stands around it.
-            source = writer(layers, written[:-1] if details["type"] == "missing" else written)
-            problem = _explain(details, written, model, str(source or where))
-            problems.add(problem.what, problem.mend)
-    raise problems.as_error()
+        raise _explained(error, content, model, where, layers) from None
+
+
+def _explained(
+    error: ValidationError, content: Any, model: type[BaseModel], where: str, layers: Sequence[Layer] = ()
+) -> AdapterswapError:
+    problems = Problems()
+    for details in error.errors(include_url=False):
+        written = _as_written(details["loc"], content)
+        # What is missing is missing in what stands around it.
+        source = writer(layers, written[:-1] if details["type"] == "missing" else written)
+        problem = _explain(details, written, model, str(source or where))
+        problems.add(problem.what, problem.mend)
+    return problems.as_error()
 
 
 def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
@@ -197,9 +235,8 @@ def _explain(details: Any, written: Location, model: type[BaseModel], where: str
     key = ".".join(str(part) for part in written) or "the recipe"
     if kind == "extra_forbidden":
         known = sorted(_known_keys(model, location))
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        mend = f"Did you mean {near[0]!r}?" if near else (f"Known keys: {', '.join(known)}" if known else "Remove it")
-        return Problem(f"{where}: {key} is not a known key", mend)
+        listed = f"Known keys: {', '.join(known)}" if known else "Remove it"
+        return Problem(f"{where}: {key} is not a known key", did_you_mean(str(location[-1]), known, listed))
     if kind == "missing":
         return Problem(f"{where}: {key} is missing", f"Add `{location[-1]}:`")
     message = details["msg"].removeprefix("Value error, ")

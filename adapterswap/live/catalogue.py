@@ -5,9 +5,10 @@ Knows compositions and inventories; sets nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import format_layers
 from adapterswap.live.inventory import Inventory, Origin, is_unloaded
@@ -17,6 +18,7 @@ from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only
 from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.plan_checks import check_names
 from adapterswap.planning.short_names import parse_composition
 
 if TYPE_CHECKING:
@@ -61,6 +63,10 @@ class Catalogue:
         Raises:
             AdapterswapError: it is no composition of what is loaded, or cannot be computed live.
         """
+        check_type(
+            composition, (str, Composition, Plan, ModelPlan, type(None)), "composition",
+            "Pass a name such as 'math+swahili', a Composition, a plan, or None for the base",
+        )  # fmt: skip
         self.refresh()
         if isinstance(composition, Plan | ModelPlan):
             return make_switch(adapters_only(composition), self.inventory)
@@ -88,7 +94,14 @@ class Catalogue:
                     "Load the whole expert to use it alone",
                 )
             return Composition(allocation=(Rule(expert=asked),))
+        if not set("+@ ") & set(str(asked)):  # the name of one expert
+            self._check_names([str(asked)])
         return parse_composition(str(asked))
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        problems = Problems()
+        check_names(names, self.inventory.names, problems)
+        problems.raise_if_any()
 
     def _make(self, composition: Composition | None) -> Switch:
         if composition is None:
@@ -104,6 +117,7 @@ class Catalogue:
                 f"the composition is for {composition.num_layers} layers, and the model has {num_layers}",
                 "Leave num_layers out",
             )
+        self._check_names(composition.expert_names)
         plan = make_plan(composition, self.inventory.experts(composition.expert_names), num_layers=num_layers)
         by_magnitude = any(module.rule.weights for module in plan)
         if by_magnitude or any(module.rule.method == "slerp" for module in plan):

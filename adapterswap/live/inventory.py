@@ -107,7 +107,7 @@ class Inventory:
 
         mend = "Load the experts first (LiveComposer.from_experts, or PeftModel.from_pretrained)"
         if not isinstance(model, PeftModel):
-            raise AdapterswapError(f"a {type(model).__name__} is given, and a PeftModel is expected", mend)
+            raise AdapterswapError(f"`model` is of type {type(model).__name__}, not a PeftModel", mend)
         if is_unloaded(model):
             raise AdapterswapError("the model's adapters were unloaded or merged into it", mend)
         self.model = model

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from adapterswap.arithmetic.resolving import resolve
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.experts.opening import open_expert
@@ -95,6 +95,12 @@ def merge(
             not known, does not fit the experts, or is not the one whose weights they carry copies of; a source holds
             NaN or infinity, or changed since it was opened; a result overflows its dtype; no such device.
     """
+    check_type(
+        plan, (Plan, ModelPlan, Adapter, str, Path), "plan",
+        "Pass a plan, as `compose` or `layer_swap` returns it, or an adapter: opened, a folder or a Hub id",
+    )  # fmt: skip
+    check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
+    check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     form = ModelForm(max_shard_size, dtype)
     base_model = None if base_model is None else str(base_model)
     check_target(Path(out_path), overwrite=overwrite)  # before the work, and again when it is published

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.checkpoints import MODEL_INDEX, MODEL_WEIGHTS
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor, header_bytes
@@ -39,6 +39,7 @@ class ModelForm:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise AdapterswapError(f"the dtype {self.dtype!r} is not known", f"Give {', '.join(_DTYPES)}")
+        check_type(self.max_shard_size, (str, type(None)), "max_shard_size", "Write for instance 2GB, 500MB or 4GiB")
         _ = self.shard_bytes
 
     @property

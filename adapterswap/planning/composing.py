@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from adapterswap.errors import Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.opening import open_expert
@@ -18,6 +19,8 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.model_plan import AnyPlan
 from adapterswap.planning.model_planning import make_model_plan
 from adapterswap.planning.plan import make_plan
+from adapterswap.planning.plan_checks import check_names
+from adapterswap.planning.short_names import as_composition
 
 __all__ = ["compose", "expert_name", "layer_swap", "soup", "task_arithmetic"]
 
@@ -96,11 +99,11 @@ def task_arithmetic(
     )  # fmt: skip
 
 
-def compose(composition: Composition, experts: Mapping[str, Expert] | None = None) -> AnyPlan:
+def compose(composition: Composition | str, experts: Mapping[str, Expert] | None = None) -> AnyPlan:
     """Open the experts that a composition names and apply it to them.
 
     Args:
-        composition: what is asked for.
+        composition: what is asked for, or its short name such as `math+swahili`.
         experts: by name, where they are not (all) in `composition.experts`; these win.
 
     Returns:
@@ -109,11 +112,14 @@ def compose(composition: Composition, experts: Mapping[str, Expert] | None = Non
     Raises:
         AdapterswapError: see `open_expert`, `make_plan` and `make_model_plan`.
     """
-    from adapterswap.errors import Problems
-
+    composition = as_composition(composition)
+    check_type(
+        experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders, Hub ids or opened experts"
+    )
     known: dict[str, Expert] = {**composition.experts, **(experts or {})}
     opened: dict[str, Adapter | Checkpoint] = {}
     problems = Problems()
+    check_names(composition.expert_names, known, problems)
     for name in composition.expert_names:
         if name in known:
             with problems.collect():
@@ -148,6 +154,8 @@ def _two_sided(
     base_model: str | None,
     **options: Any,
 ) -> AnyPlan:
+    for side, expert in (("task", task), ("language", language)):
+        check_type(expert, (Adapter, Checkpoint, str, Path), side, "Pass a local folder, a Hub id or an opened expert")
     experts: dict[str, Expert] = {}
     names = {}
     for side, expert in (("task", task), ("language", language)):

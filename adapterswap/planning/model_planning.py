@@ -20,7 +20,13 @@ from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.modules import ModulePlan
 from adapterswap.planning.parameters import LowRankTerm, ParameterPlan, Stored, WholeTerm
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.plan_checks import check_depth, check_experts, check_matches, check_rules
+from adapterswap.planning.plan_checks import (
+    check_depth,
+    check_experts,
+    check_matches,
+    check_names,
+    check_rules,
+)
 
 __all__ = ["base_of", "make_model_plan", "merge_plan"]
 
@@ -98,9 +104,7 @@ def make_model_plan(
     """
     problems = Problems()
     names = composition.expert_names
-    for name in names:
-        if name not in experts:
-            problems.add(f"the expert {name!r} is not among those given ({', '.join(experts)})", "Add it")
+    check_names(names, experts, problems)
     used = {name: experts[name] for name in names if name in experts}
     adapters = {name: expert for name, expert in used.items() if isinstance(expert, Adapter)}
     full = {name: expert for name, expert in used.items() if isinstance(expert, Checkpoint)}

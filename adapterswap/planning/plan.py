@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypeVar
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, Problems, check_type
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, by_layer
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.sources import base_config
@@ -21,10 +22,12 @@ from adapterswap.planning.plan_checks import (
     check_depth,
     check_experts,
     check_matches,
+    check_names,
     check_rules,
     check_saved,
     check_used,
 )
+from adapterswap.planning.short_names import as_composition
 
 __all__ = ["Plan", "find_num_layers", "make_plan"]
 
@@ -59,11 +62,11 @@ class Plan:
         return names.pop() if len(names) == 1 and None not in names else self.composition.base_model
 
 
-def make_plan(composition: Composition, experts: Mapping[str, Adapter], *, num_layers: int | None = None) -> Plan:
+def make_plan(composition: Composition | str, experts: Mapping[str, Adapter], *, num_layers: int | None = None) -> Plan:
     """Apply a composition to opened experts.
 
     Args:
-        composition: what is asked for.
+        composition: what is asked for, or its short name such as `math+swahili`.
         experts: by the names that the composition uses; others are ignored.
         num_layers: the base's number of layers; by default the composition's, else from the base's config.
 
@@ -71,15 +74,19 @@ def make_plan(composition: Composition, experts: Mapping[str, Adapter], *, num_l
         AdapterswapError: with every mistake found: an expert that is missing, of another base or shape; a rule that
             matches nothing or names layers out of range; a module that no rule covers; an expert that is never used.
     """
+    composition = as_composition(composition)
+    check_type(experts, Mapping, "experts", "Pass a mapping from names to opened adapters")
+    check_type(num_layers, (Integral, type(None)), "num_layers", "Pass a whole number such as 32")
     problems = Problems()
     names = composition.expert_names
     for name in names:
-        if name not in experts:
-            given = ", ".join(experts) or "none"
-            problems.add(f"the expert {name!r} is not among the experts given ({given})", "Name one of them, or add it")
+        if not isinstance(experts.get(name), Adapter | None):
+            problems.add(
+                f"The expert {name!r} is of type {type(experts[name]).__name__}", "Open it first, with `open_adapter`"
+            )
+    problems.raise_if_any()
+    check_names(names, experts, problems)
     used = {name: experts[name] for name in names if name in experts}
-    if not names:
-        problems.add("every rule gives its modules to the base", "Name at least one expert")
     check_experts(used, composition, problems)
     with problems.collect():
         num_layers = num_layers or composition.num_layers or find_num_layers(used, composition.base_model)

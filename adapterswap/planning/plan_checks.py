@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from adapterswap.errors import Problems
+from adapterswap.errors import Problems, did_you_mean
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, Kind, ends_of, format_layers, parse_layers
 from adapterswap.experts.sources import same_base
@@ -16,7 +16,7 @@ from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.modules import ModulePlan, needs_base
 
-__all__ = ["check_depth", "check_experts", "check_matches", "check_rules", "check_saved", "check_used"]
+__all__ = ["check_depth", "check_experts", "check_matches", "check_names", "check_rules", "check_saved", "check_used"]
 
 
 class _Ruled(Protocol):
@@ -32,6 +32,19 @@ class _Ruled(Protocol):
     def asked(self) -> Mapping[str, float]: ...
     @property
     def rule(self) -> Rule | None: ...
+
+
+def check_names(names: Sequence[str], known: Collection[str], problems: Problems) -> None:
+    """Whether a composition names experts that there are, and at least one."""
+    for name in names:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            problems.add(
+                f"There is no expert {name!r} (experts: {listed})",
+                did_you_mean(name, known, "Name one of them, or add this one to the experts"),
+            )
+    if not names:
+        problems.add("Every rule gives its modules to the base", "Name at least one expert")
 
 
 def check_experts(experts: Mapping[str, Adapter], composition: Composition, problems: Problems) -> None:

@@ -8,14 +8,24 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.compositions import ZONES, Composition
 
-__all__ = ["parse_composition"]
+__all__ = ["as_composition", "parse_composition"]
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _SHORT_KEYS = (*ZONES, "task_weight", "language_weight", "weights", "scale", "density", "seed", "method", "partition")
+
+
+def as_composition(composition: Composition | str) -> Composition:
+    """A `Composition` as it is, a short name parsed.
+
+    Raises:
+        AdapterswapError: it is neither; see also `parse_composition`.
+    """
+    check_type(composition, (Composition, str), "composition", "Pass a Composition or a name such as 'math+swahili'")
+    return composition if isinstance(composition, Composition) else parse_composition(composition)
 
 
 def parse_composition(name: str) -> Composition:
@@ -24,6 +34,7 @@ def parse_composition(name: str) -> Composition:
     Raises:
         AdapterswapError: the name is not of that form, or a value is not allowed.
     """
+    check_type(name, str, "name", "Pass a name such as 'math+swahili'")
     match = re.fullmatch(rf"({_NAME})\+({_NAME})(?:@([\w=.,+-]+))?", name)
     form = f"Write TASK+LANGUAGE, or TASK+LANGUAGE@key=value,… with the keys {', '.join(_SHORT_KEYS)}"
     if match is None:

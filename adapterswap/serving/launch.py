@@ -28,6 +28,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _MAX_LORAS = 4  # adapters in one batch: each takes a slot of the accelerator's memory
 _MAX_CPU_LORAS = 16  # adapters kept in the host's memory
+_START = (sys.executable, "-m", "adapterswap.serving.start")
 _MIDDLEWARE = "adapterswap.serving.middleware.ManifestOnly"
 
 # What adapterswap decides: vLLM would start, and serve something else than what was checked.
@@ -167,8 +168,8 @@ def _program(model: str) -> tuple[str, ...]:
     try:
         version("vllm")
     except PackageNotFoundError:
-        return (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model)
-    return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--api-server-count", "1")
+        return (*_START, "vllm.entrypoints.openai.api_server", "--model", model)
+    return (*_START, "vllm.entrypoints.cli.main", "serve", model, "--api-server-count", "1")
 
 
 def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -> dict[str, str]:

@@ -1,46 +1,140 @@
-"""Closes the doors that vLLM opens beside the resolver.
+"""ASGI middleware around vLLM's server: what it must refuse, and the check that it can answer.
 
-Runtime LoRA updating, which resolvers need, also lets any client load an adapter from any path of the server
-(`POST /v1/load_lora_adapter`, `POST /adapters`). Here such requests are answered with 403, so that nothing outside the
-manifest can be reached. Unloading by `POST /v1/unload_lora_adapter` stays: it is how a name is composed anew after an
-expert changed. A plain ASGI application; imports nothing.
+* Runtime LoRA updating, which resolvers need, also lets any client load an adapter from any path of the server
+  (`POST /v1/load_lora_adapter`, `POST /adapters`). Such requests get a 403, so that nothing outside the manifest can be
+  reached. Unloading by `POST /v1/unload_lora_adapter` stays: it is how a name is composed anew after an expert changed.
+* vLLM answers as the base where a request names no model. Here every request for a model must name one, else a 400.
+* The server starts to listen only after it has decoded a token; see `readiness`.
+
+A plain ASGI application; imports vLLM only to check that it can decode.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 __all__ = ["ManifestOnly"]
 
 _Message = MutableMapping[str, Any]
-_Application = Callable[
-    [_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]
-]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_Application = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
-_BODY = (
-    b'{"error": {"message": "Adapters are composed by name, from the experts of this server: ask for TASK+LANGUAGE. '
-    b'Loading others is switched off.", "type": "PermissionDeniedError", "param": null, "code": 403}}'
+_NO_LOADING = (
+    "Adapters are composed by name, from the experts of this server: ask for TASK+LANGUAGE. "
+    "Loading others is switched off."
 )
+_NO_MODEL = (
+    "The request names no model. Set `model` to an expert's name, to TASK+LANGUAGE, or to the base's name as "
+    "GET /v1/models lists it."
+)
+_INPUTS = {"prompt", "messages", "input", "token_ids", "query"}  # of endpoints that declare no form of their request
 
 
 class ManifestOnly:
-    """ASGI middleware: refuses requests that name a path to load, and hands all others on."""
+    """Refuses requests that name a path to load, or no model; hands all others on."""
 
     def __init__(self, app: _Application) -> None:
         self._app = app
+        self._paths: tuple[dict[str, bool], Any] | None = None  # POST path -> whether its request has a `model`
 
-    async def __call__(
-        self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: Callable[[_Message], Awaitable[None]]
-    ) -> None:
-        if scope["type"] != "http" or not _loads(scope["path"]):
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if scope["type"] == "lifespan" and "app" in scope:
+            await self._app(scope, receive, _checked(scope["app"], send))
+        elif scope["type"] == "http" and _loads(scope["path"]):
+            await _refuse(send, 403, "PermissionDeniedError", _NO_LOADING, None)
+        elif scope["type"] == "http" and scope.get("method") == "POST":
+            messages, body = await _read(receive)
+            if _lacks_model(body, self._declares_model(scope)):
+                await _refuse(send, 400, "BadRequestError", _NO_MODEL, "model")
+            else:
+                await self._app(scope, _replay(messages, receive), send)
+        else:
             await self._app(scope, receive, send)
-            return
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_BODY)).encode())]
-        await send({"type": "http.response.start", "status": 403, "headers": headers})
-        await send({"type": "http.response.body", "body": _BODY})
+
+    def _declares_model(self, scope: _Message) -> bool | None:
+        """Whether the endpoint's request has a `model`; None where the endpoint does not declare its request."""
+        app = scope.get("app")
+        if self._paths is None or self._paths[1] is not app:
+            self._paths = (_paths_with_model(app.openapi() if app is not None else {}), app)
+        path = "/" + "/".join(part for part in scope["path"].split("/") if part)
+        declared = [has_model for known, has_model in self._paths[0].items() if path.endswith(known)]
+        return any(declared) if declared else None
+
+
+def _checked(app: Any, send: _Send) -> _Send:
+    """`send`, which reports a successful start only after the engine has decoded a token."""
+    from adapterswap.serving import readiness
+
+    async def checked(message: _Message) -> None:
+        if message["type"] == "lifespan.startup.complete":
+            failure = await readiness.check(app.state)
+            if failure is not None:
+                message = {"type": "lifespan.startup.failed", "message": failure}
+        await send(message)
+        if message["type"] == "lifespan.startup.complete":
+            readiness.announce()
+
+    return checked
 
 
 def _loads(path: str) -> bool:
     parts = [part for part in path.split("/") if part]
     return "load_lora_adapter" in parts or "adapters" in parts
+
+
+async def _read(receive: _Receive) -> tuple[list[_Message], bytes]:
+    """The messages that carry a request's body, and the body."""
+    messages = []
+    while True:
+        message = await receive()
+        messages.append(message)
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return messages, b"".join(part.get("body", b"") for part in messages)
+
+
+def _replay(messages: list[_Message], receive: _Receive) -> _Receive:
+    """A `receive` that first gives the messages that were read already."""
+    waiting = iter(messages)
+
+    async def replayed() -> _Message:
+        message = next(waiting, None)
+        return message if message is not None else await receive()
+
+    return replayed
+
+
+def _lacks_model(body: bytes, declared: bool | None) -> bool:
+    """Whether vLLM would answer this request as the base because it names no model."""
+    if declared is False:
+        return False
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return False  # vLLM refuses it
+    if not isinstance(content, dict) or (declared is None and not _INPUTS & content.keys()):
+        return False
+    return content.get("model") is None or content["model"] == ""
+
+
+def _paths_with_model(openapi: MutableMapping[str, Any]) -> dict[str, bool]:
+    """POST path -> whether one of the forms of its JSON request has a `model`, from an OpenAPI document."""
+    schemas = openapi.get("components", {}).get("schemas", {})
+    declared = {}
+    for path, methods in openapi.get("paths", {}).items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        form = content.get("application/json", {}).get("schema")
+        if form:
+            names = [one.get("$ref", "").rpartition("/")[2] for one in form.get("anyOf", [form])]
+            declared[path] = any("model" in schemas.get(name, {}).get("properties", {}) for name in names)
+    return declared
+
+
+async def _refuse(send: _Send, status: int, kind: str, message: str, parameter: str | None) -> None:
+    error = {"message": message, "type": kind, "param": parameter, "code": status}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -30,6 +30,9 @@ def register() -> None:
         return
     from vllm.lora.resolver import LoRAResolverRegistry
 
+    from adapterswap.serving.readiness import record_failures
+
+    record_failures()
     if NAME in LoRAResolverRegistry.get_supported_resolvers():
         return
     from adapterswap.serving.resolver import CompositionResolver

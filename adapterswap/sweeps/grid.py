@@ -100,7 +100,10 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
         held: list[list[str]] = [[] for _ in configurations]
         for task, language in pairs_of(recipe, family):
             for content, ids in zip(configurations, held, strict=True):
-                composition = _on(content, task, language or (BASE,))
+                with problems.collect():
+                    composition = _on(content, task, language or (BASE,))
+                if problems:
+                    continue
                 if overlaps(composition, num_layers):
                     left_out += 1
                     continue

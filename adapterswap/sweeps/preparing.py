@@ -13,7 +13,7 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.bases import Base, open_base
-from adapterswap.errors import AdapterswapError, Problem, Problems
+from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import require_lm_eval
 from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
@@ -127,7 +127,7 @@ def _plan(cell: Cell, recipe: SweepRecipe, experts: Mapping[str, Adapter], num_l
         declared = composition.model_copy(update={"base_model": recipe.base_model})
         return make_plan(declared, experts, num_layers=num_layers)
     except AdapterswapError as error:
-        raise AdapterswapError(Problem(f"{cell.short}: {one.what}", one.mend) for one in error.problems) from None
+        raise error.within(cell.short) from None
 
 
 def _num_layers(base: Base, said: int | None) -> int:

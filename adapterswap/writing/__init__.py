@@ -15,11 +15,11 @@ from adapterswap.arithmetic.layout import lay_out
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.reduction import reduce
 from adapterswap.arithmetic.resolving import resolve
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import write_json
-from adapterswap.planning.model_plan import AnyPlan, adapters_only
+from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.card import model_card
 from adapterswap.writing.loadable import loadable_form, with_loadable_names
@@ -61,6 +61,8 @@ def write_adapter(
             different copies of a weight of their base; the plan leaves no module to write; a nonlinear method without
             a rank.
     """
+    check_type(plan, (Plan, ModelPlan), "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
+    check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     form = Form(layout=layout, max_rank=max_rank, max_error=max_error)
     check_target(Path(out_path), overwrite=overwrite)  # before the work, and again when it is published
     return write_prepared(prepare(adapters_only(plan), form), out_path, overwrite=overwrite)

@@ -34,7 +34,7 @@ def test_a_session(chat: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert swahili == again
     assert swahili != telugu
     assert more
-    assert "'latin' is not among the experts" in told.err
+    assert "no expert 'latin'" in told.err
 
 
 def test_the_same_session_with_named_experts(

@@ -88,6 +88,64 @@ def test_each_line_of_a_resolved_recipe_names_its_file(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+EXPERTS = {"math": "experts/math", "code": "experts/code", "swahili": "experts/swahili"}
+SWEEP = {
+    "base_model": "base", "tasks": ["t"], "task_experts": {"math": "m"}, "language_experts": {"sw": "s", "te": "t"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        ({"experts": EXPERTS, "task": "math", "language": "base", "method": "slerp"}, "slerp"),
+        ({"experts": EXPERTS, "task": "maths", "language": "swahili"}, "'maths'"),
+        ({"experts": EXPERTS, "allocation": [{"expert": "maths"}]}, "'maths'"),
+        ({"experts": EXPERTS, "allocation": [{"expert": "base"}]}, "base"),
+        (
+            {"experts": EXPERTS, "task": "math", "language": "swahili", "bottom": 4, "top": 4, "num_layers": 6},
+            "overlap",
+        ),
+        (
+            {
+                "experts": EXPERTS,
+                "num_layers": 6,
+                "allocation": [{"layers": "0-9", "expert": "math"}, {"expert": "code"}],
+            },
+            "layer 6",
+        ),
+        ({**SWEEP, "compositions": [{"method": "slerp", "language": "base"}]}, "slerp"),
+        ({**SWEEP, "compositions": [{"method": "ties", "density": 0.5}]}, "ties"),
+        ({**SWEEP, "tasks": {"jp*": ["t"]}}, "jp*"),
+        ({**SWEEP, "num_layers": 4, "baselines": [], "compositions": [{"bottom": 3, "top": 3}]}, "overlap"),
+    ],
+)
+def test_what_the_command_would_refuse_is_not_valid(
+    run: Run, tmp_path: Path, recipe: dict[str, object], named: str
+) -> None:
+    """Rules are made and names looked up as `compose` and `sweep` do it."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    result = run("recipes", "validate", path)
+    assert result.exit_code == 1
+    assert named in result.stderr
+    assert str(path) in result.stderr
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"experts": EXPERTS, "task": "math", "language": "swahili", "bottom": 40, "top": 20},
+        {"experts": EXPERTS, "task": ["math", "code"], "language": "swahili"},
+        {"experts": EXPERTS, "allocation": [{"layers": "60", "expert": "math"}, {"expert": "code"}]},
+        {**SWEEP, "soup_sides": True, "compositions": [{"bottom": [30, 60]}, {"method": "soup"}]},
+    ],
+)
+def test_a_recipe_that_some_base_suits_is_valid(run: Run, tmp_path: Path, recipe: dict[str, object]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    assert run("recipes", "validate", path).exit_code == 0
+
+
 def test_a_copy_stands_alone(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["train/qwen3-1.7b/swahili", "compose/llama-3.1-8b-instruct/partial-b-swahili"]
     whole = [read_content(shipped_recipes()[name])[0] for name in names]

@@ -45,15 +45,19 @@ def load(base: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def served_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`served_base("llama")`: a random pico model with a head of clear preferences, and a tokenizer of 96 words."""
+    """`served_base("llama")`, or with attention heads 16 wide "llama-16".
+
+    A random pico model with a head of clear preferences, and a tokenizer of 96 words.
+    """
     made: dict[str, Path] = {}
 
     def make(architecture: str) -> Path:
         if architecture not in made:
             torch.manual_seed(0)
-            config = CONFIGS[architecture](
+            kind, _, head_dim = architecture.partition("-")
+            config = CONFIGS[kind](
                 vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
-                num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+                num_attention_heads=64 // int(head_dim or 32), num_key_value_heads=1, max_position_embeddings=128,
                 bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
             )  # fmt: skip
             model = AutoModelForCausalLM.from_config(config)

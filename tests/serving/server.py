@@ -48,6 +48,14 @@ class Server:
     def is_alive(self) -> bool:
         return self._process.poll() is None and self.get("/health")[0] == 200
 
+    def status(self) -> int | None:
+        """The exit status; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout: float) -> int:
+        """The exit status, once it has ended by itself."""
+        return self._process.wait(timeout)
+
     def stop(self) -> None:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             try:
@@ -70,9 +78,8 @@ def _answer(request: urllib.request.Request) -> tuple[int, Any]:
         return status, raw.decode()
 
 
-@contextmanager
-def serving(base: Path, experts: Path, folder: Path, *arguments: str) -> Iterator[Server]:
-    """`adapterswap serve` of these experts, on a free port of this machine; what it needs lies in `folder`."""
+def start(base: Path, experts: Path, folder: Path, *arguments: str) -> Server:
+    """Start `adapterswap serve` of these experts, on a free port; its cache and its log lie in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,7 +94,13 @@ def serving(base: Path, experts: Path, folder: Path, *arguments: str) -> Iterato
         process = subprocess.Popen(
             list(map(str, command)), stdout=output, stderr=output, start_new_session=True, env=environment({})
         )
-    server = Server(f"http://127.0.0.1:{port}", log, process)
+    return Server(f"http://127.0.0.1:{port}", log, process)
+
+
+@contextmanager
+def serving(base: Path, experts: Path, folder: Path, *arguments: str) -> Iterator[Server]:
+    """A server that answers; see `start`."""
+    server = start(base, experts, folder, *arguments)
     try:
         deadline = time.monotonic() + _START_S
         while True:
@@ -96,9 +109,19 @@ def serving(base: Path, experts: Path, folder: Path, *arguments: str) -> Iterato
                     break
             except OSError:
                 pass
-            assert process.poll() is None, log.read_text()[-5000:]
-            assert time.monotonic() < deadline, log.read_text()[-5000:]
+            assert server.status() is None, server.log.read_text()[-5000:]
+            assert time.monotonic() < deadline, server.log.read_text()[-5000:]
             time.sleep(0.3)
         yield server
     finally:
         server.stop()
+
+
+def failed_start(base: Path, experts: Path, folder: Path, *arguments: str) -> tuple[int, str]:
+    """The exit status and the log of a server that cannot start; see `start`."""
+    server = start(base, experts, folder, *arguments)
+    try:
+        status = server.wait(_START_S)
+    finally:
+        server.stop()
+    return status, server.log.read_text()

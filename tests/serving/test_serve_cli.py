@@ -46,7 +46,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
 ) -> None:
     found = told(serve("--json", "--", "--dtype", "float32"))
     command, environment = found["command"], found["environment"]
-    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[:4] == [sys.executable, "-m", "adapterswap.serving.start", "vllm.entrypoints.openai.api_server"]
     assert command[-2:] == ["--dtype", "float32"]
     for option, value in {
         "--max-lora-rank": "32", "--max-loras": "4", "--max-cpu-loras": "16", "--host": "127.0.0.1",
@@ -191,6 +191,21 @@ def test_without_vllm_the_mend_is_told(run: Callable[..., Result], served_base: 
     assert "pip install 'adapterswap[vllm]'" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "example"),
+    [
+        (["--port", "8001"], "-- --port 8001"), (["--host=0.0.0.0"], "-- --host=0.0.0.0"), (["-tp", "2"], "-- -tp 2"),
+        (["--enforce-eager"], "-- --enforce-eager"), (["--expert", "x"], "-- --expert x"),
+    ],
+)  # fmt: skip
+def test_options_of_vllm_belong_after_two_dashes(
+    run: Callable[..., Result], arguments: list[str], example: str
+) -> None:
+    result = run("serve", "--base-model", "b", "--experts", "e", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.rstrip().endswith(example)
+
+
 def test_usage_errors_exit_with_2(run: Callable[..., Result]) -> None:
     assert run("serve", "--experts", "x").exit_code == 2
 
@@ -217,23 +232,82 @@ def test_the_plugin_is_registered_and_costs_nothing_unasked() -> None:
     ],
 )  # fmt: skip
 def test_doors_beside_the_resolver_are_closed(path: str, status: int) -> None:
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def ask() -> list[Any]:
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        async def receive() -> Any:
-            return {"type": "http.request"}
-
-        await ManifestOnly(application)({"type": "http", "path": path}, receive, send)
-        return sent
-
-    sent = asyncio.run(ask())
+    sent, handed_on = ask(path, b'{"model": "math"}')
     assert sent[0]["status"] == status
+    assert (handed_on is None) == (status == 403)
     if status == 403:
         assert json.loads(sent[1]["body"])["error"]["code"] == 403
         assert int(dict(sent[0]["headers"])[b"content-length"]) == len(sent[1]["body"])
+
+
+class Application:
+    """Answers every request with 200; its OpenAPI document has the forms of requests that vLLM's has."""
+
+    def openapi(self) -> dict[str, Any]:
+        def post(*names: str) -> dict[str, Any]:
+            references = [{"$ref": f"#/components/schemas/{name}"} for name in names]
+            schema = {"anyOf": references} if len(references) > 1 else references[0]
+            return {"post": {"requestBody": {"content": {"application/json": {"schema": schema}}}}}
+
+        with_model = {"properties": {"model": {}, "prompt": {}}}
+        return {
+            "components": {"schemas": {"Complete": with_model, "Chat": with_model, "Unload": {"properties": {}}}},
+            "paths": {
+                "/v1/completions": post("Complete"), "/tokenize": post("Complete", "Chat"),
+                "/v1/unload_lora_adapter": post("Unload"), "/invocations": {"post": {}}, "/health": {"get": {}},
+            },
+        }  # fmt: skip
+
+
+def ask(path: str, *parts: bytes) -> tuple[list[Any], bytes | None]:
+    """What the middleware sends for a POST of these parts of a body, and the body that it handed on."""
+    sent: list[Any] = []
+    handed_on: list[bytes] = []
+    waiting = [
+        {"type": "http.request", "body": part, "more_body": number < len(parts)}
+        for number, part in enumerate(parts, start=1)
+    ]
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        handed_on.append(body)
+        assert (await receive())["type"] == "http.disconnect"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "path": path, "app": Application()}
+    asyncio.run(ManifestOnly(application)(scope, receive, send))
+    return sent, handed_on[0] if handed_on else None
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/prefix//v1/completions/", "/tokenize", "/invocations"])
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "a"}', b'{"model": "", "prompt": "a"}', b'{"model": null, "prompt": "a", "stream": true}']
+)
+def test_a_request_without_a_model_is_refused(path: str, body: bytes) -> None:
+    sent, handed_on = ask(path, body[:5], body[5:])
+    assert sent[0]["status"] == 400
+    assert json.loads(sent[1]["body"])["error"]["param"] == "model"
+    assert handed_on is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"model": "math", "prompt": "a"}'), ("/v1/completions", b"not JSON"),
+        ("/v1/unload_lora_adapter", b'{"lora_name": "math"}'), ("/invocations", b""), ("/invocations", b'{"a": 1}'),
+        ("/v1/new", b"[]"),
+    ],
+)  # fmt: skip
+def test_other_requests_are_handed_on_as_they_came(path: str, body: bytes) -> None:
+    sent, handed_on = ask(path, body[:3], body[3:])
+    assert sent[0]["status"] == 200
+    assert handed_on == body

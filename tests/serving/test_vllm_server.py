@@ -118,6 +118,39 @@ def test_bad_names_are_answered(server: Server, name: str, status: int, told: st
     assert "\x1b" not in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}, {"model": "", "stream": True}])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "w5"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 1}),
+        ("/v1/completions/render", {"prompt": "w5"}),
+        ("/invocations", {"prompt": PROMPTS[0], "max_tokens": 1}),
+        ("/generative_scoring", {"query": "w5", "items": ["w6"], "label_token_ids": [5, 6]}),
+        ("/tokenize", {"prompt": "w5"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_no_model_is_not_the_base(server: Server, path: str, body: dict[str, Any], model: dict[str, Any]) -> None:
+    status, answer = server.post(path, body | model)
+    assert status == 400
+    assert answer["error"]["param"] == "model"
+
+
+def test_the_base_answers_to_its_own_name(server: Server) -> None:
+    assert server.complete("tiny", PROMPTS[0], 1)[0] == 200
+    assert server.post("/tokenize", {"model": "tiny", "prompt": "w5"}) == (
+        200, {"count": 1, "max_model_len": 128, "tokens": [5], "token_strs": None},
+    )  # fmt: skip
+
+
+def test_it_says_ready_after_a_token_and_before_it_answers(server: Server) -> None:
+    log = server.log.read_text()
+    assert log.index("adapterswap: ready") < log.index("GET /health")
+
+
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/adapters"])
 def test_no_client_loads_from_a_path(server: Server, folder: Path, path: str) -> None:
     place = str(folder / "experts" / "math")

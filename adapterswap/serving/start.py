@@ -1,0 +1,58 @@
+"""`python -m adapterswap.serving.start MODULE ARGUMENTS…`: run vLLM's server, and say why where it does not start.
+
+vLLM's own last words are a traceback that points to another process's log, and its exit status is 0 where the engine
+died. Here the last line is the reason, and the status 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+
+from adapterswap.errors import Problem, reason_of
+from adapterswap.serving import readiness
+from adapterswap.serving.plugin import BASE_MODEL
+
+__all__ = ["main"]
+
+_REMEDY = (
+    "The log above has the details. Use a base that the installed vLLM supports on this device, or change its options"
+)
+
+
+def main() -> int:
+    """Run the module that the first argument names with the others; the status that this process should exit with."""
+    _, module, *arguments = sys.argv
+    sys.argv = [module, *arguments]
+    handle, failures = tempfile.mkstemp(prefix="adapterswap-", suffix=".failures")
+    os.close(handle)
+    os.environ[readiness.FAILURES] = failures
+    status, error = 0, None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except Exception as raised:  # whatever vLLM raises
+        traceback.print_exc()
+        status, error = 1, raised
+    finally:
+        reason = readiness.failure() or readiness.first_failure()
+        with contextlib.suppress(OSError):
+            os.unlink(failures)
+    if readiness.is_ready() or (status == 0 and readiness.failure() is None) or status == _USAGE:
+        return status
+    reason = reason or (reason_of(error) if error is not None else f"vLLM ended with status {status}")
+    what = f"vLLM cannot serve the base {os.environ.get(BASE_MODEL, '')}: {reason}"
+    print(f"Error: {Problem(what, _REMEDY)}", file=sys.stderr, flush=True)
+    return 1
+
+
+_USAGE = 2  # vLLM's parser has said what is wrong with an argument
+
+
+if __name__ == "__main__":
+    sys.exit(main())

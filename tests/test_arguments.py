@@ -1,0 +1,125 @@
+"""Arguments of the wrong kind from Python: an AdapterswapError that names the parameter, and no other error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import adapterswap
+from adapterswap import AdapterswapError, Composition, Rule
+from adapterswap.planning.compositions import Method
+from adapterswap.sweeps.recipe import SweepRecipe
+
+SIDES: dict[str, Any] = {"task": ("math",), "language": ("swahili",)}
+
+
+def test_compose_takes_a_short_name(math: Path, swahili: Path) -> None:
+    experts = {"math": math, "swahili": swahili}
+    plan = adapterswap.compose("math+swahili@bottom=2,top=1", experts)
+    assert plan.rules == Composition(**SIDES, bottom=2, top=1).rules(6)
+    assert adapterswap.make_plan("math+swahili@bottom=2,top=1", plan.experts).rules == plan.rules
+
+
+def test_an_unknown_expert_is_named_with_all_known_ones(math: Path, swahili: Path) -> None:
+    experts = {"math": math, "swahili": swahili}
+    for composition in ("maths+swahili", Composition(task="maths", language="swahili")):
+        with pytest.raises(
+            AdapterswapError, match=r"no expert 'maths' \(experts: math, swahili\). Did you mean 'math'\?"
+        ):
+            adapterswap.compose(composition, experts)
+
+
+Call = Callable[[Any, Any, Path], Any]
+
+WRONG: dict[str, tuple[str, Call]] = {
+    "compose None": ("`composition`", lambda plan, math, out: adapterswap.compose(None)),
+    "compose dict": ("`composition`", lambda plan, math, out: adapterswap.compose({"task": "math"})),
+    "compose list": ("`experts`", lambda plan, math, out: adapterswap.compose("math+swahili", [math])),
+    "compose 5": ("expert", lambda plan, math, out: adapterswap.compose("math+base", {"math": 5})),
+    "soup": ("`task`", lambda plan, math, out: adapterswap.soup(5, math)),
+    "layer_swap": ("`language`", lambda plan, math, out: adapterswap.layer_swap(math, [math])),
+    "layer_swap bottom": ("bottom", lambda plan, math, out: adapterswap.layer_swap(math, math, bottom="many")),
+    "layer_swap depth": ("num_layers", lambda plan, math, out: adapterswap.layer_swap(math, math, num_layers="six")),
+    "task_arithmetic": ("`task`", lambda plan, math, out: adapterswap.task_arithmetic(None, math)),
+    "make_plan": ("`composition`", lambda plan, math, out: adapterswap.make_plan(5, {})),
+    "make_plan experts": ("`experts`", lambda plan, math, out: adapterswap.make_plan("math+base", math)),
+    "make_plan expert": ("'math'", lambda plan, math, out: adapterswap.make_plan("math+base", {"math": math})),
+    "make_plan depth": (
+        "`num_layers`", lambda plan, math, out: adapterswap.make_plan("math+base", plan.experts, num_layers="six"),
+    ),
+    "write plan": ("`plan`", lambda plan, math, out: adapterswap.write_adapter("math", out)),
+    "write place": ("`out_path`", lambda plan, math, out: adapterswap.write_adapter(plan, None)),
+    "write layout": ("layout", lambda plan, math, out: adapterswap.write_adapter(plan, out, layout="exactly")),
+    "write rank": ("`max_rank`", lambda plan, math, out: adapterswap.write_adapter(plan, out, max_rank="8")),
+    "write error": ("`max_error`", lambda plan, math, out: adapterswap.write_adapter(plan, out, max_error="8")),
+    "merge plan": ("`plan`", lambda plan, math, out: adapterswap.merge(5, out_path=out)),
+    "merge base": ("`base_model`", lambda plan, math, out: adapterswap.merge(plan, 5, out_path=out)),
+    "merge place": ("`out_path`", lambda plan, math, out: adapterswap.merge(plan, out_path=5)),
+    "merge shards": (
+        "`max_shard_size`", lambda plan, math, out: adapterswap.merge(plan, out_path=out, max_shard_size=5),
+    ),
+    "open adapter": ("adapter", lambda plan, math, out: adapterswap.open_adapter(5)),
+    "open expert": ("expert", lambda plan, math, out: adapterswap.open_expert(None)),
+    "open checkpoint": ("base model", lambda plan, math, out: adapterswap.open_checkpoint([])),
+    "parse": ("`name`", lambda plan, math, out: adapterswap.parse_composition(5)),
+    "live": ("`model`", lambda plan, math, out: adapterswap.LiveComposer(5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_value_of_the_wrong_kind_names_its_parameter(case: str, math: Path, swahili: Path, tmp_path: Path) -> None:
+    plan = adapterswap.compose("math+swahili", {"math": math, "swahili": swahili})
+    parameter, call = WRONG[case]
+    with pytest.raises(AdapterswapError) as caught:
+        call(plan, math, tmp_path / "out")
+    assert parameter in caught.value.problems[0].what
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Rule(expert="a", blend={"a": 1}), "blend"),
+        (lambda: Rule(expert="a", modles="mlp"), "'modules'"),
+        (lambda: Rule(layers="x", expert="a"), "layers"),
+        (lambda: Rule.model_validate({"blend": {"a": float("nan")}}), "a"),
+        (lambda: Composition(bottm=1), "'bottom'"),
+        (lambda: Composition.model_validate([]), "Composition"),
+        (lambda: Composition(allocation=({"layers": "x"},)), "allocation.0.layers"),
+        (lambda: Composition(method="ties"), "density"),
+        (lambda: SweepRecipe.model_validate({}), "base_model"),
+    ],
+)
+def test_fields_that_are_not_sound(make: Callable[[], Any], named: str) -> None:
+    with pytest.raises(AdapterswapError) as caught:
+        make()
+    assert any(named in problem.what or named in problem.mend for problem in caught.value.problems)
+
+
+def test_all_mistakes_in_nested_rules_are_told_at_once() -> None:
+    with pytest.raises(AdapterswapError) as caught:
+        Composition.model_validate({"bottm": 1, "allocation": [{"expert": "a", "blend": {"b": 1}}, {"layers": "x"}]})
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize("method", Method.__args__)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"task": ("math", "code")}, {"language": ("base",)}, {"language": ("math",)}, {"task": ("math", "math")},
+        {"task": ("base",), "language": ("base",)}, {"task_weight": -1, "allow_negative": True},
+        {"task_weight": 1e9, "scale": 1e9}, {"task_weight": 1e-300, "language_weight": 1e-300, "scale": 1e-300},
+        {"task": ("math", "base"), "task_weight": 0},
+    ],
+)  # fmt: skip
+def test_rules_are_made_or_refused(method: str, changes: dict[str, Any]) -> None:
+    """Whatever a composition asks for, no other error than ours leaves it."""
+    options = {**SIDES, "method": method, **changes}
+    if method in ("ties", "dare_linear", "dare_ties", "magnitude_prune"):
+        options["density"] = 0.5
+    with suppress(AdapterswapError):
+        assert Composition(**options).rules(32)
