@@ -18,6 +18,8 @@ from adapterswap.live import LiveComposer
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.training.recipe import DatasetSource
+from adapterswap.training.rendering import Reader, choose_reader
 
 if TYPE_CHECKING:
     import torch
@@ -30,29 +32,62 @@ BATCH = 8  # texts at once
 
 
 def read_texts(path: str | Path, limit: int) -> list[str]:
-    """The first `limit` texts of a file: .jsonl rows with `text`, or `prompt` and `completion`; else one to a line.
+    """The first `limit` texts of a file: those of .jsonl rows, with the columns of common datasets; else one to a line.
 
     Raises:
-        AdapterswapError: the file cannot be read, is larger than 16 MiB, or holds no text.
+        AdapterswapError: the file cannot be read, is larger than 16 MiB, or holds no text; a row has other columns.
     """
     path = Path(path)
-    mend = "Give a .jsonl file with `text`, or `prompt` and `completion`, or a text file with a text to a line"
     texts = []
-    for number, line in enumerate(read_small(path, mend).decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(read_small(path, _FILES).decode("utf-8", "replace").splitlines(), 1):
         text = line.strip()
         if text and path.suffix == ".jsonl":
-            try:
-                row = json.loads(text)
-                text = row["text"] if "text" in row else _joined(row["prompt"], row["completion"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise AdapterswapError(f"{path}, line {number} is no row of texts: {error!r}", mend) from None
+            text = _text_of_row(text, f"{path}, line {number}")
         if text:
-            texts.append(str(text))
+            texts.append(text)
         if len(texts) == limit:
             break
     if not texts:
-        raise AdapterswapError(f"{path} holds no text", mend)
+        raise AdapterswapError(f"{path} holds no text", _FILES)
     return texts
+
+
+def _readers() -> dict[tuple[str, ...], Reader]:
+    """How a row is read, by the columns that it must have; the first that fit are taken."""
+    pairs = {
+        ("prompt", "completion"): ("{prompt}", "{completion}"),
+        ("question", "answer"): ("{question}", "{answer}"),  # GSM8K
+        ("instruction", "input", "output"): ("{instruction}\n\n{input}", "{output}"),  # Alpaca
+        ("instruction", "output"): ("{instruction}", "{output}"),
+        ("inputs", "targets"): ("{inputs}", "{targets}"),  # Aya
+    }
+    sources = {("text",): DatasetSource(path="rows", text="{text}")}
+    sources |= {
+        columns: DatasetSource(path="rows", prompt=prompt, completion=completion)
+        for columns, (prompt, completion) in pairs.items()
+    }
+    sources[("messages",)] = DatasetSource(path="rows", messages="messages")
+    return {columns: choose_reader(source) for columns, source in sources.items()}
+
+
+_READERS = _readers()
+_FILES = (
+    f"Pass a text file with one text per line, or a .jsonl file whose rows have one of these sets of columns: "
+    f"{'; '.join(', '.join(columns) for columns in _READERS)}"
+)
+
+
+def _text_of_row(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise AdapterswapError(f"{where} is not JSON: {error}", _FILES) from None
+    if not isinstance(row, dict):
+        raise AdapterswapError(f"{where} is not a JSON object", _FILES)
+    for columns, reader in _READERS.items():
+        if all(column in row for column in columns):
+            return "\n".join(_joined(prompt, completion) for prompt, completion in reader(row))
+    raise AdapterswapError(f"{where} has the columns {', '.join(row) or 'none'}", _FILES)
 
 
 def _joined(prompt: str, completion: str) -> str:

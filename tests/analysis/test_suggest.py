@@ -152,12 +152,34 @@ def test_texts_are_read(tmp_path: Path) -> None:
     assert read_texts(lines, 9) == ["moja", "mbili"]
     for name, content, told in (
         ("empty.txt", "\n", "holds no text"),
-        ("bad.jsonl", '{"text": "a"}\n{"question": 1}\n', "line 2 is no row of texts"),
-        ("torn.jsonl", '{"text": ', "line 1 is no row of texts"),
+        ("bad.jsonl", '{"text": "a"}\n{"question": 1, "solution": 2}\n', "line 2 has the columns question, solution"),
+        ("torn.jsonl", '{"text": ', "line 1 is not JSON"),
+        ("list.jsonl", "[1]", "line 1 is not a JSON object"),
+        ("messages.jsonl", '{"messages": "hello"}', "does not hold chat messages"),
     ):
         (tmp_path / name).write_text(content)
         with pytest.raises(AdapterswapError, match=told):
             read_texts(tmp_path / name, 9)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"question": "1 + 1?", "answer": "2", "id": 5}, "1 + 1? 2"),  # as GSM8K has it
+        ({"prompt": "a\n", "completion": "b"}, "a\nb"),
+        ({"instruction": "add", "input": "1 1", "output": "2"}, "add\n\n1 1 2"),
+        ({"instruction": "add", "input": "", "output": "2"}, "add\n\n2"),
+        ({"instruction": "add", "output": 2}, "add 2"),
+        ({"inputs": "a", "targets": "b"}, "a b"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "a\nb"),
+        ({"messages": [["a", "b"], ["c", "d"]]}, "a\nb\nc\nd"),
+        ({"text": "all", "question": "no", "answer": "no"}, "all"),
+    ],
+)
+def test_rows_of_common_datasets_are_read(tmp_path: Path, row: dict[str, object], text: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    assert read_texts(rows, 9) == [text]
 
 
 @pytest.mark.parametrize("form", ["zones", "modules"])
