@@ -61,7 +61,7 @@ def _readers() -> dict[tuple[str, ...], Reader]:
         ("instruction", "output"): ("{instruction}", "{output}"),
         ("inputs", "targets"): ("{inputs}", "{targets}"),  # Aya
     }
-    sources = {("text",): DatasetSource(path="rows", text="{text}")}
+    sources: dict[tuple[str, ...], DatasetSource] = {("text",): DatasetSource(path="rows", text="{text}")}
     sources |= {
         columns: DatasetSource(path="rows", prompt=prompt, completion=completion)
         for columns, (prompt, completion) in pairs.items()
