@@ -20,6 +20,7 @@ from adapterswap.arithmetic.tensors import open_files, read_numbers
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.layers import MAX_LAYERS
 from adapterswap.files.tensorfile import FLOATS
 
 __all__ = [
@@ -119,11 +120,13 @@ def measure(
         progress: called after every matrix.
 
     Raises:
-        AdapterswapError: see `matrices` and `delta_reader`; or the expert has no matrix.
+        AdapterswapError: see `matrices` and `delta_reader`; or the expert has no matrix in a layer.
     """
     found = matrices(expert, base)
-    if not found:
-        raise AdapterswapError(f"{name} has no matrix in its layers", "Give an expert that changes attention or MLPs")
+    if all(matrix.layer is None for matrix in found.values()):
+        raise AdapterswapError(
+            f"{name} changes no matrix in the layers, only outside them", "Use an expert that changes attention or MLPs"
+        )
     changes = []
     with delta_reader(expert, base) as read, open_files(base.shards if base else []) as files:
         for matrix in found.values():
@@ -160,8 +163,10 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
                 raise AdapterswapError(f"{path} has the columns {', '.join(rows.fieldnames or ()) or 'of none'}", mend)
             for row in rows:
                 layer, fraction = int(row["layer"]), float(row[COLUMNS[3]])
-                if not (layer >= 0 and 0 <= fraction <= 1):
-                    raise ValueError("a layer is negative, or a fraction not between 0 and 1")
+                if not (0 <= layer < MAX_LAYERS and 0 <= fraction <= 1):
+                    raise ValueError(
+                        f"layer {layer} is not between 0 and {MAX_LAYERS - 1}, or {fraction} not between 0 and 1"
+                    )
                 cells.setdefault(row["expert"], {})[layer, row["module"]] = fraction
     except OSError as error:
         raise AdapterswapError(f"{path} cannot be read: {error.strerror}", "Give the path of a CSV file") from None

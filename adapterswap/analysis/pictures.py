@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_fractions", "draw_interference", "draw_norms"]
 
 _DPI = 160
+_TALLEST = 40.0  # inches of a heatmap's rows; more layers share them
 _COLOURS = ("#c2410c", "#1d4ed8", "#047857", "#6b7280", "#7c3aed", "#b45309")
 
 
@@ -31,7 +32,7 @@ def draw_fractions(tables: Sequence[FractionTable], path: Path) -> None:
     layers = max(len(table.layers) for table in tables)
     across = min(3, len(tables))
     down = -(-len(tables) // across)
-    figure = _figure((1.2 + 0.42 * columns) * across + 0.9, down * (1.5 + 0.16 * layers))
+    figure = _figure((1.2 + 0.42 * columns) * across + 0.9, down * (1.5 + min(0.16 * layers, _TALLEST)))
     grid = figure.subplots(down, across, squeeze=False)
     for axes, table in zip(grid.flat, tables, strict=False):
         values = np.full((len(table.layers), len(table.modules)), np.nan)
@@ -77,6 +78,8 @@ def draw_interference(pair: Interference, path: Path) -> None:
                               (signs, "sign_conflicts", 0)):  # fmt: skip
         values = [float("nan") if numbers[key] is None else numbers[key] for numbers in layers.values()]
         axes.plot(list(layers), values, marker="o", markersize=3, color=_COLOURS[colour], label=key)
+    if pair.shared_start is not None:
+        overlap.set_title("`read` shows a shared initial A", fontsize=8)
     overlap.axhline(sum(chance) / len(chance), color=_COLOURS[3], linestyle=":", label="by chance")
     overlap.set_ylim(bottom=0)
     overlap.legend(fontsize=8, frameon=False)
@@ -110,7 +113,7 @@ def _short(module: str) -> str:
 
 
 def _ticks(layers: int) -> list[int]:
-    step = 1 if layers <= 16 else 2 if layers <= 40 else 4
+    step = 1 if layers <= 16 else 2 if layers <= 40 else max(4, layers // 60)
     return list(range(0, layers, step))
 
 

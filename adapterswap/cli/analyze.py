@@ -10,9 +10,14 @@ import click
 from adapterswap.cli.printing import note, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from adapterswap.analysis import Changes, FractionTable, Interference
     from adapterswap.experts.adapters import Adapter
     from adapterswap.experts.checkpoints import Checkpoint
+
+
+_COLUMNS = 6  # of a table, so that it fits 80 characters
 
 
 @click.command("analyze")
@@ -137,6 +142,7 @@ def _content(tables: list[FractionTable], changes: list[Changes], pairs: list[In
         "pairs": [
             {
                 "experts": list(pair.experts),
+                "shared_start": pair.shared_start,
                 "layers": {str(layer): numbers for layer, numbers in pair.by_layer().items()},
                 "modules": {
                     module.matrix.name: {
@@ -181,31 +187,44 @@ def _write(
 
 
 def _print(tables: list[FractionTable], changes: list[Changes], pairs: list[Interference]) -> None:
-    """A row for each layer: what each expert changed there, and what each two have in common."""
-    from rich.table import Table
-
-    shown = Table("layer", box=None, header_style="bold")
-    columns: list[dict[int, str]] = []
+    """A row for each layer: what each expert changed there; then a table for every two, so that none is too wide."""
+    columns = []
     for table in tables:
-        shown.add_column(f"{table.expert}\nrows", justify="right")
-        sums: dict[int, list[float]] = {}
+        shares: dict[int, list[float]] = {}
         for (layer, _), value in table.cells.items():
-            sums.setdefault(layer, []).append(value)
-        columns.append({layer: f"{sum(found) / len(found):.3f}" for layer, found in sums.items()})
-    for each in changes:
-        shown.add_column(f"{each.expert}\n‖ΔW‖", justify="right")
-        columns.append({layer: f"{value:.4g}" for layer, value in each.layer_norms().items()})
+            shares.setdefault(layer, []).append(value)
+        columns.append((f"{table.expert}\nrows", {layer: sum(s) / len(s) for layer, s in shares.items()}, ".3f"))
+    columns += [(f"{each.expert}\n‖ΔW‖", each.layer_norms(), ".4g") for each in changes]
+    for start in range(0, len(columns), _COLUMNS):
+        _print_layers("", columns[start : start + _COLUMNS])
     for pair in pairs:
         by_layer = pair.by_layer()
-        for key, head in (("cosine", "cosine"), ("written", "written"), ("read", "read"), ("sign_conflicts", "signs")):
-            shown.add_column(f"{'·'.join(pair.experts)}\n{head}", justify="right")
-            columns.append({layer: _number(numbers[key]) for layer, numbers in by_layer.items()})
-    for layer in sorted({layer for column in columns for layer in column}):
-        shown.add_row(str(layer), *(column.get(layer, "") for column in columns))
-    print_table(shown, width=160)
+        heads = {"cosine": "cosine", "written": "written", "read": "read", "sign_conflicts": "signs"}
+        measured = [(head, {layer: numbers[key] for layer, numbers in by_layer.items()}, ".3f")
+                    for key, head in heads.items()]  # fmt: skip
+        _print_layers(" and ".join(pair.experts), measured)
     if tables[0].threshold is not None:
         note(f"rows: the share, over a layer's matrices, whose mean absolute change is above {tables[0].threshold:.3g}")
+    for pair in pairs:
+        if pair.shared_start is not None:
+            note(
+                f"{' and '.join(pair.experts)} were trained from the same initial A (their rows have a mean cosine of "
+                f"{pair.shared_start:.2f}), so `read` shows the shared seed, not what they learned"
+            )
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+def _print_layers(title: str, columns: Sequence[tuple[str, Mapping[int, float | None], str]]) -> None:
+    """A table with a row for each layer; columns are a head, numbers by layer, and their format."""
+    from rich.table import Table
+
+    shown = Table("layer", box=None, header_style="bold", title=title or None, title_justify="left")
+    for head, _, _ in columns:
+        shown.add_column(head, justify="right", overflow="fold")
+    for layer in sorted({layer for _, numbers, _ in columns for layer in numbers}):
+        cells = (_number(numbers[layer], form) if layer in numbers else "" for _, numbers, form in columns)
+        shown.add_row(str(layer), *cells)
+    print_table(shown)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

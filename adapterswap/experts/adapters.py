@@ -256,7 +256,12 @@ def _module(
     a, b = factors.a, factors.b
     mend = "The file and its config do not belong together: save the adapter again"
     for factor, tensor in (("A", a), ("B", b)):
-        if len(tensor.shape) != 2 or 0 in tensor.shape:
+        if 0 in tensor.shape:
+            raise AdapterswapError(
+                f"{folder}: {name}: lora_{factor} is empty ({list(tensor.shape)}), as DeepSpeed ZeRO-3 leaves it",
+                "Gather the weights before saving (stage3_gather_16bit_weights_on_model_save), and save again",
+            )
+        if len(tensor.shape) != 2:
             raise AdapterswapError(
                 f"{folder}: {name}: lora_{factor} has the shape {list(tensor.shape)}, and a matrix is expected",
                 "Only linear and embedding modules can be composed, no convolutions",

@@ -83,8 +83,13 @@ def layer_container(names: Iterable[str]) -> str | None:
 
     Raises:
         AdapterswapError: several lists are left (an encoder and a decoder, say), and not exactly one of them is in a
-            `language_model` or `text_model`.
+            `language_model` or `text_model`; or a name has a layer beyond any model's.
     """
+    names = list(names)
+    if deep := next((name for name in names if _is_too_deep(name)), None):
+        raise AdapterswapError(
+            f"{deep} has a layer beyond {MAX_LAYERS - 1}, and no model is that deep", "Save the weights again"
+        )
     containers = sorted({match["container"][:-1] for name in names if (match := _NUMBERED.match(name))})
     parts = {container: container.split(".") for container in containers}
     inside = [name for name in containers if not any(map(_OTHER_PARTS.search, parts[name]))]
@@ -97,6 +102,11 @@ def layer_container(names: Iterable[str]) -> str | None:
             )
         return named[0]
     return inside[0] if inside else None
+
+
+def _is_too_deep(name: str) -> bool:
+    match = _NUMBERED.match(name)
+    return match is not None and len(match["layer"].lstrip("0")) >= len(str(MAX_LAYERS + 1))
 
 
 def layer_of(name: str, container: str | None) -> int | None:

@@ -14,6 +14,8 @@ import transformers
 from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from scipy.linalg import subspace_angles
 from tolerances import close, near
 
@@ -303,3 +305,75 @@ def test_a_mixture_of_experts_is_counted_by_part(tmp_path: Path) -> None:
     ]
     assert len(expected) == 3
     assert table.cells[0, "block_sparse_moe.experts.w1"] == np.mean(np.concatenate(expected) > 0.008)
+
+
+def test_a_shared_initial_a_is_reported(
+    run: Callable[..., Result], base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two experts with one seed and unrelated B: their rows overlap by the seed alone."""
+    folders = {}
+    for name, seed in (("math", 1), ("swahili", 1), ("code", 2)):
+        torch.manual_seed(seed)
+        model = get_peft_model(load_base(base("llama")), LoraConfig(r=4, use_rslora=True, target_modules=["q_proj"]))
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(folders)))
+                parameter.data += noise * (0.02 if "lora_A" in key else 0.1)
+        folders[name] = open_adapter(_saved(model, tmp_path / name))
+    together = interfere({name: folders[name] for name in ("math", "swahili")})
+    apart = interfere({name: folders[name] for name in ("math", "code")})
+    assert together.shared_start is not None
+    assert together.shared_start > 0.9
+    assert apart.shared_start is None
+    rows = {name: load_file(tmp_path / name / "adapter_model.safetensors") for name in ("math", "swahili")}
+    for module in together.modules:
+        one, other = (rows[name][f"base_model.model.{module.matrix.name}.lora_A.weight"] for name in rows)
+        expected = torch.nn.functional.cosine_similarity(one.double(), other.double()).mean()
+        assert module.start == pytest.approx(float(expected), rel=1e-5)
+    result = run("analyze", *(tmp_path / name for name in folders))
+    assert result.exit_code == 0
+    assert "math and swahili were trained from the same initial A" in result.stderr
+    assert "math and code were" not in result.stderr
+    content = json.loads(run("analyze", *(tmp_path / name for name in folders), "--json").stdout)
+    assert [pair["shared_start"] is None for pair in content["pairs"]] == [False, True, True]
+
+
+def _saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_tables_of_many_experts_fit_80_columns(
+    run: Callable[..., Result], expert: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    named = [f"expert-number-{seed}={expert(seed=seed)}" for seed in range(4)]
+    result = run("analyze", *named)
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 120
+    rows = [line for line in result.stdout.splitlines() if line.split()[:1] == ["5"]]
+    assert len(rows) == 2 + 6  # two tables of experts, and one for every two
+
+
+def test_an_expert_outside_the_layers_is_refused(run: Callable[..., Result], expert: Callable[..., Path]) -> None:
+    head = expert(seed=1, target_modules=["lm_head"])
+    result = run("analyze", f"head={head}", expert(seed=2))
+    assert result.exit_code == 1
+    assert "head changes no matrix in the layers" in result.stderr
+
+
+def test_a_layer_beyond_any_model_is_refused(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+    tensors = load_file(math / "adapter_model.safetensors")
+    folder = tmp_path / "deep"
+    folder.mkdir()
+    save_file({k.replace(".5.", ".99999."): t for k, t in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text((math / "adapter_config.json").read_text())
+    result = run("analyze", folder, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "99999" in result.stderr
+    table = tmp_path / "table.csv"
+    table.write_text("expert,layer,module,fraction_of_rows_above_threshold\na,99999,q_proj,0.5\n")
+    assert run("analyze", "--from-csv", table).exit_code == 1
+    table.write_text("expert,layer,module,fraction_of_rows_above_threshold\na,9998,q_proj,0.5\n")
+    assert run("analyze", "--from-csv", table, "-o", tmp_path / "pictures").exit_code == 0
