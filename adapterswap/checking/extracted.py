@@ -51,6 +51,10 @@ class _Module(BaseModel):
     norm: float = Field(gt=0)
 
 
+class _LeftOut(BaseModel):
+    norm: float = Field(gt=0)
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -58,6 +62,7 @@ class _Record(BaseModel):
     sha256: dict[str, str]
     extraction: _Asked
     extracted: dict[str, _Module]
+    left_out: dict[str, _LeftOut] = {}
 
 
 def is_extraction(content: Mapping[str, Any]) -> bool:
@@ -138,8 +143,10 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
             told, matrix = record.extracted.get(name), matrices.get(name)
             if matrix is None or (told is None and name in adapter.modules):
                 return False
-            if told is None:
-                return measure(matrix, None, files, (full.name, base.name))[0] == 0
+            if told is None:  # unchanged, or not loadable by the PEFT of that time
+                left_out = record.left_out.get(f"{name}.weight")
+                norm = measure(matrix, None, files, (full.name, base.name))[0]
+                return math.isclose(norm, left_out.norm if left_out else 0, rel_tol=_RELATIVE)
             if not {name, *matrix.slot.heads} <= adapter.modules.keys():
                 return False
             for factors in _factors(adapter, matrix, files):

@@ -81,6 +81,7 @@ def _as_json(found: Extraction, out_path: str, dry_run: bool) -> dict[str, Any]:
         "out_path": out_path,
         "written": not dry_run,
         "relative_error": found.error,
+        "whole_relative_error": found.whole_error,
         "lost_share": found.lost_share,
         "modules": [asdict(module) for module in found.modules],
         "unchanged": list(found.unchanged),
@@ -91,6 +92,8 @@ def _as_json(found: Extraction, out_path: str, dry_run: bool) -> dict[str, Any]:
 def _print(found: Extraction, max_error: float | None, out_path: str, dry_run: bool) -> None:
     from rich.table import Table
 
+    from adapterswap.extracting.output import lost_lines
+
     table = Table("module", "layers", "rank", box=None, header_style="bold")
     for name in ("‖ΔW‖", "error", "largest"):
         table.add_column(name, justify="right")
@@ -98,10 +101,12 @@ def _print(found: Extraction, max_error: float | None, out_path: str, dry_run: b
         table.add_row(*cells)
     print_table(table)
     note(f"{len(found.modules)} modules: relative error of ΔW {found.error:.4f} over all of them together")
+    if found.lost:
+        note(f"relative error {found.whole_error:.4f} over everything that the fine-tune changed")
     if found.unchanged:
         note(f"{len(found.unchanged)} modules are those of the base and left out")
-    for reason, (count, share) in found.lost_by_reason.items():
-        note(f"not in the adapter: {count} {reason}, {share:.2%} of the whole change")
+    for line in lost_lines(found):
+        note(f"not in the adapter: {line}")
     worst = max(found.modules, key=lambda module: module.error)
     if max_error is None and worst.error > _TELLING_ERROR:
         note(f"Warning: {worst.name} misses {worst.error:.0%} of its ΔW. Raise --rank, or give --max-error.")

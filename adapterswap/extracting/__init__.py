@@ -16,6 +16,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.extracting.cutting import DTYPES, CutForm, cut, norm_of_change
 from adapterswap.extracting.hashing import hashed
+from adapterswap.extracting.loadable import leave_out_unloadable
 from adapterswap.extracting.output import Spool, write_folder
 from adapterswap.extracting.pairing import Pair, Selection, pair
 from adapterswap.extracting.result import Extracted, Extraction, Lost
@@ -78,7 +79,7 @@ def extract(
     inputs = [checkpoint.source.folder for checkpoint in opened]
     check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
     selection = Selection(layers, tuple(modules), embeddings)
-    matched = pair(*opened, selection)
+    matched = leave_out_unloadable(pair(*opened, selection))
     if dry_run:
         return _carry_out(matched, form, None, progress)
     with (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError, reason_of
@@ -18,7 +19,7 @@ from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
 from adapterswap.experts.orientation import adaptable_weights, rename_keys
 
-__all__ = ["Anatomy", "Slot", "read_anatomy"]
+__all__ = ["Anatomy", "Slot", "build_empty", "read_anatomy"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Anatomy:
         return self.parameters.get(self.rename(key) or "")
 
 
-def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
-    """The anatomy of a checkpoint's model, from its config.
+def build_empty(checkpoint: Checkpoint) -> Any:
+    """The causal language model of a checkpoint's config, without weights: on torch's meta device.
 
     Raises:
         AdapterswapError: transformers has no causal language model for it, or cannot build one without remote code.
@@ -84,7 +85,16 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
             f"the config of {checkpoint.name} cannot be read: {reason_of(error)}",
             "Give a causal language model that transformers knows without remote code",
         ) from None
-    model = empty_model(Base(checkpoint.name, checkpoint.source, config, tokenizer=None))
+    return empty_model(Base(checkpoint.name, checkpoint.source, config, tokenizer=None))
+
+
+def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
+    """The anatomy of a checkpoint's model, from its config.
+
+    Raises:
+        AdapterswapError: see `build_empty`.
+    """
+    model = build_empty(checkpoint)
     first: dict[int, str] = {}
     parameters = {
         name: first.setdefault(id(parameter), name)

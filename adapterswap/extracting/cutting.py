@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,19 @@ from adapterswap.arithmetic.lowrank import Factors
 from adapterswap.arithmetic.tensors import decode, finite_bytes, read_numbers
 from adapterswap.errors import Problems
 from adapterswap.experts.checkpoints import Parameter
+from adapterswap.extracting.anatomy import Slot
 from adapterswap.extracting.pairing import LeftOut, Matrix
 from adapterswap.files.tensorfile import DTYPE_BYTES
 
-__all__ = ["DTYPES", "Cut", "CutForm", "cut", "measure", "norm_of_change"]
+__all__ = ["DTYPES", "Cut", "CutForm", "cut", "measure", "name_tensors", "norm_of_change"]
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as users name them, as files do
 
 _PREFIX = "base_model.model."
 _BLOCK = 2**22  # elements of a weight that is left out, read at a time
 _MAX_RANK = 2**16  # what `open_adapter` reads
+
+_Array = TypeVar("_Array", npt.NDArray[np.floating], Any)  # numpy's, or torch's
 
 
 @dataclass(frozen=True)
@@ -80,18 +83,22 @@ class Cut:
     factors: Factors
 
     def tensors(self) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
-        """The tensors as PEFT names them; a tied head has the embedding's, transposed."""
-        a, b = self.factors
-        name = f"{_PREFIX}{self.matrix.slot.name}"
-        if self.matrix.slot.embedding:
-            yield f"{name}.lora_embedding_A", a
-            yield f"{name}.lora_embedding_B", b
-        else:
-            yield f"{name}.lora_A.weight", a
-            yield f"{name}.lora_B.weight", b
-        for head in self.matrix.slot.heads:
-            yield f"{_PREFIX}{head}.lora_A.weight", b.T
-            yield f"{_PREFIX}{head}.lora_B.weight", a.T
+        """See `name_tensors`."""
+        return name_tensors(self.matrix.slot, *self.factors)
+
+
+def name_tensors(slot: Slot, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:
+    """A (rank×in) and B (out×rank) under PEFT's names; a tied head has the embedding's, transposed."""
+    name = f"{_PREFIX}{slot.name}"
+    if slot.embedding:
+        yield f"{name}.lora_embedding_A", a
+        yield f"{name}.lora_embedding_B", b
+    else:
+        yield f"{name}.lora_A.weight", a
+        yield f"{name}.lora_B.weight", b
+    for head in slot.heads:
+        yield f"{_PREFIX}{head}.lora_A.weight", b.T
+        yield f"{_PREFIX}{head}.lora_B.weight", a.T
 
 
 def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[str, str]) -> Cut | None:

@@ -23,15 +23,16 @@ from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import Cut, CutForm
 from adapterswap.extracting.pairing import Pair, Selection
-from adapterswap.extracting.result import Extracted, Extraction
+from adapterswap.extracting.result import Extracted, Extraction, shortened
 from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
 from adapterswap.writing.copying import sha256_of, write_at
 from adapterswap.writing.provenance import FORMAT
 
-__all__ = ["Spool", "write_folder"]
+__all__ = ["Spool", "lost_lines", "write_folder"]
 
 _BUFFER = 4 * 2**20  # bytes copied at a time
+_NAMES = 8  # kinds of names that a line shows; adapterswap.json has all names
 
 
 class Spool:
@@ -144,10 +145,7 @@ def _card(pair: Pair, found: Extraction, base: str | None) -> str:
     }
     rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", found.modules, layer)
                      for layer in dict.fromkeys(m.layer for m in found.modules))  # fmt: skip
-    lost = "".join(
-        f"- {count} {reason}: {share:.2%} of the whole change\n"
-        for reason, (count, share) in found.lost_by_reason.items()
-    )
+    lost = "".join(f"- {line}\n" for line in lost_lines(found))
     return f"""---
 {yaml.safe_dump(front, sort_keys=True).strip()}
 ---
@@ -155,7 +153,8 @@ def _card(pair: Pair, found: Extraction, base: str | None) -> str:
 # {pair.full.source.name} as an adapter
 
 An rsLoRA adapter for {base}, cut out of the full fine-tune {pair.full.name} with adapterswap {__version__}.
-Its relative error is {found.error:.4f}: what it lacks of the fine-tune's change of these weights (Frobenius norm).
+Its relative error is {found.error:.4f} over the weights that it adapts, and {found.whole_error:.4f} over everything that
+the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
 
 | | modules | rank | relative error |
 |---|---|---|---|
@@ -171,6 +170,16 @@ model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 
 `adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
 """
+
+
+def lost_lines(found: Extraction) -> list[str]:
+    """A line for each reason why something that changed is not in the adapter, with its share and its names."""
+    lines = []
+    for reason, (count, share) in found.lost_by_reason.items():
+        names = shortened(each.name for each in found.lost if each.reason == reason)
+        shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more kinds" if len(names) > _NAMES else "")
+        lines.append(f"{count} {reason} ({shown}): {share:.2%} of the whole change")
+    return lines
 
 
 def _row(name: str, modules: tuple[Extracted, ...], layer: int | None) -> str:

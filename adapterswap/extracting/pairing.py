@@ -21,8 +21,9 @@ __all__ = ["LeftOut", "Matrix", "Pair", "Reason", "Selection", "pair"]
 
 # Why an adapter does not hold a parameter, in the words that users read.
 Reason = Literal[
-    "norms", "biases", "embeddings and heads", "vocabulary", "experts and routers", "not selected", "other"
-]
+    "norms", "biases", "embeddings and heads", "vocabulary", "experts and routers", "not selected",
+    "modules that PEFT cannot adapt", "other",
+]  # fmt: skip
 
 _MEND = "Give the base that it was fine-tuned from"
 _FUSED = {"experts", "router", "gate"}  # parts of names in a mixture of experts whose weights are no Linear's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from adapterswap.experts.layers import Kind
 from adapterswap.extracting.cutting import Cut
 from adapterswap.extracting.pairing import Reason
 
-__all__ = ["Extracted", "Extraction", "Lost"]
+__all__ = ["Extracted", "Extraction", "Lost", "shortened"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ class Extraction:
         return _norm(module.norm * module.error for module in self.modules) / self.norm
 
     @property
+    def whole_error(self) -> float:
+        """The same over everything that the fine-tune changed: what was left out counts as lost."""
+        lost = _norm(each.norm for each in self.lost)
+        return math.hypot(lost, self.norm * self.error) / math.hypot(lost, self.norm)
+
+    @property
     def lost_share(self) -> float:
         """The part of ‖W_full - W_base‖ over all parameters that lies outside the adapter's modules."""
         lost = _norm(each.norm for each in self.lost)
@@ -94,6 +101,11 @@ class Extraction:
         reasons = sorted({each.reason for each in self.lost})
         groups = {reason: [each.norm for each in self.lost if each.reason == reason] for reason in reasons}
         return {reason: (len(norms), _norm(norms) / whole) for reason, norms in groups.items()}
+
+
+def shortened(names: Iterable[str]) -> list[str]:
+    """Names that differ only in numbers written as one, such as `model.layers.*.mlp.router.weight`."""
+    return sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
 
 
 def _norm(values: Iterable[float]) -> float:

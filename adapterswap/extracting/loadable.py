@@ -1,0 +1,173 @@
+"""Which weights PEFT can adapt: it is asked, by loading an adapter into the base's model, built without its weights.
+
+PEFT refuses some modules (Mamba's `out_proj`), takes others for something else (in a mixture of experts every target
+that ends in `gate_proj`, `up_proj` or `down_proj` for the fused experts' parameters, those of dense layers and shared
+experts too), and wraps some that then compute something else. A list of names would be out of date with the next
+version. Takes about a second for a model of 8B, beside the import of PEFT. Knows modules; reads no tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from adapterswap.arithmetic.peft_config import Shape, adapter_config
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.orientation import adaptable_weights
+from adapterswap.extracting.anatomy import Slot, build_empty
+from adapterswap.extracting.cutting import name_tensors
+from adapterswap.extracting.pairing import LeftOut, Pair
+
+__all__ = ["leave_out_unloadable", "loadable"]
+
+
+def leave_out_unloadable(pair: Pair) -> Pair:
+    """The pair without the matrices that PEFT cannot adapt; they are among what is left out.
+
+    Raises:
+        AdapterswapError: none of the matrices is left.
+    """
+    names = loadable(lambda: build_empty(pair.base), [matrix.slot for matrix in pair.matrices])
+    matrices = tuple(matrix for matrix in pair.matrices if matrix.slot.name in names)
+    unloadable = [matrix for matrix in pair.matrices if matrix.slot.name not in names]
+    if not matrices:
+        raise AdapterswapError(
+            f"PEFT cannot adapt any of the selected modules of {pair.base.name}, such as {unloadable[0].slot.name}",
+            "Select other modules, or keep the full checkpoint",
+        )
+    left_out = [
+        LeftOut(f"{matrix.slot.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
+        for matrix in unloadable
+    ]
+    every = sorted([*pair.left_out, *left_out], key=lambda each: each.name)
+    return replace(pair, matrices=matrices, left_out=tuple(every))
+
+
+def loadable(build: Callable[[], Any], slots: Sequence[Slot]) -> frozenset[str]:
+    """The names of the modules for which PEFT loads LoRA factors as they are and then computes with W + ΔW.
+
+    Args:
+        build: makes the base's model on torch's meta device.
+        slots: the weights to adapt.
+    """
+    model = build()
+    known: dict[type, bool] = {}
+    usable = [slot for slot in slots if _called(model, slot.name) and _is_linear_in_peft(model, slot.name, known)]
+    if not usable or _loads(build(), usable):
+        return frozenset(slot.name for slot in usable)
+    groups: dict[str, list[Slot]] = {}
+    for slot in usable:
+        groups.setdefault(re.sub(r"\.\d+(?=\.)", "", slot.name), []).append(slot)
+    usable = [slot for group in groups.values() if _loads(build(), group) for slot in group]
+    if usable and not _loads(build(), usable):
+        raise AdapterswapError(
+            f"PEFT loads LoRA for each kind of module of {type(model).__name__} alone, and not for all of them",
+            "Select some modules with --modules",
+        )
+    return frozenset(slot.name for slot in usable)
+
+
+def _loads(model: Any, slots: Sequence[Slot]) -> bool:
+    """Whether PEFT adapts these modules and no others, and puts every factor where it belongs."""
+    import torch
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    weights = adaptable_weights(model)
+    names = {name for slot in slots for name in (slot.name, *slot.heads)}
+    config = adapter_config(
+        dict.fromkeys(names, Shape(1, 1.0, 1.0)),
+        1,
+        1.0,
+        rslora=True,
+        base_model=None,
+        revision=None,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=any(slot.transposed and not slot.embedding for slot in slots),
+        tied=any(slot.heads for slot in slots),
+    )
+    tensors: dict[str, Any] = {}
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for slot in slots:
+            weight = weights[slot.name]
+            a, b = torch.empty(1, weight.in_features), torch.empty(weight.out_features, 1)
+            tensors.update(name_tensors(slot, a, b))
+        try:
+            adapted: Any = get_peft_model(model, PeftConfig.from_peft_type(**config))
+            outcome = set_peft_model_state_dict(adapted, tensors, low_cpu_mem_usage=True)
+        except Exception:  # PEFT has no class of error for what it refuses
+            return False
+    found = {name for name, module in adapted.base_model.model.named_modules() if isinstance(module, BaseTunerLayer)}
+    missing = [key for key in outcome.missing_keys if ".lora_" in key]
+    return found == names and not missing and not outcome.unexpected_keys
+
+
+def _called(model: Any, name: str) -> bool:
+    """Whether a module's own forward is called: where its parent reads the weight instead, PEFT's factors are ignored.
+
+    transformers notes such children for accelerate, which also depends on that call (`force_accelerate_hooks`).
+    """
+    parent, _, child = name.rpartition(".")
+    forward: Any = type(model.get_submodule(parent)).forward
+    while forward is not None:
+        if child in inspect.getclosurevars(forward).nonlocals.get("child_module_names", ()):
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
+
+
+def _is_linear_in_peft(model: Any, name: str, known: dict[type, bool]) -> bool:
+    """Whether PEFT's layer around a module gives what the module gives with W + ΔW.
+
+    It does for Linear, Conv1D and Embedding. A class derived from them with a forward of its own (OPT's positions, a
+    router) is tried on a narrow copy; `known` keeps the answers.
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    module = model.get_submodule(name)
+    kind = type(module)
+    if kind.forward in (torch.nn.Linear.forward, torch.nn.Embedding.forward, Conv1D.forward):
+        return True
+    if kind not in known:
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                known[kind] = _try(module)
+        except Exception:  # the forward of a class that nobody knows
+            known[kind] = False
+    return known[kind]
+
+
+def _try(module: Any) -> bool:
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    rows, columns = 5, 3
+    narrow = copy.deepcopy(module)
+    narrow.weight = torch.nn.Parameter(torch.rand(rows, columns))
+    if getattr(narrow, "bias", None) is not None:
+        narrow.bias = torch.nn.Parameter(torch.rand(rows))
+    for name, buffer in list(narrow.named_buffers(recurse=False)):  # such as an embedding's scale
+        narrow.register_buffer(name, torch.full(buffer.shape, 2.0))
+    if isinstance(narrow, torch.nn.Embedding):
+        narrow.num_embeddings, narrow.embedding_dim, narrow.padding_idx = rows, columns, None
+        inputs = torch.tensor([[0, 3, 1, 1]])
+    else:
+        narrow.out_features, narrow.in_features = rows, columns
+        inputs = torch.rand(1, 4, columns)
+    holder: Any = torch.nn.Module()
+    holder.add_module("narrow", narrow)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["narrow"], init_lora_weights=False), holder)
+    with torch.no_grad():
+        beside = holder.narrow(inputs)
+        holder.narrow.merge()
+        inside = holder.narrow(inputs)
+    return bool(torch.allclose(beside, inside, rtol=1e-4, atol=1e-4))
