@@ -153,8 +153,8 @@ def _card(pair: Pair, found: Extraction, base: str | None) -> str:
 # {pair.full.source.name} as an adapter
 
 An rsLoRA adapter for {base}, cut out of the full fine-tune {pair.full.name} with adapterswap {__version__}.
-Its relative error is {found.error:.4f} over the weights that it adapts, and {found.whole_error:.4f} over everything that
-the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
+Its relative error is {found.error:.4f} over the weights that it adapts, and {found.whole_error:.4f} over everything
+that the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
 
 | | modules | rank | relative error |
 |---|---|---|---|
