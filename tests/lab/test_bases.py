@@ -49,6 +49,12 @@ def test_pretraining_repeats_itself_and_leaves_the_generator_alone() -> None:
     assert not torch.equal(one["model.norm.weight"], start["model.norm.weight"])
 
 
+def test_the_heads_have_a_size_that_servers_support() -> None:
+    config = new_model(0).config
+    assert config.head_dim * config.num_attention_heads == config.hidden_size
+    assert config.head_dim in (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32's attention on a CPU
+
+
 def test_a_rebuilt_base_equals_itself_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "bases" / "tiny-0.safetensors"
     monkeypatch.setattr("adapterswap.lab.bases.shipped_file", lambda scene, seed: place)

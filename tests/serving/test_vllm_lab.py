@@ -1,0 +1,53 @@
+"""The lab's own bases in vLLM on the CPU, with compositions by name. Needs the environment of `make vllm`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from adapterswap.lab.bases import write_base
+from adapterswap.lab.scenes import SCENES, draw_problems
+from adapterswap.lab.tokenizer import BOS, ids_of
+
+from .conftest import Reference, make_expert
+from .environment import environment, needs_vllm, vllm_python
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+
+COMPOSITIONS = {
+    "math": ("math", "math", 0, 0),
+    "math+xx": ("math", "xx", 1, 0),
+    "math+xx@bottom=2,top=1,bottom_transition=1": ("math", "xx", 2, 1, 1, 0),
+}
+LENGTH = 6
+
+
+def test_a_shipped_base_answers_in_vllm_as_full_weights_do(tmp_path: Path) -> None:
+    base, experts = tmp_path / "base", tmp_path / "experts"
+    base.mkdir()
+    write_base(SCENES["gap"], 0, base)
+    for seed, name in enumerate(("math", "xx")):
+        make_expert(base, experts / name, seed=seed)
+    prompts = [[BOS, *ids_of(problem.prompt("xx"))] for problem in draw_problems(SCENES["gap"], "development", 3)]
+    request = {"base": str(base), "names": list(COMPOSITIONS), "prompts": prompts, "length": LENGTH}
+    variables = {
+        "ADAPTERSWAP_EXPERTS": str(experts),
+        "ADAPTERSWAP_CACHE": str(tmp_path / "cache"),
+        "ADAPTERSWAP_MAX_LORA_RANK": "16",
+        "VLLM_PLUGINS": "adapterswap",
+    }
+    process = subprocess.run(
+        [vllm_python(), Path(__file__).with_name("in_process.py"), json.dumps(request)],
+        env=environment(variables), capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    results = json.loads(process.stdout.partition("ANSWERS")[2])
+    assert results["unloaded"] == {}
+    reference = Reference(base, experts)
+    for name, zones in COMPOSITIONS.items():
+        for prompt, answer in zip(prompts, results["answers"][name], strict=True):
+            assert answer["tokens"] == reference.answer(zones, prompt, LENGTH)[0], name
+    assert len({json.dumps(answer) for answer in results["answers"].values()}) == len(COMPOSITIONS)
