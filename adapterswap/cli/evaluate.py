@@ -13,7 +13,7 @@ import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
 from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.printing import note, print_json, print_table
+from adapterswap.cli.printing import note, print_json, print_table, progress_lines
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
@@ -94,11 +94,11 @@ def command(
     from adapterswap.bases import choose_device, open_base
     from adapterswap.evaluation import evaluate, write_result
     from adapterswap.evaluation.subjects import describe_subject, find_adapter, load_subject
-    from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
+    from adapterswap.evaluation.tasks import check_task_names, load_tasks
     from adapterswap.files.folders import check_target
 
-    require_lm_eval()
     names = [name for name in tasks.split(",") if name]
+    check_task_names(names, options["include_path"])
     plan = _plan(base_model, adapter, recipe, options)
     if plan is None and (max_rank is not None or max_error is not None):
         raise click.UsageError("--max-rank and --max-error are for compositions.")
@@ -109,6 +109,7 @@ def command(
     settings = _settings(options)
     if out_path is not None:
         check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
+    _phase("reading the tasks")
     base = open_base(base_model)
     inputs.append(base.source.folder)
     settings.check(base.tokenizer)
@@ -119,11 +120,13 @@ def command(
         if is_first():
             _dry_run(base, names, settings, subject, plan, as_json)
         return
+    _phase(f"loading {base_model}")
     with (
         together(device) as processes,
         load_subject(base, adapter=source, **what, device=device, dtype=dtype) as model,
         _bar(shown=processes.main) as advance,
     ):
+        _phase("building the prompts")
         result = evaluate(model, base.tokenizer, names, settings, processes=processes, on_progress=advance)
     if not processes.main:
         return
@@ -164,16 +167,32 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 @contextmanager
 def _bar(*, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, where that is a terminal."""
+    """A progress bar on stderr, or lines where that is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    disable = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, disable=disable, transient=True) as progress:
+    if not (shown and console.is_terminal):
+        report = progress_lines("requests")
+
+        def advance(done: int, total: int) -> None:
+            if shown and done == 0:
+                note(f"answering {total} requests")
+            elif shown:
+                report(done, total)
+
+        yield advance
+        return
+    with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("requests", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def _phase(what: str) -> None:
+    """Say what takes long now, in one of several processes."""
+    if is_first():
+        note(what)
 
 
 def _dry_run(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.printing import note, print_json, print_table
+from adapterswap.cli.printing import note, print_json, print_table, progress_lines
 from adapterswap.experts.layers import format_layers
 
 if TYPE_CHECKING:
@@ -64,12 +64,15 @@ def command(
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, where that is a terminal; its length is known once the checkpoints are open."""
+    """A progress bar on stderr, or lines where that is not a terminal; its length is known once the checkpoints are open."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+    if not console.is_terminal:
+        yield progress_lines("extracting")
+        return
+    with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("extracting", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
 

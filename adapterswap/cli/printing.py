@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
-__all__ = ["human_bytes", "note", "print_json", "print_table", "progress_bar"]
+__all__ = ["human_bytes", "note", "print_json", "print_table", "progress_bar", "progress_lines"]
+
+LINE_EVERY_S = 10.0  # where nobody watches a bar, such as in a log
 
 
 def print_json(content: Any) -> None:
@@ -44,7 +48,7 @@ def print_table(*tables: Any, width: int = 120) -> None:
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where a person looks at it; yields the function that advances it by one."""
+    """A bar on stderr, or lines where that is not a terminal; yields the function that advances it by one."""
     if total == 0:
         yield lambda: None
         return
@@ -52,6 +56,23 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    if not console.is_terminal:
+        report, done = progress_lines(what), itertools.count(1)
+        yield lambda: report(next(done), total)
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
+
+
+def progress_lines(what: str) -> Callable[[int, int], None]:
+    """A function of what is done and how much there is, which prints a line on stderr every ten seconds."""
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_EVERY_S:
+            last = time.monotonic()
+            note(f"{what}: {done} of {total}")
+
+    return report

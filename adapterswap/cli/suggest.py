@@ -114,6 +114,7 @@ def _by_weights(plan: Plan) -> Importance:
     from adapterswap.analysis.changes import measure
     from adapterswap.analysis.suggesting import importance_of_weights
 
+    note("measuring the experts' weights")
     with progress_bar("matrices", sum(len(adapter.modules) for adapter in plan.experts.values())) as step:
         task, language = (measure(adapter, name=name, progress=step) for name, adapter in plan.experts.items())
     return importance_of_weights(task, language, plan.num_layers)
@@ -125,10 +126,12 @@ def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: 
     from adapterswap.live import load_experts
 
     target = choose_device(device)
+    note(f"loading {base_model} and the experts")
     base = open_base(base_model)
     model = load_experts(load_weights(base).to(target), plan).eval()
     sides = dict(zip(("task", "language"), plan.experts, strict=True))
     batches = sum(-(-len(rows) // BATCH) for rows in texts.values())
+    note(f"measuring on {sum(map(len, texts.values()))} texts")
     with progress_bar("batches of texts", batches) as step:
         return importance_of_activations(model, base.tokenizer, plan, sides=sides, texts=texts, progress=step)
 

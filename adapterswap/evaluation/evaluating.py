@@ -47,8 +47,8 @@ def evaluate(
             none are given. Shots that a task draws at random are drawn for these alone.
         processes: those that evaluate together, from `adapterswap.processes.joined`; this one alone, if none are given.
             All call this with the same model and arguments; each answers its share of the batches.
-        on_progress: called with the requests that are done, and their number. Of those of other processes it assumes
-            that they are as far as this one.
+        on_progress: called with the requests that are done, and their number; first with 0, once prompts are built. Of
+            those of other processes it assumes that they are as far as this one.
 
     Returns:
         Scores with standard errors, and every sample; in each process, and the same from any number of them.
@@ -72,6 +72,11 @@ def evaluate(
     processes = processes or Processes()
     done = 0
 
+    def begin() -> None:
+        assert on_progress is not None
+        if done == 0:
+            on_progress(0, sum(len(task.instances or ()) for task in loaded["tasks"].values()))
+
     def step() -> None:
         nonlocal done
         total = sum(len(task.instances or ()) for task in loaded["tasks"].values())
@@ -93,6 +98,7 @@ def evaluate(
             truncate=settings.truncate,
             seed=settings.seed,
             processes=processes,
+            on_begin=begin if on_progress else None,
             on_progress=step if on_progress else None,
         )
         for task in loaded["tasks"].values():

@@ -135,6 +135,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         truncate: bool,
         seed: int,
         processes: Processes,
+        on_begin: Callable[[], None] | None,
         on_progress: Callable[[], None] | None,
     ) -> None:
         # A loaded model is tied already, and where adapters wrap tied embeddings, tying again raises or undoes them.
@@ -143,7 +144,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
         finally:
             del model.tie_weights
-        self._max_gen_toks, self._truncate, self._on_progress = max_gen_toks, truncate, on_progress
+        self._max_gen_toks, self._truncate = max_gen_toks, truncate
+        self._on_begin, self._on_progress = on_begin, on_progress
         self._seed, self._processes = seed, processes
         self._cut_in_batch: list[bool] = []
         self.cut: set[str] = set()
@@ -206,6 +208,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             self.cut = set()
             return answer([requests[place] for place in batches[number]], disable_tqdm=True), self.cut
 
+        if self._on_begin is not None:
+            self._on_begin()
         answers: dict[int, Any] = {}
         cut: set[str] = set()
         for batch, (found, cut_in_it) in zip(

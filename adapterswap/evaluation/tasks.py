@@ -8,6 +8,7 @@ filter more, `normalized`, where answers are written. Knows nothing of models.
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -19,28 +20,44 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.flores import flores_folder, flores_task, is_flores
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.stock_tasks import check_known, load_stock
+from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock
 from adapterswap.evaluation.tydiqa import MAX_SHOTS as TYDIQA_SHOTS
 from adapterswap.evaluation.tydiqa import tydiqa_task_names
 from adapterswap.evaluation.xcopa import MAX_SHOTS as XCOPA_SHOTS
 from adapterswap.evaluation.xcopa import xcopa_task_names
 
-__all__ = ["MAX_SHOTS", "load_tasks", "require_lm_eval", "split_shots"]
+__all__ = ["MAX_SHOTS", "check_task_names", "load_tasks", "require_lm_eval", "split_shots"]
 
 MAX_SHOTS = 8  # as many exemplars as MGSM has
 _SHIPPED = {**dict.fromkeys(tydiqa_task_names(), TYDIQA_SHOTS), **dict.fromkeys(xcopa_task_names(), XCOPA_SHOTS)}
 _SHOTS = re.compile(r"(.+)@(\d{1,3})")
 _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
+_OURS = (*mgsm_task_names(), *_FAMILIES, *_SHIPPED)
 
 
 def require_lm_eval() -> None:
     """Raise `AdapterswapError` where lm-evaluation-harness is not installed."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("lm_eval") is None:
         raise AdapterswapError(
             "lm-evaluation-harness is not installed", "pip install 'adapterswap[eval]' installs it"
         ) from None
+
+
+def check_task_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
+    """Refuse misspelt names before anything is loaded; see `load_tasks` for what a name may be.
+
+    Names of shipped tasks are found without the harness. The others are looked for in its task files, as text; what is
+    left to find, `load_tasks` finds.
+
+    Raises:
+        AdapterswapError: lm-evaluation-harness is not installed; no task is named; an unknown name.
+    """
+    require_lm_eval()
+    if not names:
+        raise AdapterswapError("no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}")
+    asked = _resolve([split_shots(name)[0] for name in names])
+    if asked.theirs:
+        check_mentioned(asked.theirs, include_path, others=_OURS)
 
 
 def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[str, Any]:
@@ -57,9 +74,8 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
         AdapterswapError: lm-evaluation-harness is not installed; an unknown name (the nearest known ones are told); too
             many shots; a task's data that cannot be loaded; a task that needs images, or runs code unconfirmed.
     """
-    require_lm_eval()
-    if not names:
-        raise AdapterswapError("no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}")
+    settings = settings or Settings()
+    check_task_names(names, settings.include_path)
     by_shots: dict[str, list[str]] = {}
     for name in names:
         stem, shots = split_shots(name)
@@ -68,7 +84,7 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for suffix, stems in by_shots.items():
         with problems.collect():
-            found = _load_alike(stems, settings or Settings(), suffix)
+            found = _load_alike(stems, settings, suffix)
             loaded["tasks"] |= found["tasks"]
             loaded["groups"] |= found["groups"]
     problems.raise_if_any()
@@ -91,7 +107,7 @@ def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[s
         _check_shots(asked, num_fewshot, problems)
     if asked.theirs:
         with problems.collect():
-            check_known(asked.theirs, include_path, others=[*mgsm_task_names(), *_FAMILIES, *_SHIPPED])
+            check_known(asked.theirs, include_path, others=_OURS)
     folder = None
     if asked.flores:
         with problems.collect():

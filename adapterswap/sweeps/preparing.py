@@ -15,7 +15,7 @@ from adapterswap import __version__
 from adapterswap.bases import Base, open_base
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.tasks import require_lm_eval
+from adapterswap.evaluation.tasks import check_task_names
 from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.planning.plan import Plan, make_plan
@@ -76,7 +76,9 @@ def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False) -> Pr
         AdapterswapError: with all mistakes that can be found together: a base or an expert that cannot be opened, tasks
             and settings that cannot be meant, compositions that are not sound or do not suit the experts.
     """
-    require_lm_eval()
+    listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
+    named = dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
+    check_task_names(list(named), recipe.settings.include_path)  # before anything that takes longer
     problems = Problems()
     places = {name: (place, "task") for name, place in recipe.task_experts.items()}
     places |= {name: (place, "language") for name, place in recipe.language_experts.items()}

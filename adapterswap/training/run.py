@@ -52,6 +52,10 @@ def train(
     """
     target = _target(recipe, out_path)
     check_libraries(recipe)
+    if recipe.selection:
+        from adapterswap.evaluation.tasks import check_task_names
+
+        check_task_names(recipe.selection.tasks, recipe.selection.as_settings(recipe.folder).include_path)
     from adapterswap.bases import empty_model
     from adapterswap.processes import joined
     from adapterswap.training.base import device_and_dtype, load_trainable, open_trainable

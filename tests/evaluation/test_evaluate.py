@@ -201,7 +201,7 @@ def test_progress_counts_every_request(byte_model: Model) -> None:
     tasks = ["mgsm_direct_sw", "mgsm_direct_te"]
     options = {"num_fewshot": 0, "limit": 2, "max_gen_toks": 2}
     evaluate(*byte_model, tasks, Settings(**options), on_progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_chat_prompts_are_turns(byte_model: Model) -> None:

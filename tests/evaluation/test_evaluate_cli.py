@@ -72,6 +72,46 @@ def test_the_base_alone_as_json(evaluate_: Run) -> None:
     assert set(content["settings"]["versions"]) == {"lm_eval", "peft", "torch", "transformers"}
 
 
+def test_a_misspelt_task_is_reported_before_anything_is_opened(run: Run, tmp_path: Path) -> None:
+    told = error(run("evaluate", "--base-model", tmp_path / "absent", "--tasks", "mgsm_direct_sw,mgsm_direct_swa"))
+    assert told.count("Error: ") == 1
+    assert "'mgsm_direct_swa'" in told
+    assert "Did you mean 'mgsm_direct_sw'" in told
+
+
+def test_names_of_tasks_are_checked_without_the_harness() -> None:
+    script = (
+        "import sys\nfrom adapterswap import AdapterswapError\n"
+        "from adapterswap.evaluation.tasks import check_task_names\n"
+        "check_task_names(['mgsm_direct_sw', 'tydiqa_goldp_sw', 'arc_easy', 'mgsm_*_te'])\n"
+        "try:\n    check_task_names(['arc_eazy'])\nexcept AdapterswapError as error:\n    print(error)\n"
+        "assert not {'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Did you mean 'arc_easy'" in done.stdout
+
+
+def test_long_phases_are_announced(evaluate_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal: a line as each begins, and of its progress now and then (here after every request)."""
+    monkeypatch.setattr("adapterswap.cli.printing.LINE_EVERY_S", 0)
+    result = evaluate_()
+    assert result.exit_code == 0
+    lines = result.stderr.splitlines()
+    places = [
+        next(number for number, line in enumerate(lines) if line.startswith(begin))
+        for begin in (
+            "reading the tasks",
+            "loading ",
+            "building the prompts",
+            "answering 4 requests",
+            "requests: 1 of 4",
+        )
+    ]
+    assert places == sorted(places)
+    assert "requests: 4 of 4" in lines
+
+
 def test_the_table(evaluate_: Run) -> None:
     result = evaluate_()
     assert result.exit_code == 0, result.output

@@ -130,7 +130,7 @@ def test_an_unknown_task_is_told_with_its_nearest_names(own_tasks: Path) -> None
     with pytest.raises(AdapterswapError) as caught:
         load_tasks(["mgsm_direct_swa", "picko_one", "mgsm_direct_sw"], Settings(include_path=own_tasks))
     first, second = caught.value.problems
-    assert first.what == "no task is named 'mgsm_direct_swa'"
+    assert first.what == "There is no task 'mgsm_direct_swa'"
     assert "mgsm_direct_sw" in first.mend
     assert "pico_one" in second.mend
 

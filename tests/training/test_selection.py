@@ -274,7 +274,7 @@ def test_mistakes_are_told_before_anything_is_trained(
                 call()
         assert not (tmp_path / "expert").exists()
 
-    refuse(selecting(tasks=["pico_lost"]), r"no task is named 'pico_lost'. Did you mean pico_last")
+    refuse(selecting(tasks=["pico_lost"]), r"no task 'pico_lost'. Did you mean 'pico_last'")
     refuse(selecting(metric="f1"), r"pico_last has no 'f1'\. It has acc,none, acc_norm,none")
     refuse(selecting(metric={"pico": "acc"}), r"'pico' is none of the tasks that count\. Those: pico_last")
     refuse(selecting(tasks=["pico_both"], metric="acc_norm"), r"pico_both has no 'acc_norm'")
