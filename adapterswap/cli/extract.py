@@ -64,7 +64,7 @@ def command(
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, or lines where that is not a terminal; its length is known once the checkpoints are open."""
+    """A progress bar on stderr, or lines where that is not a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
