@@ -135,7 +135,7 @@ def _tensors(module: ModulePlan[LoraModule], shape: Shape, resolved: Resolved) -
         factor = term.coefficient * part.scale / shape.scale
         if module.owner and math.isclose(factor, 1, rel_tol=1e-12):
             factor = 1.0  # the same scale, reached through another formula (rsLoRA or plain)
-        rows = resolved.kept_rows.get((term.expert, module.name))
+        rows = resolved.kept_rows.get((term.side, module.name))
         a_pieces.append(Piece(term.expert, path, part.a, 1.0, offset))
         b_pieces.append(Piece(term.expert, path, part.b, factor, offset, rows))
         offset += part.rank

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from adapterswap.planning.allocation import Rule
 
-__all__ = ["drop_mask", "keep_largest", "merge_deltas", "slerp_weights"]
+__all__ = ["drop_mask", "keep_largest", "merge_deltas", "slerp_share", "slerp_weights"]
 
 _ALIKE = 0.9995  # |cosine| from which two directions count as one
 
@@ -92,10 +92,17 @@ def keep_largest(delta: Delta, density: float) -> Delta:
 def drop_mask(shape: tuple[int, ...], density: float, *, seed: int, expert: str, module: str) -> Mask:
     """DARE's random choice of what is kept: independent for each entry, with probability `density`.
 
-    Drawn from the seed, the expert's name and the module's, so that it depends on no order of computation.
+    Drawn from the seed, the expert's name (that of an average of several is one name) and the module's, so that it
+    depends on no order of computation.
     """
     digest = hashlib.sha256(f"{seed}\0{expert}\0{module}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest, "little")).random(shape, np.float32) < density
+
+
+def slerp_share(rule: Rule) -> float:
+    """t, the second side's share of the weights of a SLERP."""
+    first, second = (rule.blend or {}).values()
+    return second / (first + second)
 
 
 def slerp_weights(t: float, product: float, square: float, other_square: float) -> tuple[float, float]:

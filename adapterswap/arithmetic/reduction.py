@@ -18,7 +18,7 @@ from adapterswap.arithmetic.lowrank import Factors, Truncated, concatenate, trun
 from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
 from adapterswap.arithmetic.outputs import Form, OutputTensor, Reduced
 from adapterswap.arithmetic.peft_config import written_scale
-from adapterswap.arithmetic.resolving import Resolved
+from adapterswap.arithmetic.resolving import Resolved, side_factors
 from adapterswap.arithmetic.tensors import FactorReader, factor_reader, finite_bytes, too_large
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import LoraModule
@@ -75,27 +75,27 @@ def reduce(
 def _truncated(module: ModulePlan[LoraModule], resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
     if not module.is_linear:
         return approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
-    terms = [(t.coefficient, _masked(read(t.expert, t.module), resolved, t.expert, module.name)) for t in module.terms]
+    terms = []
+    for term in module.terms:
+        factors = read(term.expert, term.module)
+        rows = resolved.kept_rows.get((term.side, module.name))
+        terms.append((term.coefficient, factors if rows is None else Factors(factors.a, factors.b * rows[:, None])))
     return truncate(concatenate(terms), rank=form.max_rank, error=None if module.owner else form.max_error)
 
 
 def dense_delta(module: ModulePlan[LoraModule], resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:
     """The module's ΔW' (out×in) by its rule's nonlinear method."""
-    deltas, weights, masks = [], [], []
-    for term in module.terms:
-        factors = _masked(read(term.expert, term.module), resolved, term.expert, module.name)
-        delta = np.asarray(factors.b @ factors.a, np.float32)
-        deltas.append(delta)
-        weights.append(term.coefficient)
-        seed = resolved.plan.composition.seed
-        if module.rule.method.startswith("dare"):
-            masks.append(drop_mask(delta.shape, module.rule.density, seed=seed, expert=term.expert, module=module.name))
-    return merge_deltas(module.rule, deltas, weights, masks or None)
-
-
-def _masked(factors: Factors, resolved: Resolved, expert: str, module: str) -> Factors:
-    rows = resolved.kept_rows.get((expert, module))
-    return factors if rows is None else Factors(factors.a, factors.b * rows[:, None])
+    rule, seed = module.rule, resolved.plan.composition.seed
+    deltas = {
+        side: np.asarray(factors.b @ factors.a, np.float32)
+        for side, factors in side_factors(module, read, resolved.kept_rows).items()
+    }
+    masks = [
+        drop_mask(delta.shape, rule.density, seed=seed, expert=side, module=module.name)
+        for side, delta in deltas.items()
+        if rule.method.startswith("dare")
+    ]
+    return merge_deltas(rule, list(deltas.values()), [module.weights[side] for side in deltas], masks or None)
 
 
 def _as_tensors(module: ModulePlan[LoraModule], result: Truncated, plan: Plan, form: Form) -> Reduced:

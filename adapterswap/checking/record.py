@@ -34,6 +34,13 @@ class SourceRecord(BaseModel):
         return str(self) if self.revision and is_hub_id(str(self)) else None
 
 
+class RuleRecord(BaseModel):
+    """What is shown of a rule: the average of several experts that owns its modules, if one does."""
+
+    expert: str | None = None
+    averages: dict[str, list[str]] = {}
+
+
 class Record(BaseModel):
     """What an adapterswap.json says of an adapter's origin; other keys are left alone."""
 
@@ -42,6 +49,7 @@ class Record(BaseModel):
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     experts: dict[str, SourceRecord]
     modules: dict[str, str | dict[str, float]] = Field(description="The owner, or each expert's coefficient.")
+    rules: list[RuleRecord] = []
 
     @model_validator(mode="after")
     def _check(self) -> Record:
@@ -50,6 +58,17 @@ class Record(BaseModel):
         if not named <= known:
             raise ValueError("a module names an expert that is not among the experts")
         return self
+
+    def owner_of(self, module: str) -> str | dict[str, float] | None:
+        """The expert, or the average of several, that owns a module; else its coefficients; None if it is not named."""
+        made_of = self.modules.get(module)
+        if not isinstance(made_of, dict):
+            return made_of
+        for rule in self.rules:
+            members = rule.averages.get(rule.expert or "")
+            if members and made_of == {name: 1 / len(members) for name in members if name != BASE}:
+                return rule.expert
+        return made_of
 
 
 def read_record(path: Path) -> Record | None:

@@ -29,17 +29,21 @@ from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE
-from adapterswap.planning.composing import compose
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.model_plan import AnyPlan
+from adapterswap.planning.model_planning import make_model_plan
 from adapterswap.planning.plan import make_plan
 from adapterswap.writing import write_adapter
 from adapterswap.writing.copying import sha256_of
+from adapterswap.writing.provenance import FORMAT
 
 __all__ = ["Verification", "verify"]
 
 Expert = Adapter | Checkpoint
 
 _MEND = "Give a folder that `adapterswap compose`, `adapterswap merge` or `adapterswap extract` wrote"
+
+_SINCE_FORMAT_2 = ("auto_mapping",)  # keys of adapter_config.json that no result of format 1 has
 
 _BLOCK = 2**24  # bytes compared at a time
 
@@ -73,11 +77,7 @@ def verify(
     is_model = record.get("kind") == "model"
     if is_model:
         base_model = _base(record, base_model)
-    composition = validate(
-        {**record["composition"], "num_layers": record["num_layers"], "base_model": base_model},
-        Composition,
-        where=str(folder / PROVENANCE),
-    )
+    composition = _composition(folder, record, base_model)
     with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
         again = Path(scratch) / "again"
         return (
@@ -85,6 +85,15 @@ def verify(
             if is_model
             else _adapter(folder, record, composition, opened, again)
         )
+
+
+def _composition(folder: Path, record: Mapping[str, Any], base_model: str | None) -> Composition:
+    """What was composed. Records of format 1 are read by their rules: their methods gave other rules than today's."""
+    content = {**record["composition"], "num_layers": record["num_layers"], "base_model": base_model}
+    if record["format"] == 1:
+        kept = {key: content[key] for key in ("num_layers", "base_model", "seed", "row_threshold") if key in content}
+        content = {**kept, "allocation": record["rules"], "allow_negative": True}
+    return validate(content, Composition, where=str(folder / PROVENANCE))
 
 
 def _adapter(
@@ -96,14 +105,17 @@ def _adapter(
         composition = composition.model_copy(update={"base_model": record["base_model"]})
     form = Form(**record.get("output", {}))
     write_adapter(
-        make_plan(composition, adapters),
+        make_plan(composition, adapters, recorded=True),
         again,
         layout=form.layout,
         max_rank=form.max_rank,
         max_error=form.max_error,
     )
     differing = _differing([read_header(folder / WEIGHTS)], [read_header(again / WEIGHTS)])
-    config_differs = read_json(folder / CONFIG, _MEND) != read_json(again / CONFIG, _MEND)
+    ours, theirs = read_json(folder / CONFIG, _MEND), read_json(again / CONFIG, _MEND)
+    if record["format"] == 1:
+        theirs = {key: value for key, value in theirs.items() if key in ours or key not in _SINCE_FORMAT_2}
+    config_differs = ours != theirs
     return Verification(_changed(record, opened), differing, config_differs)
 
 
@@ -113,7 +125,13 @@ def _model(
     from adapterswap.merging import ModelForm, prepare_model, write_model
 
     form = ModelForm(**record["output"])
-    write_model(prepare_model(compose(composition, opened), form, composition.base_model), again)
+    adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
+    plan: AnyPlan = (
+        make_plan(composition, adapters, recorded=True)
+        if len(adapters) == len(opened)
+        else make_model_plan(composition, opened, recorded=True)
+    )
+    write_model(prepare_model(plan, form, composition.base_model), again)
     told = read_json(again / PROVENANCE)
     changed = dict(_changed(record, opened))
     entered = {**told["experts"], BASE: told["base_model"] or {}}
@@ -133,9 +151,10 @@ def _content(folder: Path) -> dict[str, Any]:
 
 def _record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     try:
-        usable = record["format"] == 1 and isinstance(record["num_layers"], int)
+        usable = record["format"] in (1, FORMAT) and isinstance(record["num_layers"], int)
         for each in record["experts"].values():
             usable = usable and isinstance(each["sha256"], dict) and bool(SourceRecord.model_validate(each))
+        usable = usable and (record["format"] != 1 or isinstance(record["rules"], list))
         usable = usable and isinstance(record["composition"], dict) and isinstance(record.get("output", {}), dict)
         if record.get("kind") == "model":
             usable = usable and set(record["output"]) <= {"max_shard_size", "dtype"}

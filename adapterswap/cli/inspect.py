@@ -110,7 +110,7 @@ def _owners(adapter: Adapter, made_of: Record) -> str:
 
     marks = []
     for module in adapter.modules.values():
-        owner = made_of.modules.get(module.name)
+        owner = made_of.owner_of(module.name)
         if module.layer is not None and module.layer < made_of.num_layers and owner is not None:
             where = module.layer, module.kind
             marks.append(Mark(*where, owner) if isinstance(owner, str) else Mark(*where, None, blend_text(owner)))

@@ -27,7 +27,6 @@ from adapterswap.extracting.result import Extracted, Extraction, shortened
 from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
 from adapterswap.writing.copying import sha256_of, write_at
-from adapterswap.writing.provenance import FORMAT
 
 __all__ = ["Spool", "lost_lines", "write_folder"]
 
@@ -90,7 +89,7 @@ def write_folder(
     write_json(folder / CONFIG, _config(pair, found, base_model))
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
     record: dict[str, Any] = {
-        "format": FORMAT,
+        "format": 1,
         "adapterswap_version": __version__,
         "base_model": base,
         "num_layers": pair.num_layers,

@@ -123,7 +123,10 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
     step = max(1, _COMPUTED // columns) if parameter.is_linear else rows
     for start, stop in row_ranges(rows, step):
         cut = (start * columns, stop * columns)
-        whole = tuple(reader.elements(term.expert, term.stored, *cut) for term in parameter.whole)
+        # An expert on two sides is read, and hashed, once.
+        read = {term.expert: term.stored for term in parameter.whole}
+        parts = {expert: reader.elements(expert, stored, *cut) for expert, stored in read.items()}
+        whole = tuple(parts[term.expert] for term in parameter.whole)
         factors = tuple(reader.factors(term) for term in parameter.low_rank) if start == 0 else ()
         yield Block(work, start, stop, whole, reader.elements(BASE, base, *cut) if base else None, factors)
 

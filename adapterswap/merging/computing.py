@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas, slerp_weights
+from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas, slerp_share, slerp_weights
 from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS
 from adapterswap.merging.blocks import Block, Part
-from adapterswap.planning.parameters import ParameterPlan
+from adapterswap.planning.parameters import LowRankTerm, ParameterPlan, WholeTerm
 
 __all__ = ["Done", "Rows", "compute", "needs_torch", "slerp_coefficients"]
 
-Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (expert, module) → which rows of its ΔW stay
+Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW stay
 
 _CHECKED = 2**20  # bytes looked at together, so that they stay in the processor's cache
 
@@ -103,7 +103,7 @@ def _product(parameter: ParameterPlan, block: Block, device: str, kept_rows: Row
     for term, (a_part, b_part) in zip(parameter.low_rank, block.factors, strict=True):
         a = _tensor(a_part, device).view(a_part.tensor.shape)
         b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.module.scale)
-        rows = kept_rows.get((term.expert, term.module.name))
+        rows = kept_rows.get((term.side, term.module.name))
         if rows is not None:
             b *= torch.from_numpy(rows).to(device)[:, None]
         if not bool(torch.isfinite(b).all()):
@@ -172,50 +172,57 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     assert block.base is not None
     base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
     across = any(term.transposed for term in parameter.low_rank)  # then all ΔW are turned to out×in
+    sides = parameter.rule.sides if parameter.rule else {}
     found: dict[str, Delta] = {}
+
+    def enter(term: WholeTerm | LowRankTerm, delta: Delta) -> None:
+        share = sides[term.side][term.expert]
+        delta = delta if share == 1 else np.float32(share) * delta
+        found[term.side] = found[term.side] + delta if term.side in found else delta
+
     with np.errstate(all="ignore"):  # what overflows is told of by `finite_bytes`
         for whole, part in zip(parameter.whole, block.whole, strict=True):
             delta = decode(part.raw, part.tensor.dtype, place.shape) - base
-            found[whole.expert] = delta.T if across else delta
+            enter(whole, delta.T if across else delta)
         for term, (a_part, b_part) in zip(parameter.low_rank, block.factors, strict=True):
             a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
             b *= np.float32(term.module.scale)
-            rows = kept_rows.get((term.expert, term.module.name))
-            found[term.expert] = (b if rows is None else b * rows[:, None]) @ a
+            rows = kept_rows.get((term.side, term.module.name))
+            enter(term, (b if rows is None else b * rows[:, None]) @ a)
         merged = _combine(parameter, found, seed)
         return finite_bytes(base + (merged.T if across else merged), place.dtype, parameter.name)
 
 
 def _combine(parameter: ParameterPlan, found: Mapping[str, Delta], seed: int) -> Delta:
-    deltas = [found[term.expert] for term in parameter.terms]
+    """What the method makes of the sides' dense ΔW."""
+    rule = parameter.rule
+    assert rule is not None
+    sides = [side for side in parameter.weights if side in found]
+    deltas = [found[side] for side in sides]
     if parameter.method == "slerp":
         coefficients = slerp_coefficients(parameter, found)
         merged = np.zeros_like(deltas[0])
-        for term, delta in zip(parameter.terms, deltas, strict=True):
-            merged += np.float32(coefficients[term.expert]) * delta
+        for side, delta in zip(sides, deltas, strict=True):
+            merged += np.float32(coefficients[side]) * delta
         return merged
-    rule = parameter.rule
-    assert rule is not None
     name = parameter.module if parameter.name.endswith(".weight") else parameter.name
     masks = []
     if parameter.method.startswith("dare"):
-        masks = [
-            drop_mask(found[term.expert].shape, rule.density, seed=seed, expert=term.expert, module=name)
-            for term in parameter.terms
-        ]
-    return merge_deltas(rule, deltas, [term.coefficient for term in parameter.terms], masks or None)
+        masks = [drop_mask(found[side].shape, rule.density, seed=seed, expert=side, module=name) for side in sides]
+    return merge_deltas(rule, deltas, [parameter.weights[side] for side in sides], masks or None)
 
 
 def slerp_coefficients(parameter: ParameterPlan, deltas: Mapping[str, Delta]) -> dict[str, float]:
-    """SLERP's coefficients for dense ΔW; t is the second expert's share of the weights.
+    """SLERP's coefficients for dense ΔW by side; t is the second side's share of the weights.
 
-    The straight line is taken where an expert does not change the tensor, as for adapters.
+    The straight line is taken where a side does not change the tensor, as for adapters.
     """
     rule = parameter.rule
-    blend = (rule.blend if rule else None) or {}
-    first, second = blend
-    t = blend[second] / (blend[first] + blend[second])
+    assert rule is not None
+    first, second = rule.blend or {}
+    t = slerp_share(rule)
     if len(deltas) < 2:
         return {first: 1 - t, second: t}
     one, other = (deltas[name].reshape(-1).astype(np.float64) for name in (first, second))
-    return dict(zip(blend, slerp_weights(t, float(one @ other), float(one @ one), float(other @ other)), strict=True))
+    weights = slerp_weights(t, float(one @ other), float(one @ one), float(other @ other))
+    return dict(zip((first, second), weights, strict=True))

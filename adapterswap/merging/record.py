@@ -22,10 +22,9 @@ from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.modules import coefficients
 from adapterswap.writing.card import METHODS
 from adapterswap.writing.copying import sha256_of
+from adapterswap.writing.provenance import FORMAT
 
 __all__ = ["describe_model", "merged_card"]
-
-FORMAT = 1
 
 
 def describe_model(

@@ -59,6 +59,11 @@ class Rule(StrictModel):
     )
     expert: str | None = Field(default=None, description="The expert that owns them; `base` leaves them unchanged.")
     blend: dict[str, float] | None = Field(default=None, description="Experts and their weights.")
+    averages: dict[str, tuple[str, ...]] = Field(
+        default={},
+        description="Names in `expert` or `blend` that stand for the average of several experts: {reasoning: [math, "
+        "code]}. A method treats each average as one expert.",
+    )
     weights: Literal["magnitude"] | None = Field(
         default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: as they are."
     )
@@ -85,6 +90,7 @@ class Rule(StrictModel):
             raise ValueError("`modules` holds an empty name")
         if self.modules == ():
             raise ValueError("`modules` is empty: leave it out to match all modules")
+        self._check_averages()
         if self.blend is None:
             extra = self.model_fields_set & {"weights", "method", "density", "lambda_", "normalize"}
             if extra:
@@ -98,6 +104,8 @@ class Rule(StrictModel):
             raise ValueError(f"lambda is {self.lambda_:g}, which is not a finite number up to 1e9 in size")
         if self.weights and self.method != "linear":
             raise ValueError(f"magnitude weights belong to averages, not to {self.method}")
+        if self.weights and self.blend.get(BASE):
+            raise ValueError("magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights")
         if self.method == "slerp":
             if len(self.blend) != 2 or BASE in self.blend:
                 raise ValueError("slerp turns from one expert to another: name exactly two")
@@ -105,6 +113,16 @@ class Rule(StrictModel):
                 raise ValueError("slerp's weights are shares of the way: not negative, and always divided by their sum")
         check_weights(self.blend, normalize=self.normalizes)
         return self
+
+    def _check_averages(self) -> None:
+        named = {self.expert} if self.blend is None else self.blend.keys()
+        for name, members in self.averages.items():
+            if name == BASE or name not in named:
+                raise ValueError(f"`averages` defines {name!r}, which neither `expert` nor `blend` uses")
+            if not members or len(set(members)) < len(members):
+                raise ValueError(f"the average {name!r} must name experts, each of them once")
+            if not self.averages.keys().isdisjoint(members):
+                raise ValueError(f"the average {name!r} contains an average: list the experts themselves")
 
     @property
     def normalizes(self) -> bool:
@@ -118,8 +136,31 @@ class Rule(StrictModel):
                 return False
         return self.modules is None or any(selects(module, name, kind) for module in self.modules)
 
-    def coefficients(self) -> dict[str, float]:
-        """The factor of each expert's ΔW: 1 for an owner, w_i/Σw or w_i for a blend; the base and zeros left out.
+    @property
+    def sides(self) -> dict[str, dict[str, float]]:
+        """What the rule combines: by name, an expert alone or an average, with each expert's share of it.
+
+        The base is left out, and counts in an average: the average of an expert and the base is half the expert.
+        """
+        names = [self.expert] if self.expert is not None else list(self.blend or {})
+        members = {name: self.averages.get(name, (name,)) for name in names if name != BASE}
+        return {
+            side: {expert: 1 / len(experts) for expert in experts if expert != BASE}
+            for side, experts in members.items()
+        }
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """The experts that the rule names, those inside averages included; without the base."""
+        return tuple(dict.fromkeys(expert for shares in self.sides.values() for expert in shares))
+
+    @property
+    def average_owner(self) -> str | None:
+        """The average of several experts that owns the modules, if one does."""
+        return self.expert if self.expert in self.averages else None
+
+    def side_weights(self) -> dict[str, float]:
+        """The factor of each side's ΔW: 1 for an owner, w_i/Σw or w_i for a blend; the base and zeros left out.
 
         For nonlinear methods, and for weights that depend on the tensors, these are the weights w_i themselves.
         """
@@ -129,6 +170,34 @@ class Rule(StrictModel):
         linear = self.method == "linear" and self.weights is None
         total = math.fsum(self.blend.values()) if linear and self.normalizes else 1.0
         return {name: weight / total for name, weight in self.blend.items() if name != BASE and weight != 0}
+
+    def split(self, weights: Mapping[str, float], *, apart: bool = False) -> dict[tuple[str, str], float]:
+        """The coefficient of each expert's ΔW, by (side, expert): the side's weight times the expert's share.
+
+        Args:
+            weights: of the sides, such as `side_weights`.
+            apart: keep an expert that is on several sides apart on each, as nonlinear methods need it. Otherwise it
+                gets the sum of its coefficients, and is a side of its own.
+        """
+        sides = self.sides
+        parts = {
+            (side, expert): weight * share for side, weight in weights.items() for expert, share in sides[side].items()
+        }
+        if apart:
+            return parts
+        together: dict[tuple[str, str], float] = {}
+        for (_, expert), coefficient in parts.items():
+            together[expert, expert] = together.get((expert, expert), 0.0) + coefficient
+        return {key: coefficient for key, coefficient in together.items() if coefficient != 0}
+
+    def coefficients(self) -> dict[str, float]:
+        """`side_weights` by expert."""
+        return {expert: coefficient for (_, expert), coefficient in self.split(self.side_weights()).items()}
+
+    @property
+    def combines_sides(self) -> bool:
+        """Whether sides enter as wholes: the method is nonlinear, or weights depend on a side's magnitude."""
+        return self.method != "linear" or self.weights is not None
 
     def __str__(self) -> str:
         where = [] if self.layers is None else [f"layers {self.layers}"]

@@ -7,9 +7,10 @@ Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and").
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
@@ -54,9 +55,9 @@ class Composition(StrictModel):
         default=None, ge=1, le=MAX_LAYERS, description="The base's layers; by default from its config."
     )
     method: Method = Field(default="layer_swap", description="How the experts are combined.")
-    task: tuple[str, ...] = Field(default=("task",), description="The task expert, or several that are souped first.")
+    task: tuple[str, ...] = Field(default=("task",), description="The task expert, or several that are averaged first.")
     language: tuple[str, ...] = Field(
-        default=("language",), description="The language expert, or several that are souped first."
+        default=("language",), description="The language expert, or several that are averaged first."
     )
     bottom: int | None = Field(default=None, ge=0, description="Bottom layers from the language; 5 of 32, scaled.")
     top: int | None = Field(default=None, ge=0, description="Top layers from the language; 2 of 32, scaled.")
@@ -99,8 +100,11 @@ class Composition(StrictModel):
         for name in self.experts:
             if name != " ".join(name.split()) or not name:
                 raise ValueError(f"the expert name {name!r} is not one line of text, without spaces around it")
-        if not self.task or not self.language:
-            raise ValueError("`task` and `language` name at least one expert each")
+        for side, names in (("task", self.task), ("language", self.language)):
+            if not names:
+                raise ValueError("`task` and `language` name at least one expert each")
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"`{side}` names {twice[0]!r} twice: list each expert once")
         if self.allocation is not None:
             extra = sorted(given & _SIDED)
             if extra:
@@ -128,7 +132,33 @@ class Composition(StrictModel):
         if self.weights == "magnitude" and self.method in _SCALED:
             raise ValueError(f"magnitude weights belong to averages (layer_swap, soup), not to {self.method}")
         self._check_weights()
+        self._check_rules()
         return self
+
+    def _check_rules(self) -> None:
+        """Whether the rules can be made, as far as that does not depend on the number of layers."""
+        rules = self.allocation or ()
+        averages = {name for rule in rules for name in rule.averages}
+        if self.allocation is None:
+            averages = {name for names in (self.task, self.language) for name in _Side(names).averages}
+        if clash := sorted(averages & {*self.experts, *self.expert_names}):
+            raise ValueError(f"an average and an expert are both called {clash[0]!r}: rename one of them")
+        if self.allocation is not None:
+            return
+        reset = (BASE,) in (self.task, self.language)
+        blends = self.method == "soup" or self.bottom_transition or self.top_transition or self.task == (BASE,)
+        if self.weights == "magnitude" and reset and blends:
+            raise ValueError("magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights")
+        if self.method == "slerp" and len(self._combined()) != 2:
+            raise ValueError(
+                "slerp turns from one expert to another: name a task and a language expert that differ (several on a "
+                "side are averaged first), or two experts on one side and `base` on the other"
+            )
+        if self.method != "layer_swap":
+            try:
+                self._make_rules(1, full=False)
+            except ValidationError as error:
+                raise ValueError(_reason(error)) from None
 
     def _check_weights(self) -> None:
         weights = {"the task": self.task_weight, "the language": self.language_weight}
@@ -151,7 +181,7 @@ class Composition(StrictModel):
     def expert_names(self) -> tuple[str, ...]:
         """The experts that the rules speak of, in order, without `base`."""
         if self.allocation is not None:
-            named = [name for rule in self.allocation for name in (rule.blend or [rule.expert or BASE])]
+            named = [name for rule in self.allocation for name in rule.experts]
         else:
             named = [*self.task, *self.language]
         return tuple(dict.fromkeys(name for name in named if name != BASE))
@@ -186,34 +216,41 @@ class Composition(StrictModel):
             full: for full checkpoints, which have norms; `norms` says what becomes of them.
 
         Raises:
-            AdapterswapError: see `zones`.
+            AdapterswapError: see `zones`; or the weights make no blend.
         """
+        try:
+            return self._make_rules(num_layers, full=full)
+        except ValidationError as error:
+            raise AdapterswapError(
+                f"the composition gives no valid rules: {_reason(error)}", "Change its weights"
+            ) from None
+
+    def _make_rules(self, num_layers: int, *, full: bool) -> tuple[Rule, ...]:
         if self.allocation is not None:
             return self.allocation
         if full and self.method == "layer_swap" and self.norms == "average":
             everywhere = {"layers": format_layers(range(num_layers)), "modules": ("other",)}
-            return (self._non_layer_rule().model_copy(update=everywhere), *self.rules(num_layers))
+            return (self._non_layer_rule().model_copy(update=everywhere), *self._make_rules(num_layers, full=False))
         if self.method == "soup":
             return (self._blend(),)
         if self.method == "slerp":
-            return (Rule(blend=self._both(), method="slerp"),)
+            return (_blended(self._combined(), method="slerp"),)
+        if self.method == "task_arithmetic":
+            scaled = {side: weight * self.scale for side, weight in self._combined().items()}
+            return (_blended(scaled, normalize=False),)
         if self.method != "layer_swap":
-            # Each expert brings its own task vector, so a side's weight is not shared between its experts.
-            terms = dict.fromkeys(self.task, self.task_weight) | dict.fromkeys(self.language, self.language_weight)
-            if self.method == "task_arithmetic":
-                return (Rule(blend={name: weight * self.scale for name, weight in terms.items()}, normalize=False),)
-            rule = {"blend": terms, "method": self.method, "density": self.density, "lambda": self.scale}
-            return (Rule.model_validate(rule),)
+            options = {"method": self.method, "density": self.density, "lambda": self.scale}
+            return (_blended(self._combined(), **options),)
         if self.partition:
             return self._partition_rules(num_layers)
         bottom, top, bottom_transition, top_transition = self.zones(num_layers)
         outer = [*range(bottom), *range(num_layers - top, num_layers)]
         blended = [*range(bottom, bottom + bottom_transition)]
         blended += range(num_layers - top - top_transition, num_layers - top)
-        rules = [Rule(layers=format_layers(outer), **_side(self.language))] if outer else []
+        rules = [Rule(layers=format_layers(outer), **_Side(self.language).owning)] if outer else []
         if blended:
             rules.append(self._blend(layers=format_layers(blended)))
-        return (*rules, self._non_layer_rule(), Rule(**_side(self.task), optional=True))
+        return (*rules, self._non_layer_rule(), Rule(**_Side(self.task).owning, optional=True))
 
     def _partition_rules(self, num_layers: int) -> tuple[Rule, ...]:
         first, last = _PARTITION_COUNTS[self.partition or ""]
@@ -222,28 +259,61 @@ class Composition(StrictModel):
             last = scaled_default(last, num_layers, _PARTITION_LAYERS)
         outer = format_layers([*range(first), *range(num_layers - last, num_layers)])
         inside, outside = (self.language, self.task) if self.partition == "Z" else (self.task, self.language)
-        attention = [Rule(modules=("attention",), **_side(self.language))] if self.partition == "A" else []
-        rules = [Rule(layers=outer, **_side(outside), optional=outer == NO_LAYER)] if outer != NO_LAYER else []
-        return (self._non_layer_rule(), *attention, *rules, Rule(**_side(inside)))
+        attention = [Rule(modules=("attention",), **_Side(self.language).owning)] if self.partition == "A" else []
+        rules = [Rule(layers=outer, **_Side(outside).owning, optional=outer == NO_LAYER)] if outer != NO_LAYER else []
+        return (self._non_layer_rule(), *attention, *rules, Rule(**_Side(inside).owning))
 
     def _non_layer_rule(self) -> Rule:
         """Embeddings and heads are averaged, as the first paper found best; a reset leaves them to the expert."""
-        if BASE in self.language:
-            return Rule(layers=NO_LAYER, **_side(self.task), optional=True)
+        if self.language == (BASE,):
+            return Rule(layers=NO_LAYER, **_Side(self.task).owning, optional=True)
         return self._blend(layers=NO_LAYER, optional=True)
 
     def _blend(self, layers: str | None = None, *, optional: bool = False) -> Rule:
         weights: Literal["magnitude"] | None = "magnitude" if self.weights == "magnitude" else None
-        return Rule(blend=self._both(), weights=weights, layers=layers, optional=optional)
+        return _blended(self._sides(), weights=weights, layers=layers, optional=optional)
 
-    def _both(self) -> dict[str, float]:
-        """Each side's weight, shared equally by its experts; an expert on both sides gets both shares."""
-        blend: dict[str, float] = {}
-        for names, weight in ((self.task, self.task_weight), (self.language, self.language_weight)):
-            for name in names:
-                blend[name] = blend.get(name, 0.0) + weight / len(names)
-        return blend
+    def _sides(self) -> dict[_Side, float]:
+        """The weight of each side; the experts of a side are averaged first."""
+        task, language = _Side(self.task), _Side(self.language)
+        if task.label == language.label:
+            return {task: self.task_weight + self.language_weight}
+        return {task: self.task_weight, language: self.language_weight}
+
+    def _combined(self) -> dict[_Side, float]:
+        """What a method combines: the sides. Where one of them is the base: the other's experts, one by one."""
+        if self.language == (BASE,):
+            return {_Side((name,)): self.task_weight for name in self.task}
+        if self.task == (BASE,):
+            return {_Side((name,)): self.language_weight for name in self.language}
+        return self._sides()
 
 
-def _side(names: tuple[str, ...]) -> dict[str, Any]:
-    return {"expert": names[0]} if len(names) == 1 else {"blend": dict.fromkeys(names, 1.0)}
+class _Side(NamedTuple):
+    """The experts of one side."""
+
+    experts: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """What rules call it. The order in which the experts are listed changes nothing."""
+        return self.experts[0] if len(self.experts) == 1 else f"mean({', '.join(sorted(self.experts))})"
+
+    @property
+    def averages(self) -> dict[str, tuple[str, ...]]:
+        return {self.label: self.experts} if len(self.experts) > 1 else {}
+
+    @property
+    def owning(self) -> dict[str, Any]:
+        """The fields of a rule that gives modules to it."""
+        return {"expert": self.label, **({"averages": self.averages} if self.averages else {})}
+
+
+def _blended(sides: Mapping[_Side, float], **options: Any) -> Rule:
+    averages = {label: experts for side in sides for label, experts in side.averages.items()}
+    content = {"blend": {side.label: weight for side, weight in sides.items()}, **options}
+    return Rule.model_validate({**content, "averages": averages} if averages else content)
+
+
+def _reason(error: ValidationError) -> str:
+    return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())

@@ -5,23 +5,37 @@ Plain text only, for terminals, logs and model cards. Decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
 from adapterswap.experts.layers import Kind, format_layers
-from adapterswap.planning.allocation import BASE, SPARSE_METHODS
+from adapterswap.planning.allocation import BASE, SPARSE_METHODS, BlendMethod, Rule
 from adapterswap.planning.modules import ModulePlan
 from adapterswap.planning.plan import Plan
 
-__all__ = ["Mark", "blend_text", "draw_strip", "ignored_modules", "marks", "strip", "unusual"]
+__all__ = [
+    "Mark",
+    "absence_text",
+    "blend_text",
+    "draw_strip",
+    "ignored_modules",
+    "marks",
+    "method_text",
+    "owner_label",
+    "strip",
+    "unusual",
+]
 
 _BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What the strip shows of one module: its place, and its owner or the blend that it holds."""
+    """What the strip shows of one module: its place, and its owner or the blend that it holds.
+
+    The average of several experts is an owner like one expert.
+    """
 
     layer: int
     kind: Kind
@@ -31,11 +45,17 @@ class Mark:
 
 def marks(plan: Plan) -> list[Mark]:
     """A mark for each module that lies in a layer."""
-    return [
-        Mark(module.layer, module.kind, module.owner, "" if module.owner else blend_of(module))
-        for module in plan
-        if module.layer is not None
-    ]
+    found = []
+    for module in plan:
+        owner = owner_label(module.owner, module.rule)
+        if module.layer is not None:
+            found.append(Mark(module.layer, module.kind, owner, "" if owner else blend_of(module)))
+    return found
+
+
+def owner_label(owner: str | None, rule: Rule | None) -> str | None:
+    """What the strip calls the owner: an expert, `base`, or the average that the rule names; None for a blend."""
+    return owner or (rule.average_owner if rule else None)
 
 
 def strip(plan: Plan) -> str:
@@ -43,9 +63,11 @@ def strip(plan: Plan) -> str:
     return draw_strip(marks(plan), plan.num_layers, tuple(plan.experts))
 
 
-def draw_strip(found: Sequence[Mark], num_layers: int, experts: Iterable[str]) -> str:
+def draw_strip(found: Sequence[Mark], num_layers: int, experts: Collection[str]) -> str:
     """See `strip`. One row where attention and MLP agree in every layer, else a row for each."""
-    letters = _letters(experts)
+    names = {mark.owner: None for mark in found if mark.owner not in (None, BASE)}
+    averages = [name for name in names if name is not None and name not in set(experts)]
+    letters = _letters([*averages, *experts])
     kinds: tuple[Kind, ...] = ("attention", "mlp", "other")
     rows = {str(kind): _row([mark for mark in found if mark.kind == kind], num_layers, letters) for kind in kinds}
     rows = {kind: row for kind, row in rows.items() if row.strip()}
@@ -65,12 +87,12 @@ def unusual(plan: Plan) -> list[str]:
     lines = ignored_modules(plan.experts)
     grouped: dict[tuple[str, str], list[int]] = {}
     for saved in plan.saved.values():
-        what = _remark(saved) or saved.owner or blend_text(saved.asked)
+        what = _remark(saved) or owner_label(saved.owner, saved.rule) or blend_text(saved.weights)
         lines.append(f"{saved.name} (trained in full): {what}")
     for module in plan:
         remark = _remark(module)
         if module.layer is None:
-            lines.append(f"{module.name}: {remark or module.owner or blend_of(module)}")
+            lines.append(f"{module.name}: {remark or owner_label(module.owner, module.rule) or blend_of(module)}")
         elif remark:
             within = module.name.partition(f".{module.layer}.")[2]
             grouped.setdefault((within, remark), []).append(module.layer)
@@ -98,26 +120,37 @@ def blend_text(coefficients: Mapping[str, float]) -> str:
 
 def blend_of(module: ModulePlan[LoraModule]) -> str:
     """A module's blend in words, with its method and what its weights wait for."""
-    rule, text = module.rule, blend_text(module.asked)
-    if rule.method != "linear":
-        kept = f" at density {rule.density:g}" if rule.method in SPARSE_METHODS else ""
-        text = f"{rule.method}({text}){kept}"
+    return method_text(module.rule, module.weights, module.rule.method)
+
+
+def method_text(rule: Rule | None, weights: Mapping[str, float], method: BlendMethod) -> str:
+    """A blend of a rule's sides in words, with its method and what its weights wait for."""
+    text = blend_text(weights)
+    if rule is None:
+        return text
+    if method != "linear":
+        kept = f" at density {rule.density:g}" if method in SPARSE_METHODS else ""
+        text = f"{method}({text}){kept}"
     return f"{text}, weighted by magnitude" if rule.weights else text
 
 
+def absence_text(weights: Mapping[str, float], absent: Sequence[str], *, stays: bool) -> str:
+    """What a rule asked for, and the experts that do not adapt the module; `stays` says that none does."""
+    asked = blend_text(weights) if len(weights) > 1 else next(iter(weights))
+    rest = "it stays as in the base" if stays else "its ΔW counts as zero"
+    return f"{asked}, but {' and '.join(absent)} does not adapt it: {rest}"
+
+
 def _remark(module: ModulePlan[LoraModule] | ModulePlan[FullModule]) -> str:
-    if not module.absent:
-        return ""
-    asked = blend_text(module.asked) if len(module.asked) > 1 else next(iter(module.asked))
-    rest = "its ΔW counts as zero" if module.terms else "it stays as in the base"
-    return f"{asked}, but {' and '.join(module.absent)} does not adapt it: {rest}"
+    return absence_text(module.weights, module.absent, stays=not module.terms) if module.absent else ""
 
 
 def _letters(names: Iterable[str]) -> dict[str, str]:
     """A letter for each expert, from its own name as long as one is free."""
     letters: dict[str, str] = {}
     for name in names:
-        candidates = [*name.lower(), *name.upper(), *"0123456789abcdefghijklmnopqrstuvwxyz"]
+        plain = name.removeprefix("mean(")  # as compositions call the average of a side
+        candidates = [*plain.lower(), *plain.upper(), *"0123456789abcdefghijklmnopqrstuvwxyz"]
         free = (c for c in candidates if c.isalnum() and c.isascii() and c not in letters.values())
         letters[name] = next(free, "?")
     return letters

@@ -13,6 +13,7 @@ from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.parameters import ParameterPlan
+from adapterswap.planning.plan_checks import silenced_experts
 
 __all__ = ["check_architecture", "check_model_used", "check_numbers"]
 
@@ -85,7 +86,7 @@ def check_model_used(
     if composition.bottom is not None and composition.top is not None and composition.allocation is None:
         return
     used = {term.expert for parameter in parameters for term in parameter.terms}
-    silenced = {name for rule in rules for name, weight in (rule.blend or {}).items() if weight == 0}
+    silenced = silenced_experts(rules)
     for name in names:
         if name != BASE and name not in used | silenced:
             problems.add(

@@ -6,8 +6,14 @@ Plain text only, for terminals and model cards. Decides nothing.
 from __future__ import annotations
 
 from adapterswap.experts.layers import format_layers
-from adapterswap.planning.allocation import SPARSE_METHODS
-from adapterswap.planning.describe import Mark, blend_text, draw_strip, ignored_modules
+from adapterswap.planning.describe import (
+    Mark,
+    absence_text,
+    draw_strip,
+    ignored_modules,
+    method_text,
+    owner_label,
+)
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.parameters import ParameterPlan
 
@@ -20,11 +26,11 @@ def model_strip(plan: ModelPlan) -> str:
     Tensors that no expert adapts are left out where another of their kind in the layer is adapted.
     """
     adapted = {(parameter.layer, parameter.kind) for parameter in plan if parameter.terms}
-    marks = [
-        Mark(parameter.layer, parameter.kind, parameter.owner, "" if parameter.owner else _blend(parameter))
-        for parameter in plan
-        if parameter.layer is not None and (parameter.terms or (parameter.layer, parameter.kind) not in adapted)
-    ]
+    marks = []
+    for parameter in plan:
+        if parameter.layer is not None and (parameter.terms or (parameter.layer, parameter.kind) not in adapted):
+            owner = owner_label(parameter.owner, parameter.rule)
+            marks.append(Mark(parameter.layer, parameter.kind, owner, "" if owner else _blend(parameter)))
     return draw_strip(marks, plan.num_layers, tuple(plan.experts))
 
 
@@ -37,12 +43,11 @@ def model_unusual(plan: ModelPlan) -> list[str]:
             continue
         present = {term.expert for term in parameter.terms}
         absent = [name for name in parameter.asked if name not in present]
-        remark = ""
-        if absent:
-            rest = "its ΔW counts as zero" if parameter.terms else "it stays as in the base"
-            remark = f"{blend_text(parameter.asked)}, but {' and '.join(absent)} does not adapt it: {rest}"
+        remark = absence_text(parameter.weights, absent, stays=not parameter.terms) if absent else ""
         if parameter.layer is None:
-            lines.append(f"{parameter.name}: {remark or parameter.owner or _blend(parameter)}")
+            lines.append(
+                f"{parameter.name}: {remark or owner_label(parameter.owner, parameter.rule) or _blend(parameter)}"
+            )
         elif remark and parameter.kind != "other":
             within = parameter.name.partition(f".{parameter.layer}.")[2]
             grouped.setdefault((within, remark), []).append(parameter.layer)
@@ -53,9 +58,4 @@ def model_unusual(plan: ModelPlan) -> list[str]:
 
 
 def _blend(parameter: ParameterPlan) -> str:
-    """A blend in words, with its method and what its weights wait for."""
-    rule, text = parameter.rule, blend_text(parameter.asked)
-    if not parameter.is_linear and rule is not None:
-        kept = f" at density {rule.density:g}" if rule.method in SPARSE_METHODS else ""
-        text = f"{rule.method}({text}){kept}"
-    return f"{text}, weighted by magnitude" if rule is not None and rule.weights else text
+    return method_text(parameter.rule, parameter.weights, parameter.method)

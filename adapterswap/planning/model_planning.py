@@ -5,7 +5,7 @@ Made from headers alone: no tensors, no torch. Knows nothing of files to write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
@@ -17,7 +17,7 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.locating import Located, TiedHead, find_tied_head, locate, with_head
 from adapterswap.planning.model_checks import check_architecture, check_model_used, check_numbers
 from adapterswap.planning.model_plan import ModelPlan
-from adapterswap.planning.modules import ModulePlan
+from adapterswap.planning.modules import ModulePlan, Part
 from adapterswap.planning.parameters import LowRankTerm, ParameterPlan, Stored, WholeTerm
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.plan_checks import (
@@ -70,16 +70,16 @@ def merge_plan(plan: Plan, base: Checkpoint) -> ModelPlan:
         having = {name: found[key] for name, found in located.items() if key in found}
         module = next((having[name].module for name in having), parameter.module)
         planned = modules.get(module) if having else None
-        coefficients = {term.expert: term.coefficient for term in planned.terms} if planned else {}
+        parts: Sequence[Part] = planned.terms if planned else ()
         terms = tuple(
-            _lora_term(name, coefficients[name], plan.experts[name], having[name])
-            for name in coefficients
-            if name in having
+            _lora_term((part.expert, part.side, part.coefficient), plan.experts[part.expert], having[part.expert])
+            for part in parts
+            if part.expert in having
         )
         linear = planned is None or planned.is_linear
         parameters[key] = ParameterPlan(
             key, module, parameter.layer, parameter.kind, parameter.tensor.dtype, parameter.tensor.shape,
-            Stored.of(parameter), terms, planned.asked if planned else {}, planned.rule if planned else None,
+            Stored.of(parameter), terms, planned.weights if planned else {}, planned.rule if planned else None,
             "linear" if linear or planned is None else planned.rule.method,
         )  # fmt: skip
     parameters, untied = _settle_head(parameters, tied, plan.experts, base)
@@ -89,7 +89,11 @@ def merge_plan(plan: Plan, base: Checkpoint) -> ModelPlan:
 
 
 def make_model_plan(
-    composition: Composition, experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint | None = None
+    composition: Composition,
+    experts: Mapping[str, Adapter | Checkpoint],
+    base: Checkpoint | None = None,
+    *,
+    recorded: bool = False,
 ) -> ModelPlan:
     """Apply a composition to experts of which at least one is a full checkpoint.
 
@@ -97,13 +101,16 @@ def make_model_plan(
         composition: what is asked for.
         experts: by the names that the composition uses; others are ignored.
         base: the base; by default the composition's, else the one that the adapters among the experts name.
+        recorded: see `make_plan`.
 
     Raises:
         AdapterswapError: with every mistake found: an expert that is missing, or of another architecture or vocabulary;
             a rule that matches nothing; a tensor that no rule covers; a base that is needed and not given.
     """
     problems = Problems()
-    names = composition.expert_names
+    names: Sequence[str] = composition.expert_names
+    if recorded:  # in the order of the record: the first expert gives the result what no rule decides
+        names = sorted(names, key=[*experts, *names].index)
     check_names(names, experts, problems)
     used = {name: experts[name] for name in names if name in experts}
     adapters = {name: expert for name, expert in used.items() if isinstance(expert, Adapter)}
@@ -141,7 +148,8 @@ def make_model_plan(
     problems.raise_if_any()
     parameters, untied = _settle_head(parameters, tied, adapters, skeleton)
     check_matches(rules, list(parameters.values()), adapters, problems)
-    check_model_used(names, rules, list(parameters.values()), composition, problems)
+    if not recorded:
+        check_model_used(names, rules, list(parameters.values()), composition, problems)
     check_numbers(parameters, problems)
     if base is None and (needing := [p.name for p in parameters.values() if p.needs_base or not p.terms]):
         problems.add(
@@ -192,27 +200,28 @@ def _parameter(
     rule = next((rule for rule in rules if rule.matches(*names)), None)
     if rule is None:
         return None
-    asked = rule.coefficients()
+    weights = rule.side_weights()
     terms: list[WholeTerm | LowRankTerm] = []
-    for name, coefficient in asked.items():
+    for (side, name), coefficient in rule.split(weights, apart=rule.combines_sides).items():
         expert = experts[name]
         if isinstance(expert, Adapter):
             if key in located[name]:
-                terms.append(_lora_term(name, coefficient, expert, located[name][key]))
+                terms.append(_lora_term((name, side, coefficient), expert, located[name][key]))
             continue
         source = tied.embedding if tied and key == tied.head and key not in expert.parameters else key
-        terms.append(WholeTerm(name, coefficient, Stored.of(expert.parameters[source])))
+        terms.append(WholeTerm(name, side, coefficient, Stored.of(expert.parameters[source])))
     return ParameterPlan(
         key, module, parameter.layer, parameter.kind, parameter.tensor.dtype, parameter.tensor.shape,
-        Stored.of(parameter) if base else None, tuple(terms), asked, rule, rule.method,
+        Stored.of(parameter) if base else None, tuple(terms), weights, rule, rule.method,
     )  # fmt: skip
 
 
-def _lora_term(name: str, coefficient: float, adapter: Adapter, found: Located) -> WholeTerm | LowRankTerm:
+def _lora_term(part: tuple[str, str, float], adapter: Adapter, found: Located) -> WholeTerm | LowRankTerm:
+    """The term of an adapter that enters as `part`: expert, side and coefficient."""
     path = adapter.file.path
     if isinstance(found.part, LoraModule):
-        return LowRankTerm(name, coefficient, found.part, path, found.transposed)
-    return WholeTerm(name, coefficient, Stored(path, found.part))
+        return LowRankTerm(*part, found.part, path, found.transposed)
+    return WholeTerm(*part, Stored(path, found.part))
 
 
 def _settle_head(
@@ -227,11 +236,11 @@ def _settle_head(
         return parameters, False
     head, embedding = parameters[tied.head], parameters[tied.embedding]
 
-    def entering(parameter: ParameterPlan) -> dict[str, float]:
-        return {term.expert: term.coefficient for term in parameter.terms}
+    def entering(parameter: ParameterPlan) -> dict[tuple[str, str], float]:
+        return {(term.side, term.expert): term.coefficient for term in parameter.terms}
 
     together = entering(head) == entering(embedding) and all(
-        adapters[name].config.tied for name in entering(head) if name in adapters
+        adapters[name].config.tied for _, name in entering(head) if name in adapters
     )
     if together and tied.head not in skeleton.parameters:
         return {name: parameter for name, parameter in parameters.items() if name != tied.head}, False

@@ -6,23 +6,27 @@ Pure data. Knows experts' modules and rules; knows nothing of whole plans, nor o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from adapterswap.experts.adapters import FullModule, LoraModule
 from adapterswap.experts.layers import Kind
 from adapterswap.planning.allocation import BASE, Rule
 
-__all__ = ["ModulePlan", "Term", "coefficients", "needs_base", "owner_of"]
+__all__ = ["ModulePlan", "Part", "Term", "asked_of", "coefficients", "needs_base", "owner_of", "reweighted"]
 
 _Module = TypeVar("_Module", LoraModule, FullModule)
 
 
 @dataclass(frozen=True)
 class Term(Generic[_Module]):
-    """One expert's part in a module: its coefficient c, and where its numbers lie."""
+    """One expert's part in a module: its coefficient c, and where its numbers lie.
+
+    `side` is the average that the expert enters through, where the rule treats averages as wholes; else the expert.
+    """
 
     expert: str
+    side: str
     coefficient: float
     module: _Module
 
@@ -34,7 +38,7 @@ class ModulePlan(Generic[_Module]):
     Attributes:
         name, layer, kind: the module.
         terms: none leaves the base unchanged; a single one with coefficient 1 is a copy; all others are a blend.
-        asked: the coefficients that the rule gave, before experts that lack the module were left out.
+        weights: of the sides that the rule combines, before experts that lack the module were left out.
         rule: the rule that matched. It says how a blend is computed, and whether coefficients still wait for tensors.
     """
 
@@ -42,8 +46,13 @@ class ModulePlan(Generic[_Module]):
     layer: int | None
     kind: Kind
     terms: tuple[Term[_Module], ...]
-    asked: Mapping[str, float]
+    weights: Mapping[str, float]
     rule: Rule
+
+    @property
+    def asked(self) -> Mapping[str, float]:
+        """Each expert's coefficient by the rule, before experts that lack the module were left out."""
+        return asked_of(self.rule, self.weights)
 
     @property
     def owner(self) -> str | None:
@@ -62,11 +71,35 @@ class ModulePlan(Generic[_Module]):
         return tuple(name for name in self.asked if name not in present)
 
 
+def asked_of(rule: Rule, weights: Mapping[str, float]) -> dict[str, float]:
+    """The coefficient that a rule gives each expert, summed over the sides that it is on."""
+    coefficients: dict[str, float] = {}
+    for (_, expert), coefficient in rule.split(weights, apart=rule.combines_sides).items():
+        coefficients[expert] = coefficients.get(expert, 0.0) + coefficient
+    return coefficients
+
+
+_Term = TypeVar("_Term", bound="Part")
+
+
+def reweighted(terms: Sequence[_Term], rule: Rule, weights: Mapping[str, float], *, apart: bool) -> tuple[_Term, ...]:
+    """The terms with the coefficients that these weights of the sides give; experts without a term are left out."""
+    known: dict[str, Any] = {term.expert: term for term in terms}
+    return tuple(
+        replace(known[expert], side=side, coefficient=coefficient)
+        for (side, expert), coefficient in rule.split(weights, apart=apart).items()
+        if expert in known
+    )
+
+
 class Part(Protocol):
     """One expert's part in whatever is made of experts."""
 
     @property
     def expert(self) -> str: ...
+
+    @property
+    def side(self) -> str: ...
 
     @property
     def coefficient(self) -> float: ...
@@ -91,7 +124,12 @@ def owner_of(terms: Sequence[Part], *, linear: bool) -> str | None:
 
 def coefficients(composed: Composed) -> str | dict[str, float]:
     """What becomes of a module or tensor as plain data: the owner's name, `base`, or each expert's coefficient."""
-    return composed.owner or {term.expert: term.coefficient for term in composed.terms}
+    if composed.owner is not None:
+        return composed.owner
+    found: dict[str, float] = {}
+    for term in composed.terms:
+        found[term.expert] = found.get(term.expert, 0.0) + term.coefficient
+    return found
 
 
 def needs_base(plan: ModulePlan[FullModule]) -> bool:

@@ -18,7 +18,7 @@ from adapterswap.experts.checkpoints import Parameter
 from adapterswap.experts.layers import Kind
 from adapterswap.files.tensorfile import Tensor
 from adapterswap.planning.allocation import BlendMethod, Rule
-from adapterswap.planning.modules import owner_of
+from adapterswap.planning.modules import asked_of, owner_of
 
 __all__ = ["LowRankTerm", "ParameterPlan", "Stored", "WholeTerm"]
 
@@ -39,9 +39,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class WholeTerm:
-    """One expert's part W_i: a full checkpoint's tensor, or one that an adapter trained in full (`modules_to_save`)."""
+    """One expert's part W_i: a full checkpoint's tensor, or one that an adapter trained in full (`modules_to_save`).
+
+    `side`: see `modules.Term`.
+    """
 
     expert: str
+    side: str
     coefficient: float
     stored: Stored
 
@@ -54,6 +58,7 @@ class LowRankTerm:
     """
 
     expert: str
+    side: str
     coefficient: float
     module: LoraModule
     path: Path
@@ -71,7 +76,7 @@ class ParameterPlan:
         dtype, shape: as the model stores it.
         base: the base's own tensor; None where the plan has no base.
         terms: none leaves the base unchanged.
-        asked: the coefficients that the rule gave, before experts that do not change the tensor were left out.
+        weights: of the sides that the rule combines, before experts that do not change the tensor were left out.
         rule: the rule that matched; None where no expert adapts the tensor.
         method: how the terms are combined; linear where SLERP's coefficients are already known.
     """
@@ -84,9 +89,14 @@ class ParameterPlan:
     shape: tuple[int, ...]
     base: Stored | None
     terms: tuple[WholeTerm | LowRankTerm, ...]
-    asked: Mapping[str, float]
+    weights: Mapping[str, float]
     rule: Rule | None
     method: BlendMethod = "linear"
+
+    @property
+    def asked(self) -> Mapping[str, float]:
+        """Each expert's coefficient by the rule, before experts that do not change the tensor were left out."""
+        return asked_of(self.rule, self.weights) if self.rule else {}
 
     @property
     def whole(self) -> tuple[WholeTerm, ...]:

@@ -62,13 +62,21 @@ class Plan:
         return names.pop() if len(names) == 1 and None not in names else self.composition.base_model
 
 
-def make_plan(composition: Composition | str, experts: Mapping[str, Adapter], *, num_layers: int | None = None) -> Plan:
+def make_plan(
+    composition: Composition | str,
+    experts: Mapping[str, Adapter],
+    *,
+    num_layers: int | None = None,
+    recorded: bool = False,
+) -> Plan:
     """Apply a composition to opened experts.
 
     Args:
         composition: what is asked for, or its short name such as `math+swahili`.
         experts: by the names that the composition uses; others are ignored.
         num_layers: the base's number of layers; by default the composition's, else from the base's config.
+        recorded: the composition and the order of the experts come from a record. Experts that give nothing to the
+            result were allowed then.
 
     Raises:
         AdapterswapError: with every mistake found: an expert that is missing, of another base or shape; a rule that
@@ -78,7 +86,9 @@ def make_plan(composition: Composition | str, experts: Mapping[str, Adapter], *,
     check_type(experts, Mapping, "experts", "Pass a mapping from names to opened adapters")
     check_type(num_layers, (Integral, type(None)), "num_layers", "Pass a whole number such as 32")
     problems = Problems()
-    names = composition.expert_names
+    names: Sequence[str] = composition.expert_names
+    if recorded:  # in the order of the record: the first expert gives the result what no rule decides
+        names = sorted(names, key=[*experts, *names].index)
     for name in names:
         if not isinstance(experts.get(name), Adapter | None):
             problems.add(
@@ -98,10 +108,12 @@ def make_plan(composition: Composition | str, experts: Mapping[str, Adapter], *,
     check_rules(rules, num_layers, problems)
     lora = {name: adapter.modules for name, adapter in used.items()}
     full = {name: adapter.saved for name, adapter in used.items()}
-    modules, saved = _match(rules, lora, problems), _match(rules, full, problems)
+    modules = _match(rules, lora, problems, apart=composition.row_threshold is not None)
+    saved = _match(rules, full, problems)
     check_matches(rules, [*modules.values(), *saved.values()], used, problems)
     check_saved(modules, saved, composition, problems)
-    check_used(names, rules, modules, composition, problems)
+    if not recorded:
+        check_used(names, rules, modules, composition, problems)
     problems.raise_if_any()
     return Plan(composition, rules, used, num_layers, modules, saved)
 
@@ -110,11 +122,15 @@ _Module = TypeVar("_Module", LoraModule, FullModule)
 
 
 def _match(
-    rules: Sequence[Rule], experts: Mapping[str, Mapping[str, _Module]], problems: Problems
+    rules: Sequence[Rule], experts: Mapping[str, Mapping[str, _Module]], problems: Problems, *, apart: bool = False
 ) -> dict[str, ModulePlan[_Module]]:
-    """Give each module of the union to the first rule that matches it."""
+    """Give each module of the union to the first rule that matches it.
+
+    `apart` keeps averages apart where coefficients alone do not, as a row threshold needs it.
+    """
     union = by_layer({name: module for modules in experts.values() for name, module in modules.items()})
-    asked_of = {id(rule): rule.coefficients() for rule in rules}
+    weights_of = {id(rule): rule.side_weights() for rule in rules}
+    parts_of = {id(rule): rule.split(weights_of[id(rule)], apart=apart or rule.combines_sides) for rule in rules}
     plans: dict[str, ModulePlan[_Module]] = {}
     uncovered: list[str] = []
     for name, module in union.items():
@@ -122,10 +138,12 @@ def _match(
         if rule is None:
             uncovered.append(name)
             continue
-        asked = asked_of[id(rule)]
-        present = {expert: factor for expert, factor in asked.items() if name in experts.get(expert, {})}
-        terms = tuple(Term(expert, factor, experts[expert][name]) for expert, factor in present.items())
-        plans[name] = ModulePlan(name, module.layer, module.kind, terms, asked, rule)
+        terms = tuple(
+            Term(expert, side, factor, experts[expert][name])
+            for (side, expert), factor in parts_of[id(rule)].items()
+            if name in experts.get(expert, {})
+        )
+        plans[name] = ModulePlan(name, module.layer, module.kind, terms, weights_of[id(rule)], rule)
     if uncovered:
         more = f" and {len(uncovered) - 1} more" if len(uncovered) > 1 else ""
         problems.add(

@@ -16,7 +16,16 @@ from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.modules import ModulePlan, needs_base
 
-__all__ = ["check_depth", "check_experts", "check_matches", "check_names", "check_rules", "check_saved", "check_used"]
+__all__ = [
+    "check_depth",
+    "check_experts",
+    "check_matches",
+    "check_names",
+    "check_rules",
+    "check_saved",
+    "check_used",
+    "silenced_experts",
+]
 
 
 class _Ruled(Protocol):
@@ -166,7 +175,7 @@ def check_matches(
         if id(rule) not in matched and not rule.optional:
             problems.add(f"the rule `{rule}` matches no module that it could still have", _explain(rule, plans))
     for name, adapter in experts.items():
-        if adapter.kept_layers is not None and any(rule.weights and name in (rule.blend or {}) for rule in rules):
+        if adapter.kept_layers is not None and any(rule.weights and name in rule.experts for rule in rules):
             problems.add(
                 f"{name} is a slice, and its magnitude is that of the whole expert",
                 "Give the whole expert, or explicit weights",
@@ -216,6 +225,11 @@ def _explain(rule: Rule, modules: Sequence[_Ruled]) -> str:
     return f"The experts adapt {', '.join(ends[:12])} in {told}: correct the rule, or mark it optional: true"
 
 
+def silenced_experts(rules: Sequence[Rule]) -> set[str]:
+    """The experts that a rule gives the weight 0, or whose weights on two sides cancel."""
+    return {expert for rule in rules for expert in rule.experts if rule.blend and expert not in rule.coefficients()}
+
+
 def check_used(
     names: Sequence[str],
     rules: Sequence[Rule],
@@ -227,7 +241,7 @@ def check_used(
     if composition.bottom is not None and composition.top is not None and composition.allocation is None:
         return
     used = {term.expert for module in modules.values() for term in module.terms}
-    silenced = {name for rule in rules for name, weight in (rule.blend or {}).items() if weight == 0}
+    silenced = silenced_experts(rules)
     for name in names:
         if name not in used | silenced and modules:
             problems.add(

@@ -31,6 +31,7 @@ from adapterswap.serving.manifest import Manifest
 from adapterswap.serving.memo import content_hash
 from adapterswap.serving.names import UnknownNameError, composition_of
 from adapterswap.writing import Written, prepare, write_prepared
+from adapterswap.writing.provenance import FORMAT
 
 __all__ = ["NamedComposer", "largest_rank"]
 
@@ -130,6 +131,7 @@ class NamedComposer:
         """
         origin = {
             "adapterswap": __version__,
+            "format": FORMAT,
             "num_layers": plan.num_layers,
             "rules": [rule.model_dump(mode="json") for rule in plan.rules],
             "row_threshold": plan.composition.row_threshold,

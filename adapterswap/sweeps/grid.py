@@ -58,6 +58,9 @@ class Grid:
     spaces: tuple[Space, ...]
 
 
+_AS_BEFORE = ("layer_swap", "soup")
+
+
 def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
     """Every cell of a recipe: baselines first, then family by family, pair by pair.
 
@@ -102,22 +105,20 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
             for content, ids in zip(configurations, held, strict=True):
                 with problems.collect():
                     composition = _on(content, task, language or (BASE,))
-                if problems:
-                    continue
-                if overlaps(composition, num_layers):
-                    left_out += 1
-                    continue
-                cell = _make_cell(
-                    _row(family, composition),
-                    task,
-                    language,
-                    _as_data(composition),
-                    family.output,
-                    _short(task, language, content, family.output),
-                    asked.of(language or recipe.language_experts),
-                    default=is_default(composition, num_layers, alone=len(configurations) == 1),
-                )
-                ids.append(add(cell))
+                    if overlaps(composition, num_layers):
+                        left_out += 1
+                        continue
+                    cell = _make_cell(
+                        _row(family, composition),
+                        task,
+                        language,
+                        _as_data(composition),
+                        family.output,
+                        _short(task, language, content, family.output),
+                        asked.of(language or recipe.language_experts),
+                        default=is_default(composition, num_layers, alone=len(configurations) == 1),
+                    )
+                    ids.append(add(cell))
         found = zip(configurations, held, strict=True)
         spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in found if ids)))
     problems.raise_if_any()
@@ -162,7 +163,8 @@ def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _on(content: dict[str, Any], task: tuple[str, ...], language: tuple[str, ...]) -> Composition:
-    return Composition.model_validate({**content, "task": task, "language": language})
+    where = f"compositions: {' and '.join(task)} with {' and '.join(language)}"
+    return validate({**content, "task": task, "language": language}, Composition, where=where)
 
 
 def _row(family: Family, composition: Composition) -> str:
@@ -204,7 +206,10 @@ def _make_cell(
     default: bool,
 ) -> Cell:
     cell = Cell("", family, task, language, composition, output, short, default, tasks)
-    content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
+    plain = cell.as_json()
+    if max(len(task), len(language)) > 1 and (composition["method"] not in _AS_BEFORE or "weights" in composition):
+        plain["sides"] = "averaged"  # these methods once took the experts of a side singly: results of then differ
+    content = json.dumps(plain, sort_keys=True, ensure_ascii=False)
     return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
 
 

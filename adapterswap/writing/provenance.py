@@ -20,7 +20,7 @@ from adapterswap.planning.slicing import sliced_layers
 
 __all__ = ["Written", "describe_plan", "numbers", "provenance"]
 
-FORMAT = 1
+FORMAT = 2  # since it, the experts of a side are averaged before any method combines the sides
 
 
 @dataclass(frozen=True)
