@@ -24,13 +24,15 @@ _METHODS = [
 ]  # fmt: skip
 
 _OPTIONS = (
-    click.option("-t", "--task-expert", multiple=True, metavar="PATH|ID", help="Task expert; repeat to soup several."),
+    click.option(
+        "-t", "--task-expert", multiple=True, metavar="PATH|ID", help="Task expert; repeat to average several."
+    ),
     click.option(
         "-l",
         "--language-expert",
         multiple=True,
         metavar="PATH|ID",
-        help="Language expert; repeat to soup several. `base` resets its layers to the base.",
+        help="Language expert; repeat to average several. `base` resets its layers to the base.",
     ),
     click.option(
         "--method",
@@ -50,7 +52,7 @@ _OPTIONS = (
     click.option(
         "--weights",
         type=click.Choice(["equal", "magnitude"]),
-        help="magnitude: weights are divided by each expert's mean |ΔW|.  [default: equal]",
+        help="magnitude: weights are divided by each side's mean |ΔW|.  [default: equal]",
     ),
     click.option(
         "--scale", type=float, metavar="λ", help="Factor of the sum (task_arithmetic, ties, dare).  [default: 1]"

@@ -66,7 +66,7 @@ class Composition(StrictModel):
     task_weight: float = Field(default=1.0, description="The task expert's weight wherever experts are blended.")
     language_weight: float = Field(default=1.0, description="The language expert's weight in blends.")
     weights: Literal["equal", "magnitude"] = Field(
-        default="equal", description="magnitude: weights are divided by each expert's mean absolute ΔW."
+        default="equal", description="magnitude: weights are divided by each side's mean absolute ΔW."
     )
     scale: float = Field(
         default=1.0, description="λ: the factor of the combined ΔW, for task_arithmetic, ties, dare_*, magnitude_prune."

@@ -126,7 +126,7 @@ GRID_FIELDS = (
 
 
 class Pair(StrictModel):
-    """A task expert and a language expert; several names on a side are souped first."""
+    """A task expert and a language expert; several names on a side are averaged first."""
 
     task: Grid[str]
     language: Grid[str]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
@@ -145,6 +147,24 @@ def test_sides_are_souped_as_rows_of_their_own() -> None:
     assert [cell.family for cell in souped] == ["soup of soups", "layer_swap of soups"]
     assert souped[1].as_json()["language_expert"] == ["s1", "s2", "s3"]
     assert composition_of(souped[1]) == Composition(task=("m1", "m2"), language=("s1", "s2", "s3"), bottom=3)
+
+
+def test_every_method_averages_souped_sides_first() -> None:
+    """Slerp among them; what methods once made of experts one by one is not taken for a result of today's."""
+    methods = ["slerp", "dare_linear"]
+    families = [{"method": methods[0]}, {"method": methods[1], "density": 0.5, "max_rank": 4}]
+    souped = [cell for cell in grid_of(compositions=families, soup_sides=True).cells if len(cell.task_expert) > 1]
+    assert [cell.composition["method"] for cell in souped] == methods
+    for cell in souped:
+        (rule,) = composition_of(cell).rules(32)
+        assert list(rule.blend) == ["mean(m1, m2)", "mean(s1, s2, s3)"]
+        content = json.dumps(cell.as_json() | {"cell": ""}, sort_keys=True, ensure_ascii=False)
+        assert cell.cell != hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def test_a_method_for_two_experts_has_no_reset() -> None:
+    with pytest.raises(AdapterswapError, match="slerp"):
+        grid_of(compositions=[{"method": "slerp", "language": "base"}])
 
 
 def test_pairs_restrict_and_soup() -> None:
