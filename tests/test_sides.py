@@ -217,7 +217,7 @@ def test_inspect_shows_sides_as_owners(run: Callable[..., Result], experts: dict
     ],
 )
 def test_slerp_needs_two_that_differ(content: dict[str, Any], tmp_path: Path, run: Callable[..., Result]) -> None:
-    with pytest.raises(ValueError, match="slerp"):
+    with pytest.raises(AdapterswapError, match="slerp"):
         Composition(method="slerp", **content)
     recipe = tmp_path / "recipe.yaml"
     names = {name for side in ("task", "language") for name in content[side]} - {"base"}
@@ -245,7 +245,7 @@ def test_slerp_needs_two_that_differ(content: dict[str, Any], tmp_path: Path, ru
     ],
 )
 def test_sides_that_are_refused(content: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"twice|once|average|magnitude|1e9"):
+    with pytest.raises(AdapterswapError, match=r"twice|once|average|magnitude|1e9"):
         Composition.model_validate(content)
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
@@ -156,9 +156,9 @@ class Composition(StrictModel):
             )
         if self.method != "layer_swap":
             try:
-                self._make_rules(1, full=False)
-            except ValidationError as error:
-                raise ValueError(_reason(error)) from None
+                self.rules(1)
+            except AdapterswapError as error:  # so that it is reported with the composition's other mistakes
+                raise ValueError("; ".join(problem.what for problem in error.problems)) from None
 
     def _check_weights(self) -> None:
         weights = {"the task": self.task_weight, "the language": self.language_weight}
@@ -218,19 +218,11 @@ class Composition(StrictModel):
         Raises:
             AdapterswapError: see `zones`; or the weights make no blend.
         """
-        try:
-            return self._make_rules(num_layers, full=full)
-        except ValidationError as error:
-            raise AdapterswapError(
-                f"the composition gives no valid rules: {_reason(error)}", "Change its weights"
-            ) from None
-
-    def _make_rules(self, num_layers: int, *, full: bool) -> tuple[Rule, ...]:
         if self.allocation is not None:
             return self.allocation
         if full and self.method == "layer_swap" and self.norms == "average":
             everywhere = {"layers": format_layers(range(num_layers)), "modules": ("other",)}
-            return (self._non_layer_rule().model_copy(update=everywhere), *self._make_rules(num_layers, full=False))
+            return (self._non_layer_rule().model_copy(update=everywhere), *self.rules(num_layers))
         if self.method == "soup":
             return (self._blend(),)
         if self.method == "slerp":
@@ -313,7 +305,3 @@ def _blended(sides: Mapping[_Side, float], **options: Any) -> Rule:
     averages = {label: experts for side in sides for label, experts in side.averages.items()}
     content = {"blend": {side.label: weight for side, weight in sides.items()}, **options}
     return Rule.model_validate({**content, "averages": averages} if averages else content)
-
-
-def _reason(error: ValidationError) -> str:
-    return "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
