@@ -47,17 +47,19 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
     Raises:
         AdapterswapError: what `load_rows` raises; no rows are left; or validation takes all of them.
     """
-    joined, groups, sources, counts = _tokens(recipe.datasets, recipe, base)
+    joined, sides, sources, counts = _tokens(recipe.datasets, recipe, base)
     chance = np.random.default_rng(recipe.training.data_seed)
-    groups = [chance.permutation(group) for group in groups]
+    kept = _drawn(sides, recipe.samples_per_side, chance)
+    groups = [chance.permutation(group) for group in _groups(sides, kept, recipe)]
     validation, held_out = recipe.validation, None
     if validation and validation.datasets:
-        held_out, equal, _, _ = _tokens(validation.datasets, recipe, base)
+        held_out, held_out_sides, _, _ = _tokens(validation.datasets, recipe, base)
         if recipe.simultaneous:
+            equal = _groups(held_out_sides, np.arange(len(held_out)), recipe)
             share = min(map(len, equal))
             held_out = held_out.take(np.concatenate([chance.permutation(group)[:share] for group in equal]))
     elif validation:
-        total = validation.rows or max(1, round((validation.fraction or 0) * len(joined)))
+        total = validation.rows or max(1, round((validation.fraction or 0) * len(kept)))
         share = math.ceil(total / len(groups))  # of each side as many
         if share >= min(map(len, groups)):
             side = " of each side" if recipe.simultaneous else ""
@@ -76,6 +78,7 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
         math=sum(source.math for source in sources),
         overlap=sum(sum(source.overlap.values()) for source in sources),
         cut_off=counts.cut_off,
+        surplus=len(joined) - len(kept),
         truncated=counts.truncated,
         split=counts.split,
         boundary_moved=counts.boundary_moved,
@@ -87,10 +90,23 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
     return Data(train, tuple(map(len, groups)), held_out, rows)
 
 
+def _drawn(sides: NDArray[np.str_], most: int | None, chance: np.random.Generator) -> NDArray[np.int64]:
+    """The places of the rows that are used: `most` of each side, drawn at random; all where it is None."""
+    if most is None:
+        return np.arange(len(sides))
+    drawn = [chance.permutation(np.flatnonzero(sides == side))[:most] for side in np.unique(sides)]
+    return np.sort(np.concatenate(drawn))
+
+
+def _groups(sides: NDArray[np.str_], kept: NDArray[np.int64], recipe: TrainRecipe) -> list[NDArray[np.int64]]:
+    """The places in `kept` of each group of rows that is trained on in turn: one, or with `simultaneous` each side."""
+    return [kept[sides[kept] == side] for side in SIDES] if recipe.simultaneous else [kept]
+
+
 def _tokens(
     wanted: Sequence[DatasetSource], recipe: TrainRecipe, base: Base
-) -> tuple[Tokens, list[NDArray[np.int64]], list[Any], TokenCounts]:
-    """The rows of all sources; which of them are whose side's; what became of each source; and of their tokens."""
+) -> tuple[Tokens, NDArray[np.str_], list[Any], TokenCounts]:
+    """The rows of all sources; the side of each row; what became of each source; and of their tokens."""
     options = recipe.training
     parts, sources, total = [], [], TokenCounts()
     loaded = load_rows(
@@ -116,11 +132,8 @@ def _tokens(
             f"the tokenizer of {base.reference} gives the token {joined.ids.max()}, and the model knows {vocabulary}",
             "Tokenizer and model do not belong together: give the folder of a matching pair",
         )
-    groups = [np.arange(len(joined))]
-    if recipe.simultaneous:
-        sides = np.repeat([source.side or "" for source in wanted], [len(part) for part in parts])
-        groups = [np.flatnonzero(sides == side) for side in SIDES]
-    return joined, groups, sources, total
+    sides = np.repeat([source.side or "" for source in wanted], [len(part) for part in parts])
+    return joined, sides, sources, total
 
 
 def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:

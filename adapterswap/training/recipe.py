@@ -144,6 +144,12 @@ class TrainRecipe(StrictModel):
     datasets: Annotated[list[DatasetSource], BeforeValidator(list_values)] = Field(
         min_length=1, description="Sources of rows, joined and shuffled: a list, or a mapping from names of your own."
     )
+    samples_per_side: int | None = Field(
+        default=None,
+        ge=1,
+        description="At most so many rows of each side (of all rows without one), drawn from its sources together once "
+        "hygiene is done; validation rows are among them.",
+    )
     hygiene: Hygiene | None = Field(default=None, description="Rows to keep out of training and validation.")
     chat_template: bool = Field(
         default=False,

@@ -23,6 +23,7 @@ class Rows:
         math: rows dropped, because they look like maths.
         overlap: rows dropped, because they share text with an evaluation.
         cut_off: rows dropped, because nothing to train on was left within max_length.
+        surplus: rows left out beyond `samples_per_side`.
         truncated: rows used that were cut to max_length.
         split: long texts that became several rows of max_length.
         boundary_moved: rows used whose prompt ends in other tokens than when it stands alone.
@@ -38,6 +39,7 @@ class Rows:
     math: int
     overlap: int
     cut_off: int
+    surplus: int
     truncated: int
     split: int
     boundary_moved: int
@@ -71,6 +73,8 @@ class Rows:
             found.append(f"{self.overlap} rows dropped: they share text with an evaluation ({self._overlaps()})")
         if self.cut_off:
             found.append(f"{self.cut_off} rows dropped: max_length leaves nothing of their completion")
+        if self.surplus:
+            found.append(f"{self.surplus} rows left out beyond samples_per_side")
         if self.truncated:
             found.append(f"{self.truncated} rows cut to max_length (the longest has {self.longest} tokens)")
         if self.split:

@@ -29,7 +29,7 @@ EXPECTED: dict[str, tuple[set[int], set[int]]] = {
     "swahili-b": (B, B),
     "swahili-c": (C, C),
     "partial-b-swahili": (B, B),
-    "math-reset": (OUTER, OUTER),
+    "math-reset": (C, C),
 }
 
 

@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapterswap.bases import open_base
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import kind_of, layer_of
 from adapterswap.training import TrainRecipe, estimate, train
+from adapterswap.training.data import load_data
 from adapterswap.training.recipe import TrainingOptions
 from adapterswap.training.schedule import simultaneous_steps
 from adapterswap.training.turns import RowsInTurns, side_of_step
@@ -203,3 +205,22 @@ def test_a_side_without_a_module_is_told(tmp_path: Path, make_recipe: MakeRecipe
     )
     with pytest.raises(AdapterswapError, match="partition A leaves the task side no module to train"):
         estimate(recipe)
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_samples_per_side_bounds_each_side(tmp_path: Path, make_recipe: MakeRecipe, in_turns: bool) -> None:
+    """64 rows of the task (words w0 to w7) and 32 of the language (w8 to w15), of which 20 each are used."""
+    options: dict[str, Any] = {"simultaneous": {"partition": "A"}} if in_turns else {}
+    options |= {"datasets": two_sides(tmp_path), "validation": {"rows": 8}}
+    recipe = make_recipe(**options, samples_per_side=20)
+    data = load_data(recipe, open_base(recipe.base_model))
+    assert (data.rows.train, data.rows.validation, data.rows.surplus) == (32, 8, 44 + 12)
+    task = {WORDS.index(f"w{i}") for i in range(8)}
+    sides = [bool(task & set(row["input_ids"])) for part in (data.train, data.validation) for row in part.dataset()]
+    assert sides.count(True) == sides.count(False) == 20
+    if in_turns:
+        assert data.parts == (16, 16)
+    again = load_data(recipe, open_base(recipe.base_model))
+    assert again.rows.sha256 == data.rows.sha256
+    everything = load_data(make_recipe(**options, samples_per_side=64), open_base(recipe.base_model))
+    assert everything.rows.surplus == 0
