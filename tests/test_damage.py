@@ -371,7 +371,7 @@ def test_things_that_are_no_files(pair: tuple[Path, Path], refused: Callable[...
         ("./org/name", "does not exist"),
         ("~nosuchuser/adapter", "does not exist"),
         ("x" * 5000, "x does not exist"),
-        ("/dev/null", "is a file, and the adapter is a folder"),
+        ("/dev/null", "is a file, and the expert is a folder"),
         ("org/name@../../x", "does not exist"),
         ("org/name@/etc", "does not exist"),
     ],

@@ -1,6 +1,6 @@
-"""How far apart two adapters are: relative distance and cosine of ΔW, per module, computed in low rank.
+"""How far apart two adapters are: distance and cosine of ΔW per LoRA module, distance of weights trained in full.
 
-Knows opened adapters; judges nothing.
+ΔW is compared in low rank and never formed; whole weights are read in blocks. Knows opened adapters; judges nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +9,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from adapterswap.arithmetic.lowrank import cosine, inner
-from adapterswap.arithmetic.tensors import open_files, read_factors
+from adapterswap.arithmetic.tensors import (
+    check_finite,
+    decode,
+    not_finite,
+    open_files,
+    read_bytes,
+    read_factors,
+    row_ranges,
+)
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind
+from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
 
-__all__ = ["Difference", "compare", "total"]
+__all__ = ["Difference", "SavedDifference", "compare", "compare_saved", "total"]
+
+_BLOCK = 2**20  # elements read at a time
+
+_Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -46,8 +62,38 @@ class Difference:
         return cosine(self.product, self.norms)
 
 
+@dataclass(frozen=True)
+class SavedDifference:
+    """A module that one or both adapters hold in full (`modules_to_save`): W₁ of the first, W₂ of the second.
+
+    Whole weights say nothing of ΔW without the base, so a module that only one adapter holds in full has no distance.
+
+    Attributes:
+        name, layer, kind: the module.
+        shape: of its parameters, in words.
+        norms: ‖W₁‖ and ‖W₂‖ (Frobenius, over all its parameters); None where an adapter does not hold it in full.
+        apart: ‖W₁ - W₂‖; None where one does not hold it in full.
+        lora: the other one, which does not hold it in full, has LoRA on it.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    shape: str
+    norms: tuple[float | None, float | None]
+    apart: float | None
+    lora: bool = False
+
+    @property
+    def distance(self) -> float | None:
+        """‖W₁ - W₂‖ / ‖W₁‖; infinite for W₁ = 0 ≠ W₂; None where it is unknown."""
+        if self.apart is None or self.norms[0] is None:
+            return None
+        return self.apart / self.norms[0] if self.norms[0] else (math.inf if self.apart else 0.0)
+
+
 def compare(one: Adapter, other: Adapter) -> list[Difference]:
-    """The difference of every module that either adapter has, in the order of layers.
+    """The difference of every LoRA module that either adapter has, in the order of layers.
 
     The cosine and distance are exact up to about 1e-8, since they are told from inner products.
 
@@ -75,8 +121,60 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
     return sorted(found, key=lambda each: (-1 if each.layer is None else each.layer, each.name))
 
 
+def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
+    """The difference of every module that either adapter holds in full, in the order of layers.
+
+    Raises:
+        AdapterswapError: a module has other parameters, or another shape, in the other adapter; a tensor holds NaN or
+            infinity.
+    """
+    found = []
+    with open_files([one.file, other.file]) as files:
+        for name in dict.fromkeys([*one.saved, *other.saved]):
+            pair = [adapter.saved.get(name) for adapter in (one, other)]
+            shapes = {module.shape for module in pair if module is not None}
+            if len(shapes) > 1:
+                raise AdapterswapError(f"{name} is {' and '.join(sorted(shapes))}", "Compare adapters of one base")
+            module = next(each for each in pair if each is not None)
+            squares, apart = [0.0] * len([each for each in pair if each is not None]), 0.0
+            for parameter, tensor in module.tensors.items():
+                for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
+                    blocks = [
+                        _elements(adapter, files[adapter.file.path], each.tensors[parameter], start, stop)
+                        for adapter, each in zip((one, other), pair, strict=True)
+                        if each is not None
+                    ]
+                    squares = [sum_ + _squared(block) for sum_, block in zip(squares, blocks, strict=True)]
+                    apart += _squared(blocks[0] - blocks[-1])
+            present = iter(squares)
+            norms = [None if each is None else math.sqrt(next(present)) for each in pair]
+            both = None not in pair
+            lora = not both and name in one.modules.keys() | other.modules.keys()
+            found.append(
+                SavedDifference(
+                    name, module.layer, module.kind, module.shape, (norms[0], norms[1]),
+                    math.sqrt(apart) if both else None, lora,
+                )
+            )  # fmt: skip
+    return sorted(found, key=lambda each: (-1 if each.layer is None else each.layer, each.name))
+
+
+def _elements(adapter: Adapter, file: int, tensor: Tensor, start: int, stop: int) -> _Vector:
+    size = DTYPE_BYTES[tensor.dtype]
+    raw = read_bytes(file, tensor, start * size, stop * size)
+    if not check_finite(raw, tensor.dtype):
+        raise not_finite(adapter.name, tensor.name)
+    return decode(raw, tensor.dtype, (-1,)).astype(np.float64)
+
+
+def _squared(values: _Vector) -> float:
+    return float(values @ values)
+
+
 def total(differences: Sequence[Difference], name: str = "all") -> Difference:
-    """Several modules as one: their ΔW side by side."""
+    """Several modules as one: their ΔW side by side; no module is a ΔW of zero."""
+    if not differences:
+        return Difference(name, None, "other", (0.0, 0.0), 0.0)
     norms = [math.sqrt(math.fsum(each.norms[side] ** 2 for each in differences)) for side in (0, 1)]
     product = math.fsum(each.product for each in differences)
     first = differences[0]

@@ -1,4 +1,4 @@
-"""Read an adapterswap.json back: which expert every module of an adapter came from.
+"""Read an adapterswap.json back: which expert every module of an adapter, or tensor of a model, came from.
 
 The file may come from a stranger, so nothing in it is believed before it was checked.
 Knows the file's form; knows nothing of how it was written.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import MAX_LAYERS
@@ -42,13 +42,16 @@ class RuleRecord(BaseModel):
 
 
 class Record(BaseModel):
-    """What an adapterswap.json says of an adapter's origin; other keys are left alone."""
+    """What an adapterswap.json says of the origin of an adapter or a merged model; other keys are left alone."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     experts: dict[str, SourceRecord]
-    modules: dict[str, str | dict[str, float]] = Field(description="The owner, or each expert's coefficient.")
+    modules: dict[str, str | dict[str, float]] = Field(
+        validation_alias=AliasChoices("modules", "tensors"),  # of an adapter, of a merged model
+        description="The owner, or each expert's coefficient.",
+    )
     rules: list[RuleRecord] = []
 
     @model_validator(mode="after")

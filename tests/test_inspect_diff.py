@@ -1,0 +1,201 @@
+"""`inspect` and `diff` see all that an adapter holds, and full weights; text and JSON say the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from conftest import LAYERS, LLAMA_PROJECTIONS
+from safetensors.torch import load_file, save_file
+from tolerances import near
+
+import adapterswap
+from adapterswap.bases import quiet_peft
+from adapterswap.planning.compositions import Composition
+
+Run = Callable[..., Result]
+Experts = Callable[..., Path]
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def heads(expert: Experts, tmp_path: Path) -> tuple[Path, Path]:
+    """Two adapters with equal LoRA factors and a norm in each layer, whose heads differ by 1 in every number."""
+    with quiet_peft():
+        one = expert(seed=1, modules_to_save=["lm_head", "input_layernorm"])
+    other = tmp_path / "other"
+    shutil.copytree(one, other)
+    tensors = load_file(other / WEIGHTS)
+    tensors["base_model.model.lm_head.weight"] += 1
+    save_file(tensors, other / WEIGHTS, {"format": "pt"})
+    return one, other
+
+
+def told(result: Result) -> Any:
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_diff_sees_a_head_trained_in_full(heads: tuple[Path, Path], run: Run) -> None:
+    one, other = (load_file(path / WEIGHTS)["base_model.model.lm_head.weight"].double() for path in heads)
+    found = told(run("diff", *heads, "--json"))
+    assert found["total"]["distance"] == pytest.approx(0, abs=1e-6)  # the root of a difference of squares in float64
+    head = found["saved"]["lm_head"]
+    assert head["norms"] == near([float(one.norm()), float(other.norm())])
+    assert head["apart"] == near(one.numel() ** 0.5)
+    assert head["distance"] == near(one.numel() ** 0.5 / float(one.norm()))
+    norms = [row for name, row in found["saved"].items() if name.endswith("input_layernorm")]
+    assert [row["distance"] for row in norms] == [0.0] * LAYERS
+    shown = run("diff", *heads).stdout
+    assert f"{head['distance']:.4f}" in shown
+    assert f"{head['apart']:.4g}" in shown
+    assert shown.count("input_layernorm") == LAYERS
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_only_one_holds_in_full_has_no_distance(
+    swapped: bool, heads: tuple[Path, Path], expert: Experts, run: Run
+) -> None:
+    pair = [heads[0], expert(seed=2, target_modules=["q_proj", "lm_head"])]
+    found = told(run("diff", *(pair[::-1] if swapped else pair), "--json"))
+    head, norm = found["saved"]["lm_head"], found["saved"]["model.layers.0.input_layernorm"]
+    for row in (head, norm):
+        assert (row["distance"], row["apart"]) == (None, None)
+        assert row["norms"][1 - swapped] is None
+        assert row["norms"][swapped] > 0
+        assert row["remark"].startswith(f"trained in full in the {'second' if swapped else 'first'} only")
+    assert "has LoRA on it" in head["remark"]
+    assert "has LoRA on it" not in norm["remark"]
+    shown = run("diff", *(pair[::-1] if swapped else pair)).stdout
+    for name in ("lm_head", "model.layers.0.input_layernorm"):
+        assert f"{name}: {found['saved'][name]['remark']}" in shown.splitlines()
+
+
+def test_diff_reads_large_weights_in_blocks(
+    heads: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = told(run("diff", *heads, "--json"))["saved"]["lm_head"]
+    monkeypatch.setattr("adapterswap.checking.comparing._BLOCK", 100)
+    blocks = told(run("diff", *heads, "--json"))["saved"]["lm_head"]
+    for key in ("norms", "apart", "distance"):
+        assert blocks[key] == pytest.approx(whole[key], rel=1e-12)
+
+
+def test_diff_refuses_other_shapes_and_nan(heads: tuple[Path, Path], run: Run) -> None:
+    tensors = load_file(heads[1] / WEIGHTS)
+    key = "base_model.model.lm_head.weight"
+    whole = tensors[key]
+    save_file(tensors | {key: whole[:-1].clone()}, heads[1] / WEIGHTS, {"format": "pt"})
+    refused = run("diff", *heads)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "lm_head is weight 95×32 and weight 96×32" in refused.stderr
+    save_file(tensors | {key: whole * np.nan}, heads[1] / WEIGHTS, {"format": "pt"})
+    refused = run("diff", *heads)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "holds NaN" in refused.stderr
+
+
+def test_diff_sees_embeddings(expert: Experts, run: Run) -> None:
+    pair = [expert(seed=seed, target_modules=["embed_tokens", "q_proj"]) for seed in (1, 2)]
+    found = told(run("diff", *pair, "--json"))["modules"]["model.embed_tokens"]
+    deltas = []
+    for path in pair:
+        tensors = load_file(path / WEIGHTS)
+        name = "base_model.model.model.embed_tokens.lora_embedding_"
+        deltas.append(16 / 8**0.5 * tensors[f"{name}B"].double() @ tensors[f"{name}A"].double())
+    assert found["distance"] == near(float((deltas[0] - deltas[1]).norm() / deltas[0].norm()), depth=2)
+
+
+def test_diff_refuses_full_weights(base: Callable[[str], Path], math: Path, run: Run) -> None:
+    for pair in ((base("llama"), math), (math, base("llama"))):
+        refused = run("diff", *pair)
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert "is a full checkpoint" in refused.stderr
+        assert "adapterswap extract" in refused.stderr
+
+
+def test_inspect_shows_modules_trained_in_full(heads: tuple[Path, Path], run: Run, tmp_path: Path) -> None:
+    tensors = load_file(heads[0] / WEIGHTS)
+    found = told(run("inspect", heads[0], "--json"))
+    saved = {entry["name"]: entry for entry in found["saved"]}
+    assert len(saved) == LAYERS + 1
+    head = saved["lm_head"]
+    assert head["tensors"]["weight"]["shape"] == [96, 32]
+    start, stop = head["tensors"]["weight"]["bytes"]
+    raw = (heads[0] / WEIGHTS).read_bytes()[start:stop]
+    assert np.array_equal(np.frombuffer(raw, np.float32), tensors["base_model.model.lm_head.weight"].numpy().ravel())
+    assert found["saved_parameters"] == 96 * 32 + LAYERS * 32
+    assert saved["model.layers.3.input_layernorm"]["layer"] == 3
+    shown = run("inspect", heads[0]).stdout.splitlines()
+    assert any(line.split()[:5] == ["lm_head.weight", "other", "none", "96", "×"] for line in shown)
+    assert any(line.split()[:4] == ["input_layernorm.weight", "other", "0-5", "32"] for line in shown)
+    assert f"{LAYERS + 1} trained in full with {found['saved_parameters']:,} parameters" in shown[1]
+
+    out = tmp_path / "out"
+    assert run("compose", "-t", heads[0], "-l", heads[1], "-o", out, "--bottom", 1, "--top", 1).exit_code == 0
+    owners = {entry["name"]: entry["owner"] for entry in told(run("inspect", out, "--json"))["saved"]}
+    assert owners["lm_head"] == {heads[0].name: 0.5, heads[1].name: 0.5}
+    assert owners["model.layers.0.input_layernorm"] == heads[1].name
+
+
+@pytest.mark.parametrize("options", [["--bottom", 1, "--top-transition", 2, "--top", 1], ["--method", "soup"]], ids=str)
+def test_json_holds_what_the_text_shows(
+    options: list[Any], math: Path, swahili: Path, run: Run, tmp_path: Path
+) -> None:
+    assert run("compose", "-t", math, "-l", swahili, "-o", tmp_path / "out", *options).exit_code == 0
+    found, shown = told(run("inspect", tmp_path / "out", "--json")), run("inspect", tmp_path / "out").stdout
+    origin = found["composed_of"]
+    assert origin["num_layers"] == LAYERS
+    assert origin["experts"] == {path.name: path.name for path in (math, swahili)}
+    assert shown.splitlines()[-len(origin["strip"]) :] == origin["strip"]
+    assert f"{found['parameters']:,} parameters" in shown
+    for module in found["modules"]:
+        row = [module["name"].partition(f".{module['layer']}.")[2], module["kind"]]
+        assert any(line.split()[:2] == row and str(module["rank"]) in line.split() for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("kind", ["adapters", "mixed", "base"])
+def test_inspect_full_weights(
+    kind: str, base: Callable[[str], Path], math: Path, swahili: Path, run: Run, tmp_path: Path
+) -> None:
+    folder, strip = base("llama"), None
+    if kind != "base":
+        language = swahili
+        if kind == "mixed":
+            language = adapterswap.merge(swahili, out_path=tmp_path / "swahili")
+        zones = Composition(task="math", language="swahili", bottom=1, top=2)
+        plan = adapterswap.compose(zones, {"math": math, "swahili": language})
+        folder = adapterswap.merge(plan, folder, out_path=tmp_path / "merged", max_shard_size="60KB")
+        strip = "layers  smmmss" if kind == "adapters" else None
+    tensors = {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+    found, text = told(run("inspect", folder, "--json")), run("inspect", folder)
+    assert text.exit_code == 0, text.stderr
+    shown = text.stdout.splitlines()
+    assert (found["kind"], found["model_type"], found["num_layers"]) == ("model", "llama", LAYERS)
+    assert {entry["name"]: entry["shape"] for entry in found["tensors"]} == {
+        name: list(tensor.shape) for name, tensor in tensors.items()
+    }
+    assert found["parameters"] == sum(prod(tensor.shape) for tensor in tensors.values())
+    assert found["bytes"] == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert shown[0].endswith(f"full weights of llama, {LAYERS} layers")
+    assert f"{len(tensors)} tensors, {found['parameters']:,} parameters" in shown[1]
+    for end in LLAMA_PROJECTIONS:
+        assert any(f"{end}.weight" in line and "0-5" in line for line in shown)
+    if kind == "base":
+        assert "composed_of" not in found
+        return
+    record = json.loads((folder / "adapterswap.json").read_text())["tensors"]
+    assert {entry["name"]: entry["owner"] for entry in found["tensors"]} == record
+    assert found["composed_of"]["experts"].keys() == {"math", "swahili"}
+    assert shown[-len(found["composed_of"]["strip"]) :] == found["composed_of"]["strip"]
+    assert found["composed_of"]["strip"][0].split() == ["012345"]
+    if strip:
+        rows = [line for line in shown if line.startswith(("attention", "mlp", "layers"))]
+        assert all(row.split()[-1] == "smmmss" for row in rows)
