@@ -55,6 +55,31 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
             losses: dict[str, float] = super().evaluate(*args, **kwargs)
         return losses
 
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """See the Trainer, whose loss is a mean of batch means; here it is the loss per token, over all rows."""
+        self._held_out = torch.zeros(2, dtype=torch.float64)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, tokens = self._held_out.tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = loss / tokens
+        return output
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
+        """See the Trainer. Adds each row's loss and tokens; rows that fill up the last batch of all processes are
+        dropped again by the gathering."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+        losses, counted = -outputs.log_probs.double(), outputs.label_mask.double()  # both zero where no loss is taken
+        if losses.shape[0] == 1 and "position_ids" in inputs:  # rows without padding, one after the other
+            row = ((inputs["position_ids"].reshape(-1) == 0).cumsum(0) - 1)[: losses.shape[1]]
+        else:
+            row = torch.arange(losses.shape[0], device=losses.device).repeat_interleave(losses.shape[1])
+        by_row = losses.new_zeros(int(row[-1]) + 1, 2)
+        by_row.index_add_(0, row, torch.stack([losses.reshape(-1), counted.reshape(-1)], dim=1))
+        total = self.accelerator.gather_for_metrics(by_row).sum(dim=0).cpu()
+        self._held_out += total
+        return (total[0] / total[1].clamp(min=1)).to(losses.device), None, None
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """TRL writes a card beside its checkpoints; the expert's own is written at the end."""
 

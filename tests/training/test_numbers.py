@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near
 
+from adapterswap.errors import AdapterswapError
 from adapterswap.training import TrainRecipe, train
 from adapterswap.training.base import open_trainable
 from adapterswap.training.data import load_data, sequences
@@ -80,7 +81,7 @@ def test_continued_pretraining(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert counts.tokens == 12 * (73 + 2) + 24 * 7  # each further piece repeats one token
     assert report.tokens == counts.tokens
     assert "12 texts longer than max_length became several rows" in counts.notes()
-    with pytest.raises(ValueError, match="split_long is for `text`"):
+    with pytest.raises(AdapterswapError, match="split_long is for `text`"):
         make_recipe(training={"split_long": True})
 
 
@@ -116,3 +117,28 @@ def test_seeds_of_rows_and_of_weights_are_apart(make_recipe: MakeRecipe) -> None
     )
     assert np.array_equal(one.ids, other.ids)
     assert not np.array_equal(one.ids, third.ids)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_validation_loss_is_per_token(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, packing: bool
+) -> None:
+    """Rows of very different lengths, in batches of 3: neither a mean of rows nor one of batches."""
+    text = {"path": str(tmp_path / "rows.jsonl"), "text": "{question} {answer}"}
+    rows = [*echo_rows(9), *echo_rows(10, seed=1, words=24)]
+    options = {"packing": packing, "max_length": 40, "batch_size": 3, "max_steps": 2}
+    recipe = make_recipe(rows=rows, datasets=[text], training=options, validation={"rows": 11})
+    with spied(monkeypatch, lambda *_: None) as trainers:
+        report = train(recipe, out_path=tmp_path / "expert")
+    held_out = load_data(recipe, open_trainable(recipe.base_model)).validation
+    assert held_out is not None
+    model, total, count, means = trainers[0].model.eval(), 0.0, 0, []
+    for row in held_out.dataset():
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            predicted = model(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+        losses = -predicted.gather(1, ids[0, 1:, None])
+        total, count = total + float(losses.sum()), count + losses.numel()
+        means.append(float(losses.mean()))
+    assert report.eval_losses[-1][1] == near(total / count, depth=LAYERS)
+    assert report.eval_losses[-1][1] != near(sum(means) / len(means), depth=LAYERS)
