@@ -62,9 +62,9 @@ def open_base(reference: str) -> Base:
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # as in `load_weights`
         raise AdapterswapError(
-            f"the base model {reference} cannot be opened: {reason_of(error)}",
+            f"The base model {reference} cannot be opened: {reason_of(error)}",
             "Give a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
         ) from None
     return Base(reference, source, config, tokenizer)
@@ -92,10 +92,10 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # configs of strangers make model classes raise whatever they meet
         raise AdapterswapError(
-            f"the base model {base.reference} cannot be loaded: {reason_of(error)}",
-            "Give a causal language model that transformers knows, with its weights as safetensors",
+            f"The base model {base.reference} cannot be loaded: {reason_of(error)}",
+            "Use a causal language model that transformers knows, with a sound config.json and safetensors weights",
         ) from None
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, asked = mismatched[0]
@@ -128,10 +128,10 @@ def empty_model(base: Base) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(base.config, trust_remote_code=False)
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # as in `load_weights`
         raise AdapterswapError(
-            f"the base model {base.reference} cannot be loaded: {reason_of(error)}",
-            "Give a causal language model that transformers knows",
+            f"The base model {base.reference} cannot be loaded: {reason_of(error)}",
+            "Use a causal language model that transformers knows, with a sound config.json",
         ) from None
 
 

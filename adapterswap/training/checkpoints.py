@@ -1,7 +1,8 @@
 """Checkpoints of an unfinished run, in `<out_path>.checkpoints` beside the output, so that `--resume` can go on.
 
-They hold what the transformers Trainer saves (adapter, optimizer, schedule, generators) and `run.json`, a fingerprint
-of recipe and rows: a run is only resumed as the same run. Removed when training is done, unless they are to be kept.
+They hold what the transformers Trainer saves (adapter, optimizer, schedule, generators) with a hash of each file, and
+`run.json`, a fingerprint of recipe, rows and base: a run is only resumed as the same run, and from a checkpoint that is
+as it was written. Removed when training is done, unless they are to be kept.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.experts.identity import fingerprints, model_fingerprints
+from adapterswap.files.smallfiles import read_json, write_json
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "seal"]
+
+_SEAL = "fingerprints.json"  # in each checkpoint: written last, so one without it was not completed
 
 _WITHOUT_EFFECT = ("keep_checkpoints", "report_to")  # options of training that do not change its result
 
@@ -43,18 +48,28 @@ class Checkpoints:
                 "Pass `resume=True` to continue it, or `overwrite=True` to start again",
             )
 
-    def prepare(self, recipe: dict[str, Any], rows_sha256: str, *, resume: bool, processes: int = 1) -> Path | None:
-        """Make the folder ready; return the checkpoint to resume from, if there is a complete one.
+    def prepare(
+        self, recipe: dict[str, Any], rows_sha256: str, base: Path, *, resume: bool, processes: int = 1
+    ) -> Path | None:
+        """Make the folder ready; return the last checkpoint that is as it was written, to resume from, if there is one.
+
+        Args:
+            recipe: with all values.
+            rows_sha256: of the rows' tokens.
+            base: the folder of the base.
+            resume: whether to look for one.
+            processes: how many train together.
 
         Raises:
-            AdapterswapError: to be resumed is a run of another recipe or rows, or on another number of processes.
+            AdapterswapError: the unfinished run has another recipe, other rows, another base or number of processes; or
+                each of its checkpoints was damaged.
         """
-        run = _fingerprint(recipe | {"processes": processes}, rows_sha256)
+        run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, rows_sha256)
         note = self.folder / "run.json"
         if not resume:
             shutil.rmtree(self.folder, ignore_errors=True)
         if note.is_file():
-            before = json.loads(note.read_text(encoding="utf-8"))
+            before = read_json(note, "Pass `overwrite=True` without `resume` to start again")
             if before != run:
                 changed = sorted(key for key in run if before.get(key) != run[key])
                 raise AdapterswapError(
@@ -62,8 +77,20 @@ class Checkpoints:
                     "Undo the change, or pass `overwrite=True` without `resume` to start again",
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(run, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        return max(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+        write_json(note, run, sort_keys=True)
+        complete = sorted(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+        damaged = {}
+        for checkpoint in complete:
+            if (file := _changed(checkpoint)) is None:
+                return checkpoint
+            damaged[checkpoint] = file
+        if damaged:
+            names = ", ".join(f"{path.name} ({name})" for path, name in damaged.items())
+            raise AdapterswapError(
+                f"No checkpoint in {self.folder} is as it was written: {names}",
+                "Pass `overwrite=True` without `resume` to start again",
+            )
+        return None
 
     @contextmanager
     def tidied(self, *, keep: bool = False) -> Iterator[None]:
@@ -79,11 +106,25 @@ class Checkpoints:
                 self.remove()
 
     def _complete(self) -> list[Path]:
-        """The Trainer writes trainer_state.json last: without it a checkpoint was not completed."""
-        return [path.parent for path in self.folder.glob("checkpoint-*/trainer_state.json")]
+        return [path.parent for path in self.folder.glob(f"checkpoint-*/{_SEAL}")]
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def seal(checkpoint: Path) -> None:
+    """Note what a checkpoint's files hold, once all of them are written."""
+    write_json(checkpoint / _SEAL, fingerprints(checkpoint))
+
+
+def _changed(checkpoint: Path) -> str | None:
+    """A file of a checkpoint that is not as it was written; None where all are."""
+    try:
+        written = read_json(checkpoint / _SEAL)
+    except AdapterswapError:
+        return _SEAL
+    now = {name: value for name, value in fingerprints(checkpoint).items() if name != _SEAL}
+    return next((name for name in sorted(written.keys() | now.keys()) if written.get(name) != now.get(name)), None)
 
 
 def _fingerprint(recipe: dict[str, Any], rows_sha256: str) -> dict[str, str]:

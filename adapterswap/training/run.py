@@ -78,7 +78,7 @@ def train(
         checkpoints.tidied(keep=not processes.main),
     ):
         from adapterswap.training.stopping import Stopping
-        from adapterswap.training.trainer import build_trainer
+        from adapterswap.training.trainer import Sealing, build_trainer
 
         bar.phase("opening the base")
         base = open_trainable(recipe.base_model)
@@ -115,9 +115,10 @@ def train(
             processes.wait()  # all have looked at what is there before one changes it
             if processes.main:
                 start = checkpoints.prepare(
-                    recipe.resolved(), data.rows.sha256, resume=resume, processes=processes.count
+                    recipe.resolved(), data.rows.sha256, base.source.folder, resume=resume, processes=processes.count
                 )
             start = processes.from_main(start)
+            trainer.add_callback(Sealing(processes))
             trainer.add_callback(stopping)
             listening = stopping.listening()
         began = time.monotonic()

@@ -19,13 +19,14 @@ from trl import SFTConfig, SFTTrainer
 from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError
 from adapterswap.processes import Processes
+from adapterswap.training.checkpoints import seal
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.schedule import choose_schedule, rows_a_step, steps_between
 from adapterswap.training.targets import Targets
 from adapterswap.training.turns import RowsInTurns, Turns
 
-__all__ = ["ExpertTrainer", "build_trainer", "lora_config"]
+__all__ = ["ExpertTrainer", "Sealing", "build_trainer", "lora_config"]
 
 
 class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
@@ -103,6 +104,18 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "loss" in logs:
             self._bar.loss(logs["loss"], state.num_input_tokens_seen)
+
+
+class Sealing(TrainerCallback):  # type: ignore[misc]
+    """Notes what a checkpoint holds once every process has written its part."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._processes.wait()
+        if self._processes.main:
+            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 def lora_config(options: AdapterOptions, targets: Targets) -> LoraConfig:

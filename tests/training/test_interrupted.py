@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load, save
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.training import TrainRecipe, train
@@ -118,3 +122,95 @@ def test_a_disk_too_full_for_the_expert(
     with full_disk(monkeypatch, 2, 20_000), pytest.raises(AdapterswapError, match=told):
         train(recipe, out_path=tmp_path / "expert")
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl"}
+
+
+def interrupted_run(recipe: TrainRecipe, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A run that ends in step 5; its checkpoints after steps 2 and 4."""
+    with cut_short(monkeypatch, 5, crash), pytest.raises(Crash):
+        train(recipe, out_path=out)
+    found = sorted(out.with_name(f"{out.name}.checkpoints").glob("checkpoint-*"))
+    assert [path.name for path in found] == ["checkpoint-2", "checkpoint-4"]
+    return found
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def zero(file: Path) -> None:
+    """The same size, a sound header, and nothing but zeros."""
+    file.write_bytes(save({name: torch.zeros_like(tensor) for name, tensor in load(file.read_bytes()).items()}))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "weights that end early": ("adapter_model.safetensors", truncate),
+    "weights of zeros": ("adapter_model.safetensors", zero),
+    "an optimizer that ends early": ("optimizer.pt", truncate),
+    "no schedule": ("scheduler.pt", Path.unlink),
+    "another state": ("trainer_state.json", lambda file: file.write_text("{")),
+    "no fingerprints": ("fingerprints.json", Path.unlink),
+    "broken fingerprints": ("fingerprints.json", lambda file: file.write_text("[")),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    recipe = make_recipe(training=OPTIONS)
+    unbroken = train(recipe, out_path=tmp_path / "unbroken")
+    name, damage = DAMAGE[kind]
+    first, last = interrupted_run(recipe, tmp_path / "broken", monkeypatch)
+    damage(last / name)
+    resumed = train(recipe, out_path=tmp_path / "broken", resume=True)
+    assert resumed.resumed_from == 2
+    assert files(resumed.path) == files(unbroken.path)
+    first, last = interrupted_run(recipe, tmp_path / "again", monkeypatch)
+    damage(last / name)
+    truncate(first / "optimizer.pt")
+    with pytest.raises(AdapterswapError, match=r"checkpoint-2 \(optimizer\.pt\)"):
+        train(recipe, out_path=tmp_path / "again", resume=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_run_is_not_resumed_on_another_base(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The same folder, and the same time stamps, with other weights, another config or another tokenizer."""
+    base = tmp_path / "base"
+    shutil.copytree(make_recipe().base_model, base)
+    recipe = make_recipe(base_model=str(base), training=OPTIONS)
+    interrupted_run(recipe, tmp_path / "broken", monkeypatch)
+    file = base / name
+    stamp = file.stat()
+    if name == "model.safetensors":
+        tensors = load(file.read_bytes())
+        tensors["model.norm.weight"][3] += 0.25
+        file.write_bytes(save(tensors, {"format": "pt"}))
+    else:
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps(content | {"changed": 1} if name == "config.json" else content, indent=1))
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    with pytest.raises(AdapterswapError, match="changed since then: base"):
+        train(recipe, out_path=tmp_path / "broken", resume=True)
+
+
+BROKEN_CONFIGS = {"heads": {"num_attention_heads": 0}, "rope": {"rope_parameters": {"rope_type": "spiral"}},
+                  "vocabulary": {"vocab_size": 10**12}}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN_CONFIGS)
+def test_a_broken_config_of_the_base_is_refused(tmp_path: Path, make_recipe: MakeRecipe, kind: str) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(make_recipe().base_model, base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | BROKEN_CONFIGS[kind]))
+    with pytest.raises(AdapterswapError, match="base"):
+        train(make_recipe(base_model=str(base), training=OPTIONS), out_path=tmp_path / "expert")
+    assert not (tmp_path / "expert").exists()
+
+
+def test_a_lone_surrogate_names_its_row(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    rows = [{"question": "? w1 w2", "answer": "w2"}, {"question": "? w1 \ud800", "answer": "w1"}] * 8
+    with pytest.raises(AdapterswapError, match=r"rows\.jsonl"):
+        train(make_recipe(rows=rows, training=OPTIONS), out_path=tmp_path / "expert")

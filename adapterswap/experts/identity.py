@@ -1,0 +1,50 @@
+"""Which files a run was made with, as hashes: so that a resumed run can tell when one of them was replaced.
+
+A small file is hashed whole. Of a large one its size and blocks spread evenly over it are, header and end included: the
+weights of another model, or of another step of training, differ everywhere. Time stamps do not count, since copying
+changes them. Knows file names; nothing of what runs do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from adapterswap.experts.checkpoints import WEIGHT_FILES
+
+__all__ = ["fingerprint", "fingerprints", "model_fingerprints"]
+
+_WHOLE = 64 * 2**20  # bytes up to which a file is hashed whole
+_BLOCK = 2**20
+_BLOCKS = 64
+
+
+def fingerprint(path: Path) -> str:
+    """A hash of a file's content: equal for equal files, wherever they lie.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        else:
+            for place in range(_BLOCKS):
+                file.seek(place * (size - _BLOCK) // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:
+    """The fingerprints of the files in a folder that match one of the patterns, by name."""
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: fingerprint(path) for path in sorted(found)}
+
+
+def model_fingerprints(folder: Path) -> dict[str, str]:
+    """The fingerprints of a model's config, weights, tokenizer and chat template."""
+    return fingerprints(folder, WEIGHT_FILES)
