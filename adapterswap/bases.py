@@ -15,6 +15,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.sources import Source, find_source
+from adapterswap.files.smallfiles import check_pointers
 
 __all__ = [
     "Base",
@@ -59,6 +60,7 @@ def open_base(reference: str) -> Base:
     from transformers import AutoConfig, AutoTokenizer
 
     source = find_source(reference, _SMALL_FILES, what="base model")
+    check_pointers(source.folder)
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)

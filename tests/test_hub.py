@@ -91,6 +91,16 @@ def test_an_upload_holds_what_was_written(hub: Hub, math: Path, swahili: Path, t
     assert b"Layers from bottom" in hub.files["README.md"]
 
 
+def test_offline_is_not_a_matter_of_logging_in(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+    """The whole suite runs with HF_HUB_OFFLINE=1."""
+    pushed = run("compose", "-t", math, "-l", "base", "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
+    opened = run("inspect", "org/absent")
+    for result in (pushed, opened):
+        assert result.exit_code == 1
+        assert "HF_HUB_OFFLINE" in result.stderr
+        assert "log in" not in result.stderr.lower()
+
+
 def test_without_a_hub_the_folder_stays(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
     result = run("compose", "-t", math, "-l", swahili, "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
     assert result.exit_code == 1

@@ -91,7 +91,7 @@ def _open(references: tuple[str, ...]) -> dict[str, Adapter | Checkpoint]:
     """The experts by name: the one given, or the last part of the path."""
     from adapterswap.errors import Problems
     from adapterswap.experts.opening import open_expert
-    from adapterswap.planning.composing import expert_name
+    from adapterswap.planning.composing import expert_name, own_name
 
     opened: dict[str, Adapter | Checkpoint] = {}
     problems = Problems()
@@ -99,6 +99,8 @@ def _open(references: tuple[str, ...]) -> dict[str, Adapter | Checkpoint]:
         name, equals, path = reference.partition("=")
         if not equals:
             name, path = expert_name(reference, opened, f"expert-{len(opened) + 1}"), reference
+            if name != own_name(reference):
+                note(f"{reference} is called {name!r} here")
         if name in opened:
             problems.add(f"two experts are called {name!r}", "Give each a name of its own: NAME=PATH")
         with problems.collect():

@@ -1,6 +1,7 @@
 """The options that say what to compose, shared by every command that composes: `compose`, `evaluate`.
 
-Turns options or a recipe into a plan through the library. Prints nothing.
+Turns options or a recipe into a plan through the library. Prints only which name an expert was given where it is not
+its folder's.
 """
 
 from __future__ import annotations
@@ -138,8 +139,9 @@ def composition_from_options(
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
+    from adapterswap.cli.printing import note
     from adapterswap.planning.allocation import BASE
-    from adapterswap.planning.composing import expert_name
+    from adapterswap.planning.composing import expert_name, own_name
 
     experts: dict[str, str] = {}
     sides: dict[str, list[str]] = {"task": [], "language": []}
@@ -149,4 +151,6 @@ def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[st
             sides[side].append(name)
             if name != BASE:
                 experts[name] = reference
+                if name != own_name(reference):
+                    note(f"{reference} is called {name!r} here")
     return {"experts": experts, **sides}

@@ -19,7 +19,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, printable, reason_of
 from adapterswap.files.smallfiles import exists, is_folder, read_json
 
-__all__ = ["Source", "base_config", "find_source", "is_hub_id", "public_name", "publish", "same_base"]
+__all__ = ["Source", "base_config", "find_source", "hub_remedy", "is_hub_id", "public_name", "publish", "same_base"]
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>(?!/|.*\.\.)[\w./-]+))?")
 
@@ -85,7 +85,7 @@ def _download(repo: str, revision: str | None, files: Sequence[str], what: str) 
     except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
         raise AdapterswapError(
             f"{named} is no folder here, and cannot be had from the Hub as {wanted}: {reason_of(error)}",
-            "Check the path or id; for a private repository log in with `hf auth login`",
+            hub_remedy("Check the path or id; for a private repository log in with `hf auth login`"),
         ) from None
     _check_links(folder, named)
     return Source(folder, repo, folder.name)
@@ -133,6 +133,15 @@ def public_name(base: str | None) -> str | None:
     return Path(base).name
 
 
+def hub_remedy(
+    online: str, *, offline: str = "This process is offline: unset HF_HUB_OFFLINE, or pass a local path"
+) -> str:
+    """What to do where the Hub did not answer: `offline` where this process may not ask it."""
+    from huggingface_hub import is_offline_mode
+
+    return offline if is_offline_mode() else online
+
+
 def publish(folder: Path, repo: str) -> str:
     """Upload a folder to the Hub repository `repo` (made if need be, private if new), and return the commit's URL.
 
@@ -148,5 +157,8 @@ def publish(folder: Path, repo: str) -> str:
     except Exception as error:  # as in `_download`
         raise AdapterswapError(
             f"{folder} was written, and cannot be uploaded to {repo}: {reason_of(error)}",
-            "Log in with `hf auth login`, then upload it with `hf upload`",
+            hub_remedy(
+                "Log in with `hf auth login`, then upload it with `hf upload`",
+                offline="This process is offline: unset HF_HUB_OFFLINE, then upload it with `hf upload`",
+            ),
         ) from None

@@ -13,6 +13,7 @@ from typing import Literal
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
+from adapterswap.experts.shapes import compare_shapes
 from adapterswap.extracting.anatomy import Anatomy, Slot, read_anatomy
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.allocation import selects
@@ -111,6 +112,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
     _check_selection(selection, anatomy, num_layers, problems)
     problems.raise_if_any()
     matrices, left_out = [], []
+    odd: list[str] = []
     for name in sorted(ours.keys() & theirs.keys()):
         one, other = ours[name], theirs[name]
         slot = anatomy.slots.get(name)
@@ -119,7 +121,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
         if one.tensor.shape != other.tensor.shape:
             shapes = f"{name} is {list(one.tensor.shape)} in {full.name} and {list(other.tensor.shape)} in {base.name}"
             if slot is None or slot.layer is not None or one.tensor.shape[1:] != other.tensor.shape[1:]:
-                problems.add(shapes, _MEND)
+                odd.append(name)
             elif selection.embeddings:
                 problems.add(f"{shapes}: the vocabulary changed", "Leave --embeddings out, or keep the full checkpoint")
             else:
@@ -128,6 +130,8 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
             matrices.append(Matrix(slot, one, other))
         else:
             left_out.append(LeftOut(name, _reason(name, slot, one), one, other))
+    words = ({name: "×".join(map(str, held[name].tensor.shape)) for name in odd} for held in (ours, theirs))
+    compare_shapes(*words, one=full.name, other=base.name, remedy=_MEND, problems=problems)
     problems.raise_if_any()
     for matrix in matrices:
         _check_tying(matrix.slot)

@@ -10,6 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from reprlib import Repr
@@ -17,10 +18,23 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError
 
-__all__ = ["exists", "is_folder", "open_regular", "parse_json", "read_json", "read_small", "shown", "write_json"]
+__all__ = [
+    "check_pointer",
+    "check_pointers",
+    "exists",
+    "is_folder",
+    "open_regular",
+    "parse_json",
+    "read_json",
+    "read_small",
+    "shown",
+    "write_json",
+]
 
 _MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
 _MAX_CONTAINERS = 500_000  # lists and objects; a safetensors header has three for each tensor
+_POINTER = b"version https://git-lfs.github.com/spec/"  # how the text begins that Git LFS keeps in a file's place
+_POINTER_BYTES = 1024  # no pointer is longer
 _MAX_DEPTH = 40  # the configs of real models nest about five deep
 
 
@@ -87,9 +101,27 @@ def read_small(path: Path, mend: str, *, limit: int = _MAX_BYTES) -> bytes:
             content = file.read(limit + 1)
         except OSError as error:
             raise AdapterswapError(f"{path} cannot be read: {error.strerror}", mend) from None
+    check_pointer(content, path)
     if len(content) > limit:
         raise AdapterswapError(f"{path} is larger than {limit:,} bytes, which no such file needs to be", mend)
     return content
+
+
+def check_pointer(content: bytes, path: Path) -> None:
+    """Raise `AdapterswapError` if a file's first bytes are those of a Git LFS pointer."""
+    if content.startswith(_POINTER):
+        raise AdapterswapError(
+            f"{path} is a Git LFS pointer, not the file that it stands for",
+            "Run `git lfs pull` in its repository, or download the file",
+        )
+
+
+def check_pointers(folder: Path) -> None:
+    """The same for all files in a folder, for libraries that would fail on one with a reason of their own."""
+    for path in sorted(folder.iterdir()):
+        with suppress(OSError):
+            if path.is_file() and path.stat().st_size < _POINTER_BYTES:
+                check_pointer(path.read_bytes(), path)
 
 
 def read_json(path: Path, mend: str = "Write or download it again") -> dict[str, Any]:

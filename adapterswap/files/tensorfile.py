@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.smallfiles import open_regular, parse_json, shown
+from adapterswap.files.smallfiles import check_pointer, open_regular, parse_json, shown
 
 __all__ = ["DTYPE_BYTES", "FLOATS", "Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header"]
 
@@ -87,6 +87,7 @@ def read_header(path: str | Path) -> TensorFile:
             stamp = _stamp(file)
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
+            check_pointer(prefix + file.peek(100), path)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
                 told = f"a header of {length} bytes" if len(prefix) == 8 else "no header"

@@ -17,6 +17,7 @@ from adapterswap.bases import quiet_peft
 from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.layers import format_layers, parse_layers
+from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
 from adapterswap.planning.allocation import BASE, Rule
@@ -135,16 +136,15 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     problems = Problems()
     modules = dict(base.named_modules())
     mend = "Load it into the base that it was trained on"
-    for module in adapter.modules.values():
-        target = modules.get(module.name)
-        if target is None:
-            problems.add(f"the expert {name!r} adapts {module.name}, which the model does not have", mend)
-            continue
-        shape = _shape(target)
-        if shape is not None and shape != (module.in_features, module.out_features):
-            problems.add(
-                f"{module.name} is {module.shape} in the expert {name!r}, and {shape[1]}×{shape[0]} in the model", mend
-            )
+    missing = [module for module in adapter.modules if module not in modules]
+    if missing:
+        problems.add(f"the expert {name!r} adapts {and_more(missing)}, which the model does not have", mend)
+    known = {module: _shape(modules[module]) for module in adapter.modules if module in modules}
+    compare_shapes(
+        {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.modules.values()},
+        {module: f"{shape[1]}×{shape[0]}" for module, shape in known.items() if shape is not None},
+        one=f"the expert {name!r}", other="the model", remedy=mend, problems=problems,
+    )  # fmt: skip
     problems.raise_if_any()
     check_copies(adapter.file, f"the expert {name!r}", modules)
 

@@ -5,6 +5,7 @@ The short way for Python users; each builds a `Composition` and applies it. Know
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from adapterswap.errors import Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.opening import open_expert
+from adapterswap.experts.sources import is_hub_id
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
@@ -22,7 +24,9 @@ from adapterswap.planning.plan import make_plan
 from adapterswap.planning.plan_checks import check_names
 from adapterswap.planning.short_names import as_composition
 
-__all__ = ["compose", "expert_name", "layer_swap", "soup", "task_arithmetic"]
+__all__ = ["compose", "expert_name", "layer_swap", "own_name", "soup", "task_arithmetic"]
+
+_MEANINGFUL = frozenset("[]{}<>'\"`|\\:;*?!$")  # in recipes, tables and shells
 
 Expert = Adapter | Checkpoint | str | Path
 
@@ -131,13 +135,26 @@ def compose(composition: Composition | str, experts: Mapping[str, Expert] | None
 
 def expert_name(reference: Expert, taken: Mapping[str, Any], fallback: str) -> str:
     """A name for an expert: its folder's or repository's own, unless that is taken, reserved or unfit."""
-    label = reference.source.name if isinstance(reference, Adapter | Checkpoint) else str(reference).rstrip("/")
-    name = label.split("@")[0].rpartition("/")[2]
-    if name not in taken and name != BASE and name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+    name = own_name(reference)
+    if name not in taken and name != BASE and _is_plain(name):
         return name
     while fallback in taken:
         fallback += "_"
     return fallback
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is one line of text that needs no quotes."""
+    return bool(name) and name == " ".join(name.split()) and name.isprintable() and not _MEANINGFUL & set(name)
+
+
+def own_name(reference: Expert) -> str:
+    """The name of an expert's folder, or of its repository on the Hub."""
+    if isinstance(reference, Adapter | Checkpoint):
+        return reference.source.name.rpartition("/")[2]
+    if isinstance(reference, str) and is_hub_id(reference):
+        return reference.partition("@")[0].rpartition("/")[2]
+    return Path(os.path.abspath(Path(reference).expanduser())).name
 
 
 def _open(reference: Expert) -> Adapter | Checkpoint:

@@ -15,6 +15,7 @@ from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import EMBEDDINGS, HEADS
 from adapterswap.experts.orientation import Orientation
+from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Located", "TiedHead", "find_tied_head", "locate", "with_head"]
@@ -94,21 +95,25 @@ def locate(
     """
     found: dict[str, Located] = {}
     stored_name = _renaming(adapter, parameters)
+    missing: list[str] = []
+    ours: dict[str, str] = {}
+    theirs: dict[str, str] = {}
     for module in adapter.modules.values():
         key = stored_name(module.name, "weight")
         if key is None:
-            problems.add(f"{expert} adapts {module.name}, and {where} stores no such weight", _MEND)
+            missing.append(module.name)
             continue
         shape = parameters[key].tensor.shape
         straight, across = (module.out_features, module.in_features), (module.in_features, module.out_features)
         transposed = module.embedding or orientation.is_transposed(key)
-        if shape != (across if transposed else straight):
-            problems.add(
-                f"{module.name} is {module.shape} in {expert}, and stored as {'×'.join(map(str, shape))} in {where}",
-                _MEND,
-            )
+        wanted = across if transposed else straight
+        ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (wanted, shape))
+        if shape != wanted:
             continue
         found[key] = Located(module.name, module, transposed)
+    if missing:
+        problems.add(f"{expert} adapts {and_more(missing)}, and {where} stores no such weight", _MEND)
+    compare_shapes(ours, theirs, one=expert, other=f"{where} as stored", remedy=_MEND, problems=problems)
     for saved in adapter.saved.values():
         for parameter, tensor in saved.tensors.items():
             key = stored_name(saved.name, parameter)

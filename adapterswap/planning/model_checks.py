@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from adapterswap.errors import Problems
 from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
@@ -35,29 +36,37 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
                 f"{who} is quantised (quantization_config), and its numbers cannot be averaged",
                 "Give the checkpoint in floating point numbers",
             )
-    for key in _ARCHITECTURE:
-        one, two = first.config.get(key), other.config.get(key)
-        if key in first.config and key in other.config and one != two:
-            problems.add(f"{key} is {one} in {first_name}, and {two} in {name}", _ONE_BASE)
+    odd = [
+        key
+        for key in _ARCHITECTURE
+        if key in first.config and key in other.config and first.config[key] != other.config[key]
+    ]
+    if odd:  # which tensors differ follows from it
+        sizes = "; ".join(f"{key} is {first.config[key]} and {other.config[key]}" for key in odd)
+        problems.add(f"The configs of {first_name} and {name} differ: {sizes}", _ONE_BASE)
+        return
     ours, theirs = first.parameters, other.parameters
     for missing, has, lacks in (
         (sorted(ours.keys() - theirs.keys()), first_name, name),
         (sorted(theirs.keys() - ours.keys()), name, first_name),
     ):
         if missing:
-            more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
-            problems.add(f"{has} holds {missing[0]}{more}, and {lacks} does not", _ONE_BASE)
-    for key in ours.keys() & theirs.keys():
+            problems.add(f"{has} holds {and_more(missing)}, and {lacks} does not", _ONE_BASE)
+    vocabulary = set()
+    for key in sorted(ours.keys() & theirs.keys()):
         one_shape, two_shape = ours[key].tensor.shape, theirs[key].tensor.shape
-        if one_shape != two_shape:
-            told = f"{key} is {list(one_shape)} in {first_name}, and {list(two_shape)} in {name}"
-            if ours[key].layer is None and one_shape[1:] == two_shape[1:]:
-                problems.add(
-                    f"{told}: their vocabularies differ in size",
-                    "Give both the same vocabulary first (resize_token_embeddings), or an adapter cut out of one",
-                )
-            else:
-                problems.add(told, _ONE_BASE)
+        if one_shape != two_shape and ours[key].layer is None and one_shape[1:] == two_shape[1:]:
+            vocabulary.add(key)
+            problems.add(
+                f"{key} is {list(one_shape)} in {first_name}, and {list(two_shape)} in {name}: their "
+                "vocabularies differ in size",
+                "Give both the same vocabulary first (resize_token_embeddings), or an adapter cut out of one",
+            )
+    words = (
+        {key: "×".join(map(str, held[key].tensor.shape)) for key in held if key not in vocabulary}
+        for held in (ours, theirs)
+    )
+    compare_shapes(*words, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
 
 
 def check_numbers(parameters: Mapping[str, ParameterPlan], problems: Problems) -> None:

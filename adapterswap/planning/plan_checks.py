@@ -11,6 +11,7 @@ from typing import Protocol
 from adapterswap.errors import Problems, did_you_mean
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, Kind, ends_of, format_layers, parse_layers
+from adapterswap.experts.shapes import compare_shapes
 from adapterswap.experts.sources import same_base
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
@@ -78,8 +79,12 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
                 f"task_type is {one.task_type} in {first_name}, and {other.task_type} in {name}",
                 "Compose experts of one task type",
             )
-        _check_shapes(first_name, first.modules, name, adapter.modules, problems)
-        _check_shapes(first_name, first.saved, name, adapter.saved, problems)
+        for ours, theirs in ((first.modules, adapter.modules), (first.saved, adapter.saved)):
+            compare_shapes(
+                {module: held.shape for module, held in ours.items()},
+                {module: held.shape for module, held in theirs.items()},
+                one=first_name, other=name, remedy="Compose experts of one base model", problems=problems,
+            )  # fmt: skip
     _check_names(experts, problems)
 
 
@@ -124,22 +129,6 @@ def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
     last = module.rpartition(".")[2]
     if last in EMBEDDINGS | HEADS:
         yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
-
-
-def _check_shapes(
-    first_name: str,
-    first: Mapping[str, LoraModule] | Mapping[str, FullModule],
-    name: str,
-    modules: Mapping[str, LoraModule] | Mapping[str, FullModule],
-    problems: Problems,
-) -> None:
-    for module in modules.values():
-        other = first.get(module.name)
-        if other is not None and other.shape != module.shape:
-            problems.add(
-                f"{module.name} is {other.shape} in {first_name}, and {module.shape} in {name}",
-                "Compose experts of one base model",
-            )
 
 
 def check_depth(experts: Mapping[str, Adapter], num_layers: int, problems: Problems) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.orientation import adaptable_weights
+from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.sources import find_source
 from adapterswap.files.smallfiles import read_json
 from adapterswap.serving.memo import Memo
@@ -63,19 +64,12 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str) -> None:
             not serve: modules trained in full, or an embedding whose LoRA also changes the tied head.
     """
     problems = Problems()
+    remedy = "Serve experts of this base model"
     missing = [module for module in adapter.modules if module not in shapes]
     if missing:
-        more = f" and {len(missing) - _TOLD} more" if len(missing) > _TOLD else ""
-        problems.add(
-            f"{name} adapts {', '.join(missing[:_TOLD])}{more}, which the base does not have",
-            "Serve experts of this base model",
-        )
-    for module in adapter.modules.values():
-        if module.name in shapes and shapes[module.name] != module.shape:
-            problems.add(
-                f"{name}: {module.name} is {module.shape}, and {shapes[module.name]} in the base",
-                "Serve experts of this base model",
-            )
+        problems.add(f"{name} adapts {and_more(missing, _TOLD)}, which the base does not have", remedy)
+    held = {module.name: module.shape for module in adapter.modules.values()}
+    compare_shapes(held, shapes, one=name, other="the base", remedy=remedy, problems=problems)
     if adapter.saved:
         problems.add(
             f"{name} holds {', '.join(adapter.saved)} trained in full (modules_to_save), which vLLM does not serve",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.experts.sources import hub_remedy
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.templates import Template
 from adapterswap.writing.copying import sha256_of
@@ -153,7 +154,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
         raise AdapterswapError(
             f"the dataset {source.path} is no file here, and cannot be had from the Hub: {reason_of(error)}",
-            "Check the path or id; for a gated dataset log in with `hf auth login`",
+            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
         ) from None
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
         mend = "Check split, name, data_files and the files themselves"

@@ -1,0 +1,53 @@
+"""The shapes of two experts' modules, or of an expert's and its base's, compared: one cause makes one message.
+
+Experts of two bases differ in nearly every module. What they differ in is said once: by the hidden size where that can
+be told, else by the first module and the number of others. Knows names and shapes in words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from adapterswap.errors import Problems
+
+__all__ = ["and_more", "compare_shapes"]
+
+_MATRIX = re.compile(r"(\d+)×(\d+)")
+
+
+def compare_shapes(
+    ours: Mapping[str, str], theirs: Mapping[str, str], *, one: str, other: str, remedy: str, problems: Problems
+) -> None:
+    """Add a problem if modules that both hold differ in shape.
+
+    Args:
+        ours, theirs: module → its shape in words, such as `64×32`.
+        one, other: who holds them.
+        remedy: what to do about it.
+        problems: collects it.
+    """
+    common = [name for name in ours if name in theirs]
+    differing = [name for name in common if ours[name] != theirs[name]]
+    if not differing:
+        return
+    width, other_width = (_width(shapes[name] for name in common) for shapes in (ours, theirs))
+    if len(differing) > 1 and width is not None and other_width is not None and width != other_width:
+        problems.add(f"The hidden size is {width} in {one}, and {other_width} in {other}", remedy)
+        return
+    first = differing[0]
+    more = f"; {len(differing) - 1} more modules differ" if len(differing) > 1 else ""
+    problems.add(f"{first} is {ours[first]} in {one}, and {theirs[first]} in {other}{more}", remedy)
+
+
+def and_more(names: Sequence[str], at_most: int = 1) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return f"{', '.join(names[:at_most])}{more}"
+
+
+def _width(shapes: Iterable[str]) -> int | None:
+    """The hidden size: the one number that all matrices share; None if there are several, or none."""
+    matrices = [match for shape in shapes if (match := _MATRIX.fullmatch(shape))]
+    shared = set.intersection(*({int(match[1]), int(match[2])} for match in matrices)) if matrices else set()
+    return shared.pop() if len(shared) == 1 else None
