@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["AdapterswapError", "Problem", "Problems", "check_type", "did_you_mean", "printable", "reason_of"]
+__all__ = ["AdapterswapError", "FieldError", "Problem", "Problems", "check_type", "did_you_mean", "printable", "reason_of"]
 
 _TOLD = 20  # mistakes told at once; a wrong config would otherwise repeat itself for every module
 _LENGTH = 1000  # characters of one mistake
@@ -83,6 +83,10 @@ class AdapterswapError(Exception):
         )
 
 
+class FieldError(AdapterswapError, ValueError):
+    """Fields of a recipe, a rule or a composition that are not sound."""
+
+
 class Problems:
     """Collects mistakes, to raise them all at once; beyond the first 20 they are counted.
 
@@ -116,9 +120,9 @@ class Problems:
                 self._keep(problem)
             self._untold += error.untold
 
-    def as_error(self) -> AdapterswapError:
+    def as_error(self, kind: type[AdapterswapError] = AdapterswapError) -> AdapterswapError:
         """One error with all of them."""
-        return AdapterswapError(self._found, untold=self._untold)
+        return kind(self._found, untold=self._untold)
 
     def raise_if_any(self) -> None:
         if self._found:

@@ -11,6 +11,7 @@ import pytest
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition, Rule
+from adapterswap.errors import FieldError
 from adapterswap.planning.compositions import Method
 from adapterswap.sweeps.recipe import SweepRecipe
 
@@ -95,7 +96,7 @@ def test_a_value_of_the_wrong_kind_names_its_parameter(case: str, math: Path, sw
     ],
 )
 def test_fields_that_are_not_sound(make: Callable[[], Any], named: str) -> None:
-    with pytest.raises(AdapterswapError) as caught:
+    with pytest.raises(FieldError) as caught:
         make()
     assert any(named in problem.what or named in problem.mend for problem in caught.value.problems)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from adapterswap.errors import AdapterswapError, Problem, Problems, did_you_mean
+from adapterswap.errors import AdapterswapError, FieldError, Problem, Problems, did_you_mean
 from adapterswap.files.extending import Layer, Location, load_layers, merge_layers, writer
 from adapterswap.files.smallfiles import exists, shown
 from adapterswap.files.yamltext import parse_yaml
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:
 
     class _OurErrors(type(BaseModel)):
-        """Makes `Model(...)` raise an `AdapterswapError`.
+        """Makes `Model(...)` raise a `FieldError`.
 
         Only a call from Python goes through here. Where pydantic makes a model inside another, its own errors remain,
         so that the outer model reports all mistakes at once.
@@ -48,14 +48,14 @@ class StrictModel(_Model):
     """A piece of a recipe: unknown keys are errors, and a value once read is not changed.
 
     Raises:
-        AdapterswapError: with every mistake in the fields.
+        FieldError: with every mistake in the fields.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """See pydantic; raises an `AdapterswapError`."""
+        """See pydantic; raises a `FieldError`."""
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
@@ -212,7 +212,7 @@ def _explained(
         source = writer(layers, written[:-1] if details["type"] == "missing" else written)
         problem = _explain(details, written, model, str(source or where))
         problems.add(problem.what, problem.mend)
-    return problems.as_error()
+    return problems.as_error(FieldError)
 
 
 def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:

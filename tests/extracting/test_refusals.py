@@ -57,7 +57,7 @@ def truncated(folder: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "shape": (put(Q, lambda t: t[:16]), rf"{Q} is \[16, 32\] in full and \[32, 32\] in "),
+    "shape": (put(Q, lambda t: t[:16]), f"{Q} is 16×32 in full, and 32×32 in "),
     "dtype": (put(Q, lambda t: t.to(torch.int8)), f"{Q} is I8 in full"),
     "nan": (put(Q, not_a_number), f"{Q} of the expert 'full' holds NaN or infinity"),
     "nan in a norm": (put("model.norm.weight", lambda t: t * torch.inf), "model.norm.weight .* NaN or infinity"),

@@ -209,7 +209,7 @@ def carry_copies(model: Any, experts: Path) -> None:
     ("harm", "told"),
     [
         (break_base, r"another model.embed_tokens.weight than the base has.*, which vLLM leaves out"),
-        (break_width, r"q_proj is 64×128 in .*, and 64×64 in the base"),
+        (break_width, "hidden size is 128 in .*, and 64 in the base"),
         (break_depth, "which the base does not have"),
         (break_kind, "use_dora is set"),
         (break_saved, r"lm_head trained in full \(modules_to_save\), which vLLM does not serve"),
