@@ -17,7 +17,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["AdapterswapError", "FieldError", "Problem", "Problems", "check_type", "did_you_mean", "printable", "reason_of"]
+__all__ = [
+    "AdapterswapError",
+    "FieldError",
+    "Problem",
+    "Problems",
+    "check_type",
+    "did_you_mean",
+    "printable",
+    "reason_of",
+]
 
 _TOLD = 20  # mistakes told at once; a wrong config would otherwise repeat itself for every module
 _LENGTH = 1000  # characters of one mistake

@@ -182,6 +182,8 @@ def break_file(experts: Path, base: Path) -> None:
 def break_names(experts: Path, base: Path) -> None:
     weights = experts / "math" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes().replace(b"self_attn.q_proj", b"self_attn.z_proj"))
+    config = experts / "math" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"q_proj"', '"z_proj"'))  # else PEFT would not load them
 
 
 def break_number(experts: Path, base: Path) -> None:
