@@ -1,7 +1,7 @@
 """Run the command line in a child process that dies, or that has rivals. Started by test_kill as a program of its own,
 so that it may fork: the library is imported once, and each child costs a few milliseconds.
 
-Usage: crashing.py every|random|rivals '{"folder": …, "arguments": […], …}'; prints JSON.
+Usage: crashing.py every|random|rivals|exclusive|held '{"folder": …, "arguments": […], …}'; prints JSON.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import os
 import random
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What touches the file system, as Python's audit events name it.
-EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
+from killing import How, count_steps, forked, hold, killed_at, on_touch, result
 
 
 def compose(arguments: list[str]) -> int:
@@ -31,42 +29,11 @@ def compose(arguments: list[str]) -> int:
     return 0
 
 
-def forked(work: Callable[[], int]) -> int:
-    """Start `work` in a child whose output goes nowhere; return its process id."""
-    child = os.fork()
-    if child == 0:
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        os._exit(work())
-    return child
-
-
-def result(child: int) -> int:
-    """The exit code, or minus the signal that killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def content(folder: Path) -> dict[str, str] | None:
     """What a reader finds at `folder`; None if there is nothing."""
     if not folder.exists():
         return None
     return {path.name: path.read_bytes().hex() for path in sorted(folder.iterdir())}
-
-
-def dies_at(count: int, folder: str, arguments: list[str]) -> int:
-    """Compose, and be killed just before the `count`-th time that something in `folder` is touched."""
-    left = count
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal left
-        if event in EVENTS and args and isinstance(args[0], str | Path) and str(args[0]).startswith(folder):
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    return compose(arguments)
 
 
 def judge(out: Path, old: Any, new: Any) -> str:
@@ -90,7 +57,7 @@ def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool)
         if overwrite:
             assert result(forked(lambda: compose(first))) == 0
         options = [*arguments, "--overwrite"] if overwrite else arguments
-        code = result(forked(lambda count=count, options=options: dies_at(count, f"{folder}/", options)))
+        code = killed_at(count, f"{folder}/", lambda options=options: compose(options), "itself")
         states.append(judge(out, old, new))
         if code == 0:
             break
@@ -107,26 +74,22 @@ def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool)
 
 
 def at_random(folder: Path, first: list[str], arguments: list[str], kills: int, seed: int) -> dict[str, Any]:
-    """Be killed by another process at a random moment, once writing has begun."""
+    """Be killed by another process at a random step, or soon after it."""
     chance = random.Random(seed)
     out = folder / "out"
     assert result(forked(lambda: compose(first))) == 0
     old = content(out)
-    start = time.perf_counter()
-    assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
-    lasts = time.perf_counter() - start
+    steps = count_steps(f"{folder}/", lambda: compose([*arguments, "--overwrite"]))
     new = content(out)
     states: list[str] = []
-    while len([state for state in states if state != "finished"]) < kills:
+    for _ in range(kills):
         remove(out)
         if overwrite := chance.random() < 0.5:
             # Killed between its two renames, a run leaves an old output set aside, which this one puts back first.
             assert result(forked(lambda: compose([*first, "--overwrite"]))) == 0
         options = [*arguments, "--overwrite"] if overwrite else arguments
-        child = forked(lambda options=options: compose(options))
-        time.sleep(chance.random() * lasts)
-        os.kill(child, signal.SIGKILL)
-        code = result(child)
+        how: How = "held" if chance.random() < 0.5 else "going on"
+        code = killed_at(chance.randint(1, steps), f"{folder}/", lambda options=options: compose(options), how)
         states.append(judge(out, old, new) if code == -signal.SIGKILL else "finished")
         assert states[-1] in ("absent", "old", "new", "finished")
     assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
@@ -179,6 +142,20 @@ def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
     return {"codes": codes, "left": sorted(path.name for path in folder.iterdir())}
 
 
+def held(folder: Path, arguments: list[str], step: int) -> None:
+    """Compose in this process, and stop at a step until somebody kills it."""
+    left = step
+
+    def act() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            hold()
+
+    on_touch(f"{folder}/", act)
+    sys.exit(compose(arguments))
+
+
 def remove(folder: Path) -> None:
     for path in [*folder.iterdir()] if folder.exists() else []:
         path.unlink()
@@ -189,6 +166,8 @@ def remove(folder: Path) -> None:
 if __name__ == "__main__":
     what, settings = sys.argv[1], json.loads(sys.argv[2])
     settings["folder"] = Path(settings["folder"])
+    if what == "held":
+        held(**settings)
     if "arguments" in settings:  # import everything once, in the parent
         assert compose([*settings["arguments"], "--dry-run"]) == 0
         import filelock  # noqa: F401

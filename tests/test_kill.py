@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import signal
+import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from crafting import adapter, snapshot, tensors
 
 Crashing = Callable[..., dict[str, Any]]
+CRASHING = Path(__file__).with_name("crashing.py")
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def crashing(tmp_path: Path) -> Crashing:
     def call(mode: str, *, composes: bool = True, **settings: Any) -> dict[str, Any]:
         if composes:
             settings |= {"first": command(), "arguments": command("--bottom-transition", 1)}
-        program = [sys.executable, str(Path(__file__).with_name("crashing.py"))]
+        program = [sys.executable, str(CRASHING)]
         settings["folder"] = str(folder)
         done = subprocess.run([*program, mode, json.dumps(settings)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -70,35 +69,34 @@ def test_killed_at_a_random_moment(crashing: Crashing) -> None:
 
 
 def test_a_real_process_is_killed_while_it_writes(tmp_path: Path) -> None:
-    """Larger adapters, so that writing lasts; the kill comes once the hidden folder has been seen."""
+    """Larger adapters, in a process of their own that stops at a step and is killed there."""
     pair = [adapter(tmp_path / name, tensors(seed=i, width=128, layers=16)) for i, name in enumerate(("a", "b"))]
-    command = [
-        sys.executable, "-m", "adapterswap", "compose", "-t", str(pair[0]), "-l", str(pair[1]), "--method", "soup",
-        "--num-layers", "16", "--layout", "portable", "-o",
-    ]  # fmt: skip
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
-    whole = snapshot(tmp_path / "whole")
     folder = tmp_path / "outputs"
     folder.mkdir()
-    delays = np.random.default_rng(0).uniform(0, 0.02, 6)
+    command = ["compose", "-t", str(pair[0]), "-l", str(pair[1]), "--method", "soup", "--num-layers", "16"]
+    command += ["--layout", "portable", "-o"]
+    subprocess.run([sys.executable, "-m", "adapterswap", *command, str(tmp_path / "whole")], check=True)
+    whole = snapshot(tmp_path / "whole")
     states = []
-    for delay in delays:
-        process = subprocess.Popen([*command, str(folder / "out")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        while process.poll() is None and not any(path.suffix == ".tmp" for path in folder.iterdir()):
-            time.sleep(0.001)
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    for step in range(1, 100, 3):
+        settings = {"folder": str(folder), "arguments": [*command, str(folder / "out")], "step": step}
+        program = [sys.executable, str(CRASHING), "held", json.dumps(settings)]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            was_held = "held\n" in iter(process.stdout.readline, "")
+            if was_held:
+                process.kill()
         states.append((folder / "out").exists())
         if states[-1]:
             assert snapshot(folder / "out") == whole
-            for path in (folder / "out").iterdir():
-                path.unlink()
-            (folder / "out").rmdir()
-    subprocess.run([*command, str(folder / "out")], check=True, capture_output=True)
-    assert snapshot(folder / "out") == whole
+        if not was_held:
+            break
+        shutil.rmtree(folder / "out", ignore_errors=True)
+    assert process.returncode == 0  # the last one came to its end
     assert [path.name for path in folder.iterdir()] == ["out"]
-    assert not all(states)
+    assert len(states) >= 4
+    assert states == sorted(states)  # absent, up to the rename
+    assert not states[0]
 
 
 def test_two_composes_at_once(crashing: Crashing) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,14 +21,17 @@ _PROCESS = """
 import sys, time
 from pathlib import Path
 from adapterswap.serving import Cache
-root, log, seconds, hold = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "hold"
+root, log, halfway, hold = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "hold"
 cache = Cache(root)
 if hold: cache.hold()
 def make(path):
     with log.open("a") as lines: lines.write("made\\n")
     path.mkdir()
     (path / "half").write_text("half")
-    time.sleep(seconds)
+    if halfway == "stop":
+        print("half", flush=True)
+        sys.stdin.readline()
+    time.sleep(0.3)
     (path / "whole").write_text("whole")
 print("ready", flush=True)
 sys.stdin.readline()
@@ -38,8 +40,8 @@ if hold: sys.stdin.readline()
 """
 
 
-def process(root: Path, log: Path, seconds: float = 0.3, hold: str = "-") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _PROCESS, str(root), str(log), str(seconds), hold]
+def process(root: Path, log: Path, halfway: str = "-", hold: str = "-") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _PROCESS, str(root), str(log), halfway, hold]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None
     assert started.stdout.readline() == "ready\n"
@@ -62,7 +64,7 @@ def test_threads_that_meet_make_a_folder_once(tmp_path: Path) -> None:
         (path / "whole").write_text("whole")
 
     def ask(_: int) -> Path:
-        barrier.wait(30)
+        barrier.wait()
         entry = cache.get("key", make)
         assert (entry / "whole").exists()
         return entry
@@ -76,21 +78,20 @@ def test_processes_that_meet_make_a_folder_once(tmp_path: Path) -> None:
     running = [process(tmp_path / "cache", tmp_path / "log") for _ in range(3)]
     for one in running:
         go(one)
-    found = {one.communicate(timeout=30)[0] for one in running}
+    found = {one.communicate()[0] for one in running}
     assert found == {f"{tmp_path / 'cache' / 'compositions' / 'key'}\n"}
     assert (tmp_path / "log").read_text() == "made\n"
 
 
 def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
-    running = process(tmp_path / "cache", tmp_path / "log", seconds=60)
+    running = process(tmp_path / "cache", tmp_path / "log", halfway="stop")
     go(running)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "half\n"
+    running.kill()
+    running.communicate()
     building = tmp_path / "cache" / "building"
-    deadline = time.monotonic() + 30
-    while not list(building.rglob("half")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    running.send_signal(signal.SIGKILL)
-    running.communicate(timeout=30)
+    assert list(building.rglob("half"))
     cache = Cache(tmp_path / "cache")
     entry = cache.get("key", lambda path: path.mkdir())
     assert list(entry.iterdir()) == []  # made anew, not what the other had begun
@@ -114,7 +115,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_is_collected_under_a_live_server(tmp_path: Path) -> None:
-    running = process(tmp_path / "cache", tmp_path / "log", seconds=0, hold="hold")
+    running = process(tmp_path / "cache", tmp_path / "log", hold="hold")
     go(running)
     assert running.stdout is not None
     entry = Path(running.stdout.readline().strip())
@@ -122,7 +123,7 @@ def test_nothing_is_collected_under_a_live_server(tmp_path: Path) -> None:
     assert cache.collect(keep=0) is None
     assert (entry / "whole").exists()
     running.kill()
-    running.communicate(timeout=30)
+    running.communicate()
     assert cache.collect(keep=0) == 1
     assert not entry.exists()
 

@@ -2,6 +2,8 @@
 libraries are imported and the sweep is prepared once, and a child costs little more than its cells.
 
 Usage: dying.py kill|fill '{"recipe": {…}, "folder": …, …}'; prints JSON.
+       dying.py held '{"folder": …, "cells": 4, "arguments": ["sweep", …]}', by torchrun: runs the command line, and
+       the first process prints a line and stops once so many cells are written.
 """
 
 from __future__ import annotations
@@ -12,70 +14,27 @@ import random
 import resource
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What touches the file system, as Python's audit events name it.
-EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.truncate")
+from killing import How, forked, hold, killed_at, on_touch, result
 
 
-def forked(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child == 0:
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        work()
-        os._exit(0)
-    return child
-
-
-def result(child: int) -> int:
-    """The exit code, or minus the signal that killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def cells(folder: Path) -> int:
+def count_cells(folder: Path) -> int:
     lines = folder / "cells.jsonl"
     return lines.read_bytes().count(b"\n") if lines.exists() else 0
 
 
-def dying_at(count: int, folder: Path, work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, killed just before the `count`-th time that something in `folder` is touched."""
-    left = count
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
-        if event in EVENTS and str(arguments[0]).startswith(str(folder)):
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def hooked() -> None:
-        sys.addaudithook(hook)
-        work()
-
-    return hooked
-
-
-def kill(work: Callable[[], None], folder: Path, kills: int, seed: int, spread: int = 1) -> dict[str, Any]:
-    """Half of the kills come at a random touch of the folder, half at a random moment, up to `spread` cells later."""
-    chosen, killed_at = random.Random(seed), []
-    while len(killed_at) < kills:
-        if len(killed_at) % 2:
-            until = cells(folder) + chosen.randint(1, spread)
-            child = forked(work)
-            while cells(folder) < until and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                time.sleep(0.001)
-            time.sleep(chosen.uniform(0, 0.1))
-            os.kill(child, signal.SIGKILL)
-        else:
-            child = forked(dying_at(chosen.randint(4, 4 + 16 * spread), folder, work))
-        killed_at.append((result(child), cells(folder)))
+def kill(work: Callable[[], None], folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Kills at random touches of the folder. The last ones come while the process goes on, and may come too late."""
+    chosen, killed = random.Random(seed), []
+    for number in range(kills):
+        how: How = "going on" if number >= kills - 2 else "held" if number % 2 else "itself"
+        code = killed_at(chosen.randint(10, 40), str(folder), work, how)
+        killed.append((code, count_cells(folder)))
     last = forked(work)
-    return {"killed_at": killed_at, "last": result(last)}
+    return {"killed_at": killed, "last": result(last)}
 
 
 def fill(work: Callable[[], None], folder: Path, steps: list[int]) -> dict[str, Any]:
@@ -96,13 +55,30 @@ def fill(work: Callable[[], None], folder: Path, steps: list[int]) -> dict[str, 
         code = result(forked(limited))
         raw = (folder / "cells.jsonl").read_bytes() if (folder / "cells.jsonl").exists() else b""
         left = sorted(path.name for path in folder.rglob("*.tmp")) if folder.exists() else []
-        found.append({"code": code, "cells": cells(folder), "whole": raw.endswith(b"\n") or not raw, "left": left})
+        found.append(
+            {"code": code, "cells": count_cells(folder), "whole": raw.endswith(b"\n") or not raw, "left": left}
+        )
     last = forked(work)
     return {"found": found, "last": result(last)}
 
 
+def held(folder: str, cells: int, arguments: list[str]) -> None:
+    from adapterswap.cli import main as command
+
+    def act() -> None:
+        if count_cells(Path(folder)) >= cells:
+            hold()
+
+    if os.environ["RANK"] == "0":
+        on_touch(f"{folder}/", act)
+    command(arguments)
+
+
 def main() -> None:
     mode, settings = sys.argv[1], json.loads(sys.argv[2])
+    if mode == "held":
+        held(**settings)
+        return
     import torch
 
     from adapterswap.sweeps import SweepRecipe, prepare, sweep

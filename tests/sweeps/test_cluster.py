@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -19,7 +17,7 @@ from click.testing import Result
 
 from adapterswap import AdapterswapError
 from adapterswap.sweeps import Progress, SweepRecipe, prepare, sweep
-from adapterswap.sweeps.cluster import over_ray
+from adapterswap.sweeps.cluster import _Cluster, over_ray
 
 from .conftest import plain
 
@@ -42,36 +40,28 @@ def processes() -> set[psutil.Process]:
 def nothing_left() -> Iterator[None]:
     before = processes()
     yield
-    _, left = psutil.wait_procs(processes() - before, timeout=20)  # some end a moment later
+    _, left = psutil.wait_procs(processes() - before, timeout=300)  # some end a moment later
     assert left == []
 
 
-def workers(doing: str = "") -> list[int]:
-    """The processes of workers; Ray writes into a process's name what it does."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if f"ray::_Worker{doing}" in " ".join(child.cmdline()):
-                found.append(child.pid)
-    return found
+def watched(monkeypatch: pytest.MonkeyPatch, *, dying: bool = False) -> list[_Cluster]:
+    """The clusters that are made from now on; where they are `dying`, each worker is killed while it loads."""
+    made: list[_Cluster] = []
 
+    class Watched(_Cluster):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments)
 
-@contextmanager
-def dying_workers() -> Iterator[None]:
-    """Every worker is killed as soon as it is seen."""
-    over = Event()
+        def _start(self) -> None:
+            super()._start()
+            if dying:
+                import ray
 
-    def kill() -> None:
-        while not over.wait(0.02):
-            for worker in workers(".open"):
-                with suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGKILL)
+                ray.kill(list(self._busy.values())[-1][0])
 
-    thread = Thread(target=kill)
-    thread.start()
-    yield
-    over.set()
-    thread.join()
+    monkeypatch.setattr("adapterswap.sweeps.cluster._Cluster", Watched)
+    return made
 
 
 @needs_ray
@@ -84,15 +74,19 @@ def test_two_workers_one_killed_write_what_one_process_writes(
     recipe = SweepRecipe.model_validate(
         content(base_model="base", task_experts={"math1": "math1"}, compositions=[*FAMILIES, again])
     )
-    killed: list[int] = []
+    clusters, pids, killed = watched(monkeypatch), {}, []
 
     def kill(progress: Progress) -> None:
+        import ray
+
+        (cluster,) = clusters
+        if progress.done == 2:  # each answers once it has done what it is at
+            workers = {*cluster._idle, *(worker for worker, _ in cluster._busy.values())}
+            pids.update({worker: ray.get(worker.__ray_call__.remote(lambda self: os.getpid())) for worker in workers})
         if progress.done == 3 and not killed:
-            assert len(workers()) == 2
-            while not (judging := workers(".judge")):
-                time.sleep(0.001)
-            killed.append(judging[0])
-            os.kill(judging[0], signal.SIGKILL)
+            assert len({os.getpid(), *pids.values()}) == 3
+            killed.append(next(pids[worker] for worker, number in cluster._busy.values() if number is not None))
+            os.kill(killed[0], signal.SIGKILL)
 
     run = sweep(recipe, tmp_path / "two", device="cpu", ray="local", workers=2, tell=kill)
     assert len(killed) == 1
@@ -102,7 +96,9 @@ def test_two_workers_one_killed_write_what_one_process_writes(
 
 
 @needs_ray
-def test_mistakes_come_back_as_they_are(content: Content, tmp_path: Path, world: Path) -> None:
+def test_mistakes_come_back_as_they_are(
+    content: Content, tmp_path: Path, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -119,7 +115,8 @@ def test_mistakes_come_back_as_they_are(content: Content, tmp_path: Path, world:
         mixed = prepared.__class__(**{**vars(prepared), "described": other.described})
         with pytest.raises(AdapterswapError, match="a worker finds other experts"), over_ray(mixed, "local", workers=1):
             pass
-        with dying_workers(), pytest.raises(AdapterswapError, match="3 workers died while they loaded"):
+        watched(monkeypatch, dying=True)
+        with pytest.raises(AdapterswapError, match="3 workers died while they loaded"):
             sweep(prepared, tmp_path / "run", ray="local", workers=1)
         assert ray.is_initialized()  # what was there before stays
     finally:

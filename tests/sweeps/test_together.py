@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,10 +29,10 @@ FAMILIES = [
 TWO_TASKS = {"tasks": ["mgsm_direct_sw"], "retention": ["xcopa_val_sw"]}
 
 
-def begun(content: dict[str, Any], folder: Path, *options: str) -> subprocess.Popen[str]:
+def arguments(content: dict[str, Any], folder: Path) -> list[str]:
     recipe = folder.with_suffix(".yaml")
     recipe.write_text(yaml.safe_dump(content))
-    return started("-m", "adapterswap", "sweep", recipe, "-o", folder, "--device", "cpu", *options)
+    return ["sweep", str(recipe), "-o", str(folder), "--device", "cpu"]
 
 
 def cells(folder: Path) -> int:
@@ -47,10 +45,10 @@ def test_two_processes_killed_and_gone_on_with_by_one_write_what_one_writes(cont
     """The number of processes is no setting: a folder that two began may be completed by one."""
     asked = content(compositions=FAMILIES, **TWO_TASKS)
     sweep(SweepRecipe.model_validate(asked), tmp_path / "peace", device="cpu")
-    with begun(asked, tmp_path / "killed") as run:
-        while cells(tmp_path / "killed") < 4:
-            assert run.poll() is None, run.communicate()[1]
-            time.sleep(0.01)
+    held = {"folder": str(tmp_path / "killed"), "cells": 4, "arguments": arguments(asked, tmp_path / "killed")}
+    with started(Path(__file__).with_name("dying.py"), "held", json.dumps(held)) as run:
+        assert run.stdout is not None
+        assert "held\n" in iter(run.stdout.readline, ""), run.communicate()[1]
         family = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -71,7 +69,7 @@ def test_two_processes_search_as_one_does(content: Content, tmp_path: Path) -> N
     alone = sweep(SweepRecipe.model_validate(asked), tmp_path / "alone", device="cpu")
     assert len(alone.rungs) >= 4
     for _ in range(2):
-        with begun(asked, tmp_path / "together", "--json") as run:
+        with started("-m", "adapterswap", *arguments(asked, tmp_path / "together"), "--json") as run:
             out, told = run.communicate()
         assert run.returncode == 0, told
         assert json.loads(out)["cells"] == cells(tmp_path / "alone")
