@@ -88,15 +88,15 @@ def uses_rslora(plan: Plan) -> bool:
 
 def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
     first = next(iter(plan.experts.values())).config
-    revisions = {adapter.config.revision for adapter in plan.experts.values()}
     return adapter_config(
         shapes,
         rank,
         alpha,
         rslora=rslora,
         base_model=plan.base_model,
-        revision=revisions.pop() if len(revisions) == 1 else None,
-        task_type=first.task_type,
+        revision=plan.base_revision,
+        task_type=plan.task_type,
+        auto_mapping=plan.auto_mapping,
         fan_in_fan_out=_fan_in_fan_out(plan),
         tied=first.tied,
         saved=[name for name, module in plan.saved.items() if module.terms],

@@ -48,6 +48,7 @@ def adapter_config(
     fan_in_fan_out: bool,
     tied: bool,
     saved: Iterable[str] = (),
+    auto_mapping: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """PEFT's adapter_config.json for LoRA modules of these shapes, by full name.
 
@@ -61,6 +62,7 @@ def adapter_config(
     return {
         "peft_type": "LORA",
         "task_type": task_type,
+        **({"auto_mapping": dict(auto_mapping)} if auto_mapping and task_type is None else {}),
         "base_model_name_or_path": base_model,
         "revision": revision,
         "r": rank,

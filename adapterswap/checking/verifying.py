@@ -24,7 +24,7 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.opening import open_expert
-from adapterswap.experts.sources import find_source
+from adapterswap.experts.sources import at_revision, find_source
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.yamlfiles import validate
@@ -100,9 +100,11 @@ def _adapter(
     folder: Path, record: Mapping[str, Any], composition: Composition, opened: Mapping[str, Expert], again: Path
 ) -> Verification:
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
-    if composition.base_model is None and len({adapter.config.base_model for adapter in adapters.values()}) > 1:
-        # The composition was made with both declared to be one base; that was judged then, and is not judged again.
-        composition = composition.model_copy(update={"base_model": record["base_model"]})
+    named = {(adapter.config.base_model, adapter.config.revision) for adapter in adapters.values()}
+    if composition.base_model is None and record["base_model"] is not None and len(named) > 1:
+        # The experts were declared to be of one base when they were composed, which is not judged again.
+        declared = at_revision(record["base_model"], record.get("base_revision"))
+        composition = composition.model_copy(update={"base_model": declared})
     form = Form(**record.get("output", {}))
     write_adapter(
         make_plan(composition, adapters, recorded=True),

@@ -112,6 +112,7 @@ def _as_json(written: Written, out_path: str, dry_run: bool) -> dict[str, Any]:
         "rules": [str(rule) for rule in plan.rules],
         "modules": {module.name: coefficients(module) for module in [*plan, *plan.saved.values()]},
         "unusual": unusual(plan),
+        "notes": list(plan.notes),
         "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
         "bytes": layout.nbytes,
         **numbers(written),
@@ -119,7 +120,9 @@ def _as_json(written: Written, out_path: str, dry_run: bool) -> dict[str, Any]:
 
 
 def _largest_rank(layout: Layout) -> int:
-    return max((tensor.shape[tensor.axis] for tensor in layout.tensors if tensor.axis is not None), default=0)
+    """Of the LoRA modules; copies of the base's weights have no rank."""
+    ranks: list[int] = [layout.config["r"], *layout.config["rank_pattern"].values()]
+    return max(ranks)
 
 
 def _print(written: Written, out_path: str, dry_run: bool) -> None:
@@ -131,6 +134,8 @@ def _print(written: Written, out_path: str, dry_run: bool) -> None:
     click.echo(strip(plan))
     for line in unusual(plan):
         click.echo(line)
+    for remark in plan.notes:
+        note(remark)
     copied = sum(tensor.is_copied for tensor in layout.tensors)
     told = f"{len(plan.modules)} modules; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")

@@ -37,14 +37,11 @@ def command(
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.adapters import open_adapter
     from adapterswap.files.folders import check_target
-    from adapterswap.planning.plan import find_num_layers
     from adapterswap.planning.slicing import slice_plan
     from adapterswap.writing import prepare, write_prepared
 
     adapter = open_adapter(expert)
-    if num_layers is None and base_model is not None:
-        num_layers = find_num_layers({}, base_model)
-    plan = slice_plan(adapter, layers, num_layers=num_layers)
+    plan = slice_plan(adapter, layers, num_layers=num_layers, base_model=base_model)
     written = prepare(plan, Form())
     if dry_run:
         check_target(Path(out_path), overwrite=overwrite, inputs=[adapter.source.folder])
@@ -61,4 +58,6 @@ def command(
         f"layers {plan.rules[0].layers} of {plan.num_layers}: {kept} of {len(plan.modules)} modules, "
         f"{human_bytes(written.layout.nbytes)}, {share:.0%} of the whole"
     )
+    for remark in plan.notes:
+        note(remark)
     note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")

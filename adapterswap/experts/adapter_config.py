@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,16 @@ __all__ = ["AdapterConfig", "read_adapter_config", "scale"]
 
 # Keys that do not change what a trained LoRA computes (or do so only where the tensors show it).
 _HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
+    "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 
 # Keys read below, one by one.
 _READ = {
-    "alpha_pattern", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "init_lora_weights",
-    "layers_pattern", "layers_to_transform", "lora_alpha", "modules_to_save", "r", "rank_pattern", "target_modules",
-    "use_rslora",
+    "alpha_pattern", "auto_mapping", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "modules_to_save", "r", "rank_pattern",
+    "target_modules", "use_rslora",
 }  # fmt: skip
 
 # Keys that, when set, make the adapter something else than W + s·B·A, and what they mean.
@@ -49,8 +49,13 @@ _REFUSED = {
     "velora_config": "VeLoRA compresses activations",
 }
 
-# Values of init_lora_weights that leave the base's weights as they were.
-_PLAIN_INITS = {True, False, "gaussian", "eva", "orthogonal"}
+# Values of init_lora_weights by which PEFT begins with changed weights of the base, in lower case as PEFT reads some.
+_CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
+# Texts that leave the base's weights as they were. PEFT reads the first two in any case.
+_PLAIN_INITS = ("gaussian", "mica", "eva", "orthogonal")
+
+# Keys for which PEFT has a default, and raises if they are null.
+_NOT_NULL = ("alpha_pattern", "lora_alpha", "lora_dropout", "r", "rank_pattern")
 
 _SIMPLER = "Write the patterns as plain names of modules"
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
@@ -72,6 +77,7 @@ class AdapterConfig:
         fan_in_fan_out: the base stores its weights transposed (GPT-2's Conv1D).
         tied: PEFT applies an embedding's LoRA to the head that is tied to it too (`ensure_weight_tying`).
         task_type: such as CAUSAL_LM, or None.
+        auto_mapping: the classes that PEFT's AutoPeftModel needs where there is no task type, as PEFT wrote them.
         modules_to_save: modules trained in full, by the end of their name.
         targets: the modules that PEFT loads LoRA factors for.
         sha256: of the file's bytes as they were read, in hexadecimal.
@@ -88,6 +94,7 @@ class AdapterConfig:
     rank_pattern: Patterns[int] = field(default_factory=Patterns)
     alpha_pattern: Patterns[float] = field(default_factory=Patterns)
     tied: bool = False
+    auto_mapping: Mapping[str, Any] | None = None
     targets: Targets = field(default_factory=Targets)
     sha256: str = ""
 
@@ -138,18 +145,31 @@ def _refuse(content: dict[str, Any], path: Path, problems: Problems) -> None:
             problems.add(f"{path}: {key} is set: {reason}", _RETRAIN)
     if content.get("bias", "none") != "none":
         problems.add(f"{path}: bias is {shown(content['bias'])}, and trained biases are not part of ΔW", _RETRAIN)
-    init = content.get("init_lora_weights", True)
-    if not (init is None or (isinstance(init, bool | str) and init in _PLAIN_INITS)):
-        problems.add(
-            f"{path}: init_lora_weights is {shown(init)}, which changed the base's weights",
-            "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
-        )
+    _refuse_init(content.get("init_lora_weights", True), path, problems)
+    for key in _NOT_NULL:
+        if key in content and content[key] is None:
+            problems.add(f"{path}: {key} is null, which PEFT cannot load", "Correct it, or save the adapter again")
     for key in sorted(content.keys() - _HARMLESS - _READ - _REFUSED.keys()):
         if content[key]:
             problems.add(
                 f"{path}: the key {shown(key)} is unknown here, and may change what the adapter computes",
                 "Remove the key if it does not, or use a version of adapterswap that knows it",
             )
+
+
+def _refuse_init(init: Any, path: Path, problems: Problems) -> None:
+    """Whether training began with the base's own weights: what an init did to A and B shows in the tensors."""
+    text = init.lower() if isinstance(init, str) else ""
+    if text.startswith(_CHANGING_INITS):
+        problems.add(
+            f"{path}: init_lora_weights is {shown(init)}, which changed the base's weights",
+            "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
+        )
+    elif init and init is not True and init not in _PLAIN_INITS and text not in _PLAIN_INITS[:2]:
+        problems.add(
+            f"{path}: init_lora_weights is {shown(init)}, which PEFT does not know",
+            f"Correct it: true, false or one of {', '.join(_PLAIN_INITS)}",
+        )
 
 
 def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) -> AdapterConfig:
@@ -181,6 +201,7 @@ def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) 
         fan_in_fan_out=value("fan_in_fan_out", False, _is_bool, "true or false"),
         tied=value("ensure_weight_tying", False, _is_bool, "true or false"),
         task_type=value("task_type", None, _is_text, "a task type or null"),
+        auto_mapping=value("auto_mapping", None, _is_auto_mapping, "a mapping from names to texts, or null"),
         modules_to_save=tuple(value("modules_to_save", [], _is_texts, "a list of names")),
         rank_pattern=patterns("rank_pattern", _is_rank, f"a mapping whose values are each {_RANK}"),
         alpha_pattern=patterns("alpha_pattern", _is_alpha, f"a mapping whose values are each {_ALPHA}"),
@@ -207,6 +228,10 @@ def _is_bool(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable() and len(value) <= 1000
+
+
+def _is_auto_mapping(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, bool) or _is_text(each) for each in value.values())
 
 
 def _is_texts(value: Any) -> bool:

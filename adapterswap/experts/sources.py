@@ -19,7 +19,19 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, printable, reason_of
 from adapterswap.files.smallfiles import exists, is_folder, read_json
 
-__all__ = ["Source", "base_config", "find_source", "hub_remedy", "is_hub_id", "public_name", "publish", "same_base"]
+__all__ = [
+    "Source",
+    "at_revision",
+    "base_config",
+    "cached_base_config",
+    "find_source",
+    "hub_remedy",
+    "is_hub_id",
+    "public_name",
+    "publish",
+    "same_base",
+    "split_revision",
+]
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>(?!/|.*\.\.)[\w./-]+))?")
 
@@ -112,6 +124,39 @@ def base_config(reference: str | Path) -> Mapping[str, Any]:
     """
     path = find_source(reference, ["config.json"], what="base model").folder / "config.json"
     return read_json(path, "Give a base model's folder, one with a sound config.json")
+
+
+def cached_base_config(reference: str) -> Mapping[str, Any] | None:
+    """The config.json of a base model where it is on this machine: in a local folder or the Hub's cache.
+
+    The network is not used. None where there is none that can be read.
+    """
+    path = Path(reference)
+    with suppress(RuntimeError):  # `~` and no such user
+        path = path.expanduser()
+    with suppress(AdapterswapError):
+        if is_folder(path):
+            return read_json(path / "config.json")
+        match = _HUB_ID.fullmatch(reference)
+        if match is not None and not exists(path):
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(match["repo"], "config.json", revision=match["revision"])
+            if isinstance(cached, str):
+                _check_links(Path(cached).parent, reference)
+                return read_json(Path(cached))
+    return None
+
+
+def split_revision(reference: str) -> tuple[str, str | None]:
+    """The repository and the revision of a Hub id `org/name@revision`; any other reference as it is."""
+    match = _HUB_ID.fullmatch(reference)
+    return (match["repo"], match["revision"]) if match and is_hub_id(reference) else (reference, None)
+
+
+def at_revision(base: str, revision: str | None) -> str:
+    """The Hub id with the revision, where the base is a Hub id that names none; any other reference as it is."""
+    return f"{base}@{revision}" if revision and is_hub_id(base) and "@" not in base else base
 
 
 def same_base(one: str | None, other: str | None) -> bool:

@@ -219,12 +219,13 @@ class Inventory:
 def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
     """The experts with the same notes of their base where these differ: it is the model that they are loaded in."""
     configs = [adapter.config for adapter in experts.values()]
-    if len({(c.base_model, c.task_type) for c in configs}) <= 1:
+    if len({(c.base_model, c.revision, c.task_type) for c in configs}) <= 1:
         return experts
     base = next((c.base_model for c in configs if c.base_model), None)
+    revision = configs[0].revision if len({(c.base_model, c.revision) for c in configs}) == 1 else None
     task = configs[0].task_type
     return {
-        name: replace(adapter, config=replace(adapter.config, base_model=base, task_type=task))
+        name: replace(adapter, config=replace(adapter.config, base_model=base, revision=revision, task_type=task))
         for name, adapter in experts.items()
     }
 

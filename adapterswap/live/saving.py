@@ -37,9 +37,9 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
         for name, file in plan.experts.items():
             experts[name] = file if _holds(file, name, inventory) else stack.enter_context(_saved(name, inventory))
         composition = plan.composition
-        bases = {adapter.config.base_model for adapter in experts.values()}
+        bases = {(adapter.config.base_model, adapter.config.revision): None for adapter in experts.values()}
         if len(bases) > 1 and composition.base_model is None:  # they sit in one model, so they are of one base
-            declared = next(name for name in bases if name)
+            declared = next(name for name, _ in bases if name)
             composition = composition.model_copy(update={"base_model": declared})
         yield make_plan(composition, experts, num_layers=plan.num_layers)
 

@@ -22,7 +22,7 @@ from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.modules import coefficients
 from adapterswap.writing.card import METHODS
 from adapterswap.writing.copying import sha256_of
-from adapterswap.writing.provenance import FORMAT
+from adapterswap.writing.provenance import FORMAT, named_base
 
 __all__ = ["describe_model", "merged_card"]
 
@@ -54,7 +54,8 @@ def _describe(name: str, expert: Adapter | Checkpoint, entered: Entered) -> dict
     source = expert.source
     told: dict[str, Any] = {"source": source.name, "revision": source.revision}
     if isinstance(expert, Adapter):
-        return {**told, "sha256": {WEIGHTS: sha256_of(expert.file.path), CONFIG: expert.config.sha256}}
+        hashes = {WEIGHTS: sha256_of(expert.file.path), CONFIG: expert.config.sha256}
+        return {**told, "sha256": hashes, **named_base(expert)}
     return {**told, "sha256": {MODEL_CONFIG: sha256_of(source.folder / MODEL_CONFIG)}, "entered": entered.of(name)}
 
 

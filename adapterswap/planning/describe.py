@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
 from adapterswap.experts.layers import Kind, format_layers
+from adapterswap.experts.sources import public_name, same_base
 from adapterswap.planning.allocation import BASE, SPARSE_METHODS, BlendMethod, Rule
 from adapterswap.planning.modules import ModulePlan
 from adapterswap.planning.plan import Plan
@@ -18,6 +19,7 @@ __all__ = [
     "Mark",
     "absence_text",
     "blend_text",
+    "differing_bases",
     "draw_strip",
     "ignored_modules",
     "marks",
@@ -84,7 +86,7 @@ def draw_strip(found: Sequence[Mark], num_layers: int, experts: Collection[str])
 
 def unusual(plan: Plan) -> list[str]:
     """What a reader should know beside the strip: modules outside the layers, and experts that lack a module."""
-    lines = ignored_modules(plan.experts)
+    lines = [*differing_bases(plan.experts, plan.composition.base_model), *ignored_modules(plan.experts)]
     grouped: dict[tuple[str, str], list[int]] = {}
     for saved in plan.saved.values():
         what = _remark(saved) or owner_label(saved.owner, saved.rule) or blend_text(saved.weights)
@@ -111,6 +113,22 @@ def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
         for name, adapter in experts.items()
         if adapter.ignored
     ]
+
+
+def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> list[str]:
+    """A line where adapters name different bases, or revisions of one, and are composed since one base is declared."""
+    configs = [adapter.config for adapter in experts.values()]
+    if declared is None or all(
+        same_base(config.base_model, configs[0].base_model) and config.revision == configs[0].revision
+        for config in configs
+    ):
+        return []
+    named = [
+        f"{name}: {public_name(adapter.config.base_model) or 'none'}"
+        + (f"@{adapter.config.revision}" if adapter.config.revision else "")
+        for name, adapter in experts.items()
+    ]
+    return [f"Warning: the experts name different bases ({', '.join(named)}); base_model declares them to be one"]
 
 
 def blend_text(coefficients: Mapping[str, float]) -> str:

@@ -9,6 +9,7 @@ from adapterswap.experts.layers import format_layers
 from adapterswap.planning.describe import (
     Mark,
     absence_text,
+    differing_bases,
     draw_strip,
     ignored_modules,
     method_text,
@@ -36,7 +37,7 @@ def model_strip(plan: ModelPlan) -> str:
 
 def model_unusual(plan: ModelPlan) -> list[str]:
     """What a reader should know beside the strip: tensors outside the layers, and experts that lack a tensor."""
-    lines = ignored_modules(plan.adapters)
+    lines = [*differing_bases(plan.adapters, plan.composition.base_model), *ignored_modules(plan.adapters)]
     grouped: dict[tuple[str, str], list[int]] = {}
     for parameter in plan:
         if parameter.rule is None:

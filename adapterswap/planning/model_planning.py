@@ -12,6 +12,7 @@ from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter, open_checkpoint
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.orientation import Orientation
+from adapterswap.experts.sources import at_revision
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.locating import Located, TiedHead, find_tied_head, locate, with_head
@@ -39,7 +40,7 @@ def base_of(plan: Plan, base_model: str | None = None) -> Checkpoint:
     Raises:
         AdapterswapError: none is named, or see `open_checkpoint`.
     """
-    reference = base_model or plan.composition.base_model or plan.base_model
+    reference = base_model or plan.base_reference
     if reference is None:
         raise AdapterswapError("the experts do not say which base model they adapt", _GIVE_BASE)
     return open_checkpoint(reference)
@@ -124,11 +125,16 @@ def make_model_plan(
     for name, checkpoint in full.items():
         check_architecture(skeleton_name, skeleton, name, checkpoint, problems)
     found = num_layers_in_config(skeleton.config)
+    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=-1)
     num_layers = composition.num_layers or found
     if num_layers is None:
         problems.add(f"the config of {skeleton_name} does not say how many layers it has", "Give --num-layers")
     elif found not in (None, num_layers):
-        problems.add(f"{num_layers} layers are asked for, and {skeleton_name} has {found}", "Leave --num-layers out")
+        problems.add(f"num_layers is {num_layers}, and {skeleton_name} has {found} layers", "Leave `num_layers` out")
+    elif found is None and num_layers != stored_layers:
+        problems.add(
+            f"num_layers is {num_layers}, and {skeleton_name} stores {stored_layers} layers", "Correct `num_layers`"
+        )
     problems.raise_if_any()
     assert num_layers is not None
     check_depth(adapters, num_layers, problems)
@@ -178,8 +184,9 @@ def _locate(
 
 
 def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:
-    named = {adapter.config.base_model for adapter in adapters.values()}
-    reference = composition.base_model or next(iter(named), None)
+    configs = [adapter.config for adapter in adapters.values() if adapter.config.base_model]
+    named = (at_revision(config.base_model, config.revision) for config in configs if config.base_model)
+    reference = composition.base_model or next(named, None)
     if reference is None and adapters:
         raise AdapterswapError(f"{next(iter(adapters))} does not say which base model it adapts", _GIVE_BASE)
     return open_checkpoint(reference) if reference else None

@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from adapterswap.errors import AdapterswapError, Problems, check_type
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, by_layer
 from adapterswap.experts.layers import num_layers_in_config
-from adapterswap.experts.sources import base_config
+from adapterswap.experts.sources import (
+    at_revision,
+    base_config,
+    cached_base_config,
+    public_name,
+    same_base,
+    split_revision,
+)
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.modules import ModulePlan, Term
@@ -43,6 +50,7 @@ class Plan:
         num_layers: the base's layers.
         modules: by full name; those without a layer first, then by layer and name.
         saved: the modules that experts hold in full (`modules_to_save`), likewise.
+        notes: what could not be checked on this machine. It changes no byte of a result.
     """
 
     composition: Composition
@@ -51,6 +59,7 @@ class Plan:
     num_layers: int
     modules: Mapping[str, ModulePlan[LoraModule]]
     saved: Mapping[str, ModulePlan[FullModule]]
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[ModulePlan[LoraModule]]:
         return iter(self.modules.values())
@@ -58,8 +67,42 @@ class Plan:
     @property
     def base_model(self) -> str | None:
         """The base as the experts name it, or as the composition declares it where they name none or differ."""
-        names = {adapter.config.base_model for adapter in self.experts.values()}
-        return names.pop() if len(names) == 1 and None not in names else self.composition.base_model
+        name = _named_by_all(self.experts)
+        declared = self.composition.base_model
+        return name if name is not None or declared is None else split_revision(declared)[0]
+
+    @property
+    def task_type(self) -> str | None:
+        """The experts' task type; those that have none take the others'."""
+        return next((adapter.config.task_type for adapter in self.experts.values() if adapter.config.task_type), None)
+
+    @property
+    def auto_mapping(self) -> Mapping[str, Any] | None:
+        """The classes that PEFT needs to load an adapter without a task type."""
+        return next((a.config.auto_mapping for a in self.experts.values() if a.config.auto_mapping), None)
+
+    @property
+    def base_revision(self) -> str | None:
+        """The base's revision on the Hub: the declared one, or the one on which all experts agree."""
+        if self.composition.base_model is not None:
+            declared = split_revision(self.composition.base_model)[1]
+            if declared is not None:
+                return declared
+        revisions = {adapter.config.revision for adapter in self.experts.values()}
+        return revisions.pop() if len(revisions) == 1 and _named_by_all(self.experts) is not None else None
+
+    @property
+    def base_reference(self) -> str | None:
+        """Where to open the base: the declared one, or the experts' at their revision."""
+        if self.composition.base_model is not None or self.base_model is None:
+            return self.composition.base_model
+        return at_revision(self.base_model, self.base_revision)
+
+
+def _named_by_all(experts: Mapping[str, Adapter]) -> str | None:
+    """The base that all experts name, as the first one writes it; None where they differ."""
+    names = [adapter.config.base_model for adapter in experts.values()]
+    return names[0] if names and all(same_base(names[0], name) for name in names) else None
 
 
 def make_plan(
@@ -74,7 +117,8 @@ def make_plan(
     Args:
         composition: what is asked for, or its short name such as `math+swahili`.
         experts: by the names that the composition uses; others are ignored.
-        num_layers: the base's number of layers; by default the composition's, else from the base's config.
+        num_layers: the base's number of layers, where you know it from the model itself. By default it comes from the
+            base's config; the composition's own is compared with that where the base is on this machine.
         recorded: the composition and the order of the experts come from a record. Experts that give nothing to the
             result were allowed then.
 
@@ -86,6 +130,7 @@ def make_plan(
     check_type(experts, Mapping, "experts", "Pass a mapping from names to opened adapters")
     check_type(num_layers, (Integral, type(None)), "num_layers", "Pass a whole number such as 32")
     problems = Problems()
+    notes: tuple[str, ...] = ()
     names: Sequence[str] = composition.expert_names
     if recorded:  # in the order of the record: the first expert gives the result what no rule decides
         names = sorted(names, key=[*experts, *names].index)
@@ -99,7 +144,7 @@ def make_plan(
     used = {name: experts[name] for name in names if name in experts}
     check_experts(used, composition, problems)
     with problems.collect():
-        num_layers = num_layers or composition.num_layers or find_num_layers(used, composition.base_model)
+        num_layers, notes = _settle_depth(used, composition, num_layers)
     problems.raise_if_any()
     assert num_layers is not None
     check_depth(used, num_layers, problems)
@@ -115,7 +160,7 @@ def make_plan(
     if not recorded:
         check_used(names, rules, modules, composition, problems)
     problems.raise_if_any()
-    return Plan(composition, rules, used, num_layers, modules, saved)
+    return Plan(composition, rules, used, num_layers, modules, saved, notes)
 
 
 _Module = TypeVar("_Module", LoraModule, FullModule)
@@ -152,18 +197,60 @@ def _match(
     return plans
 
 
+def _settle_depth(
+    experts: Mapping[str, Adapter], composition: Composition, known: int | None
+) -> tuple[int, tuple[str, ...]]:
+    """The base's number of layers, and a note where it could not be checked.
+
+    Raises:
+        AdapterswapError: the composition's is not the base's, or there is none; see `find_num_layers`.
+    """
+    given = composition.num_layers
+    if given is None:
+        return known or find_num_layers(experts, composition.base_model), ()
+    base, found = ("the model", known) if known else _depth_on_this_machine(experts, composition.base_model)
+    if found is None:
+        reach = f"This machine does not have the depth of {public_name(base)}" if base else "The experts name no base"
+        return given, (f"{reach}, so num_layers {given} could not be checked",)
+    if found != given:
+        raise AdapterswapError(
+            f"num_layers is {given}, and {base} has {found} layers",
+            "Leave `num_layers` out; pass `base_model` if that is another base than the experts'",
+        )
+    return given, ()
+
+
+def _depth_on_this_machine(experts: Mapping[str, Adapter], base_model: str | None) -> tuple[str | None, int | None]:
+    """The base and its number of layers; None for what is not known without the network."""
+    base = base_model or next((_reference(adapter) for adapter in experts.values() if adapter.config.base_model), None)
+    config = cached_base_config(base) if base else None
+    try:
+        return base, None if config is None else num_layers_in_config(config)
+    except AdapterswapError:  # an encoder and a decoder, whose depths may differ
+        return base, None
+
+
+def _reference(adapter: Adapter) -> str | None:
+    """The base that an adapter names, at its revision."""
+    name = adapter.config.base_model
+    return None if name is None else at_revision(name, adapter.config.revision)
+
+
 def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> int:
     """The base's number of layers, from its config.json; never from the experts' modules.
 
     Raises:
         AdapterswapError: no base is named, it cannot be had, or its config does not say.
     """
-    named = {name: adapter.config.base_model for name, adapter in experts.items() if adapter.config.base_model}
+    named: dict[str, str] = {}
+    for name, adapter in experts.items():
+        if (reference := _reference(adapter)) is not None:
+            named[name] = reference
     if base_model is not None:
         base, namer, mend = base_model, "--base-model (base_model)", "Correct it, or give --num-layers"
     elif named:
-        name, base = next(iter(named.items()))
-        namer, mend = f"{name}'s adapter_config.json", "Give --base-model with the base's folder, or --num-layers"
+        namer, base = next(iter(named.items()))
+        namer, mend = f"{namer}'s adapter_config.json", "Give --base-model with the base's folder, or --num-layers"
     else:
         raise AdapterswapError(
             "the experts do not say which base model they adapt",

@@ -18,6 +18,7 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.modules import ModulePlan, needs_base
 
 __all__ = [
+    "TASK_HEADS",
     "check_depth",
     "check_experts",
     "check_matches",
@@ -27,6 +28,14 @@ __all__ = [
     "check_used",
     "silenced_experts",
 ]
+
+
+# Modules that PEFT trains and loads in full for a task type, whatever modules_to_save says.
+TASK_HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
 
 
 class _Ruled(Protocol):
@@ -69,12 +78,19 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
                 f"{first_name} adapts the base {one.base_model}, and {name} adapts {other.base_model}",
                 "Compose experts of one base; if both names mean the same weights, declare them with --base-model",
             )
+        elif composition.base_model is None and (one.revision or "main") != (other.revision or "main"):
+            problems.add(
+                f"{first_name} adapts the revision {one.revision or 'main'} of {one.base_model}, and {name} adapts "
+                f"{other.revision or 'main'}",
+                "Compose experts of one revision, or pass `base_model=org/name@revision` for the result",
+            )
         if one.tied != other.tied:
             problems.add(
                 f"ensure_weight_tying is {one.tied} in {first_name}, and {other.tied} in {name}",
                 "Compose experts that treat the base's tied embeddings alike",
             )
-        if one.task_type != other.task_type:
+        # Without a task type PEFT loads what it loads for a language model.
+        if (one.task_type or "CAUSAL_LM") != (other.task_type or "CAUSAL_LM"):
             problems.add(
                 f"task_type is {one.task_type} in {first_name}, and {other.task_type} in {name}",
                 "Compose experts of one task type",

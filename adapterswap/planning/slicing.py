@@ -19,13 +19,14 @@ from adapterswap.planning.plan import Plan, find_num_layers, make_plan
 __all__ = ["slice_plan"]
 
 
-def slice_plan(adapter: Adapter, layers: str, *, num_layers: int | None = None) -> Plan:
+def slice_plan(adapter: Adapter, layers: str, *, num_layers: int | None = None, base_model: str | None = None) -> Plan:
     """The plan that keeps `layers` (such as `0-4,30-31`) of an adapter, and its modules outside the layers.
 
     Args:
         adapter: the whole expert, or a slice that still has these layers.
         layers: which to keep.
         num_layers: the base's layers; by default from the base's config.
+        base_model: the base, where the adapter names none or another place.
 
     Raises:
         AdapterswapError: the text names no layers, or layers that the base or the adapter does not have.
@@ -38,7 +39,7 @@ def slice_plan(adapter: Adapter, layers: str, *, num_layers: int | None = None) 
     if not kept:
         raise AdapterswapError(f"--layers {layers!r} names no layer", mend)
     name = expert_name(adapter, {}, "expert")
-    num_layers = num_layers or find_num_layers({name: adapter})
+    num_layers = num_layers or find_num_layers({name: adapter}, base_model)
     if outside := sorted(layer for layer in kept if layer >= num_layers):
         raise AdapterswapError(
             f"--layers {layers} names layer {outside[0]}, and the base has {num_layers} (0-{num_layers - 1})",
@@ -56,7 +57,7 @@ def slice_plan(adapter: Adapter, layers: str, *, num_layers: int | None = None) 
         Rule(layers=NO_LAYER, expert=name, optional=True),
         Rule(expert=BASE, optional=True),
     )
-    return make_plan(Composition(allocation=rules, num_layers=num_layers), {name: adapter})
+    return make_plan(Composition(allocation=rules, num_layers=num_layers, base_model=base_model), {name: adapter})
 
 
 def sliced_layers(plan: Plan) -> str | None:

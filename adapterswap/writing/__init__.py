@@ -22,7 +22,7 @@ from adapterswap.files.smallfiles import write_json
 from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.card import model_card
-from adapterswap.writing.loadable import loadable_form, with_loadable_names
+from adapterswap.writing.loadable import check_heads, loadable_form, with_loadable_names
 from adapterswap.writing.provenance import Written, provenance
 from adapterswap.writing.tensors import write_tensors
 
@@ -81,6 +81,7 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     """
     if not any(module.terms for module in plan):
         raise AdapterswapError("every module stays as in the base, so there is nothing to write", "Change the layers")
+    check_heads(plan)
     check_one_base(plan)
     form = loadable_form(plan, form)
     resolved = resolve(with_loadable_names(plan))

@@ -13,14 +13,15 @@ from typing import TypeVar
 
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.peft_config import is_fused
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import FullModule, LoraModule
 from adapterswap.experts.checkpoints import MODEL_CONFIG
 from adapterswap.experts.sources import find_source
 from adapterswap.planning.modules import ModulePlan
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.plan_checks import TASK_HEADS
 
-__all__ = ["loadable_form", "with_loadable_names"]
+__all__ = ["check_heads", "loadable_form", "with_loadable_names"]
 
 _Module = TypeVar("_Module", LoraModule, FullModule)
 
@@ -29,6 +30,24 @@ _OLD_PREFIX = "language_model."  # of multimodal models in transformers 4; a few
 # The projections that PEFT takes for parts of fused experts, wherever they are in the model.
 _FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
+
+
+def check_heads(plan: Plan) -> None:
+    """Whether the adapter holds the modules that PEFT loads in full for its task type.
+
+    Raises:
+        AdapterswapError: an expert trained one, such as `score`, and the rules give it to the base. PEFT cannot load an
+            adapter without it, and the base has no such head of its own.
+    """
+    problems = Problems()
+    for name, module in plan.saved.items():
+        if not module.terms and name.rpartition(".")[2] in TASK_HEADS.get(plan.task_type or "", ()):
+            problems.add(
+                f"The rule `{module.rule}` gives {name} to the base, and PEFT cannot load an adapter for "
+                f"{plan.task_type} without it",
+                f"Give it to an expert, in a rule of its own: {{modules: [{name}], expert: NAME}}",
+            )
+    problems.raise_if_any()
 
 
 def with_loadable_names(plan: Plan) -> Plan:
@@ -41,7 +60,7 @@ def with_loadable_names(plan: Plan) -> Plan:
     names = [*plan.modules, *plan.saved]
     if not any(name.startswith(_OLD_PREFIX) for name in names):
         return plan
-    reference = plan.composition.base_model or plan.base_model
+    reference = plan.base_reference
     if reference is None:
         raise AdapterswapError(
             f"The experts name their modules {names[-1]}, which may be a name of transformers 4, and no base model is "

@@ -12,13 +12,13 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.arithmetic.outputs import Form, Layout, Reduced
 from adapterswap.arithmetic.resolving import Resolved
-from adapterswap.experts.adapters import CONFIG, WEIGHTS
+from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
 from adapterswap.experts.sources import public_name
 from adapterswap.planning.modules import coefficients
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slicing import sliced_layers
 
-__all__ = ["Written", "describe_plan", "numbers", "provenance"]
+__all__ = ["Written", "describe_plan", "named_base", "numbers", "provenance"]
 
 FORMAT = 2  # since it, the experts of a side are averaged before any method combines the sides
 
@@ -63,6 +63,7 @@ def describe_plan(plan: Plan, hashes: Mapping[str, str]) -> dict[str, Any]:
     return {
         "adapterswap_version": __version__,
         "base_model": public_name(plan.base_model),
+        "base_revision": plan.base_revision,
         "num_layers": plan.num_layers,
         "composition": {"method": plan.composition.method, **asked},
         "experts": {
@@ -70,11 +71,17 @@ def describe_plan(plan: Plan, hashes: Mapping[str, str]) -> dict[str, Any]:
                 "source": adapter.source.name,
                 "revision": adapter.source.revision,
                 "sha256": {WEIGHTS: hashes[name], CONFIG: adapter.config.sha256},
+                **named_base(adapter),
             }
             for name, adapter in plan.experts.items()
         },
         "rules": [rule.model_dump(mode="json", exclude_defaults=True, by_alias=True) for rule in plan.rules],
     }
+
+
+def named_base(adapter: Adapter) -> dict[str, str | None]:
+    """The base that an adapter's own config names; a composition may declare another."""
+    return {"base_model": public_name(adapter.config.base_model), "base_revision": adapter.config.revision}
 
 
 def numbers(written: Written) -> dict[str, Any]:

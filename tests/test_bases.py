@@ -1,0 +1,210 @@
+"""The base that experts name: its depth and its revision are checked, and what cannot be checked is reported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from test_plan import rewritten
+
+import adapterswap
+from adapterswap import AdapterswapError, Composition
+from adapterswap.checking.verifying import verify
+
+CONFIG, RECORD = "adapter_config.json", "adapterswap.json"
+
+
+@pytest.fixture
+def hub_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], None]:
+    """`hub_base(6, "main")` puts a config of 6 layers into an otherwise empty cache of the Hub, as `org/base`."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+    def make(layers: int, revision: str) -> None:
+        repository = cache / "models--org--base"
+        commit = f"{layers:040d}"
+        (repository / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+        config = {"model_type": "llama", "num_hidden_layers": layers}
+        (repository / "snapshots" / commit / "config.json").write_text(json.dumps(config))
+
+    return make
+
+
+def deep(expert: Path, copy: Path, base: str | None, **changes: Any) -> Path:
+    return rewritten(expert, copy, base_model_name_or_path=base, **changes)
+
+
+def commands(math: Path, swahili: Path, out: Path) -> dict[str, list[object]]:
+    pair = ["-t", math, "-l", swahili, "--num-layers", 32]
+    return {
+        "compose": ["compose", *pair, "-o", out],
+        "merge": ["merge", *pair, "-o", out],
+        "slice": ["slice", math, "--layers", "0-1", "--num-layers", 32, "-o", out],
+        "suggest": ["suggest", "-t", math, "-l", swahili, "--num-layers", 32],
+    }
+
+
+@pytest.mark.parametrize("name", ["compose", "merge", "slice", "suggest"])
+def test_a_depth_that_is_not_the_bases_is_refused(
+    name: str, run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    told = run(*commands(math, swahili, tmp_path / "out")[name])
+    assert told.exit_code == 1, told.output
+    assert "32" in told.stderr
+    assert "--num-layers" in told.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_depth_that_is_not_the_bases_is_refused_in_python(
+    math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(AdapterswapError, match="num_layers is 32"):
+        adapterswap.layer_swap(math, swahili, num_layers=32, bottom=5, top=2)
+    with pytest.raises(AdapterswapError, match="num_layers is 32"):
+        adapterswap.soup(math, swahili, num_layers=32, base_model=str(base("llama")))
+    experts = {"math": adapterswap.open_adapter(math), "swahili": adapterswap.open_adapter(swahili)}
+    composition = Composition(task="math", language="swahili", num_layers=5)
+    with pytest.raises(AdapterswapError, match="num_layers is 5"):
+        adapterswap.make_plan(composition, experts, num_layers=6)
+    out = adapterswap.write_adapter(adapterswap.layer_swap(math, swahili, num_layers=6), tmp_path / "out")
+    record = json.loads((out / RECORD).read_text())
+    (out / RECORD).write_text(json.dumps(record | {"num_layers": 7}))
+    with pytest.raises(AdapterswapError, match="num_layers is 7"):
+        verify(out, dict(zip(record["experts"], (math, swahili), strict=True)))
+
+
+def test_the_declared_base_has_the_last_word(
+    math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    away = [deep(expert, tmp_path / expert.name, "org/base") for expert in (math, swahili)]
+    with pytest.raises(AdapterswapError, match="num_layers is 7"):
+        adapterswap.layer_swap(*away, num_layers=7, base_model=str(base("llama")))
+    plan = adapterswap.layer_swap(*away, num_layers=6, base_model=str(base("llama")))
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize("revision", [None, "v2"])
+def test_a_base_in_the_hubs_cache_is_looked_at_without_network(
+    revision: str | None, hub_base: Callable[[int, str], None], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    """At the revision that the experts name."""
+    hub_base(9, "v2" if revision is None else "main")
+    away = [deep(expert, tmp_path / expert.name, "org/base", revision=revision) for expert in (math, swahili)]
+    assert len(adapterswap.layer_swap(*away, num_layers=8).notes) == 1
+    hub_base(6, revision or "main")
+    with pytest.raises(AdapterswapError, match="num_layers is 8"):
+        adapterswap.layer_swap(*away, num_layers=8)
+    assert adapterswap.layer_swap(*away, num_layers=6).notes == ()
+    assert adapterswap.layer_swap(*away).num_layers == 6
+
+
+def test_a_depth_that_cannot_be_checked_is_noted(
+    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    away = [deep(expert, tmp_path / name, "org/base") for name, expert in (("math", math), ("swahili", swahili))]
+    pair = ["-t", away[0], "-l", away[1]]
+    for command in (["compose", *pair], ["slice", away[0], "--layers", "0-1"]):
+        told = run(*command, "--num-layers", 8, "-o", tmp_path / command[0])
+        assert told.exit_code == 0, told.stderr
+        assert "could not be checked" in told.stderr
+        assert "could not be checked" not in (tmp_path / command[0] / "README.md").read_text()
+    told = run("compose", *pair, "--num-layers", 8, "-o", tmp_path / "again", "--json")
+    assert "org/base" in json.loads(told.stdout)["notes"][0]
+    assert run("compose", *pair, "--num-layers", 5, "-o", tmp_path / "shallow").exit_code == 1  # layer 5 is adapted
+
+
+def test_two_revisions_of_the_base_are_an_error(math: Path, swahili: Path, tmp_path: Path) -> None:
+    one = deep(math, tmp_path / "math", "org/base", revision="a1")
+    other = deep(swahili, tmp_path / "swahili", "org/base", revision="b2")
+    default = deep(swahili, tmp_path / "default", "org/base", revision=None)
+    main = deep(math, tmp_path / "main", "org/base", revision="main")
+    for pair in ((one, other), (one, default)):
+        with pytest.raises(AdapterswapError, match="revision"):
+            adapterswap.layer_swap(*pair, num_layers=6)
+    adapterswap.layer_swap(main, default, num_layers=6)  # the default revision, said or not
+
+
+@pytest.mark.parametrize(
+    ("declared", "written"), [("org/base", None), ("org/base@b2", "b2"), ("org/base@refs/pr/3", "refs/pr/3")]
+)
+def test_a_declared_revision_is_written_and_the_experts_own_are_recorded(
+    declared: str, written: str | None, math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    experts = {
+        "math": deep(math, tmp_path / "math", "org/base", revision="a1"),
+        "swahili": deep(swahili, tmp_path / "swahili", "org/base", revision="b2"),
+    }
+    plan = adapterswap.layer_swap(*experts.values(), num_layers=6, base_model=declared)
+    out = adapterswap.write_adapter(plan, tmp_path / "out")
+    config, record = (json.loads((out / name).read_text()) for name in (CONFIG, RECORD))
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/base", written)
+    assert (record["base_model"], record["base_revision"]) == ("org/base", written)
+    assert {name: each["base_revision"] for name, each in record["experts"].items()} == {"math": "a1", "swahili": "b2"}
+    assert "math: org/base@a1" in (out / "README.md").read_text()
+    assert verify(out, experts).equal
+
+
+def test_experts_of_two_bases_are_recorded_and_warned_of(
+    run: Callable[..., Result], math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    experts = {
+        "math": deep(math, tmp_path / "math", "org/base", revision="a1"),
+        "swahili": deep(swahili, tmp_path / "swahili", "org/base-instruct", revision="a1"),
+    }
+    pair = ["-t", experts["math"], "-l", experts["swahili"]]
+    assert run("compose", *pair, "--num-layers", 6, "-o", tmp_path / "refused").exit_code == 1
+    told = run("compose", *pair, "--base-model", base("llama"), "-o", tmp_path / "out")
+    assert told.exit_code == 0, told.stderr
+    for name in ("math: org/base@a1", "swahili: org/base-instruct@a1"):
+        assert name in told.output
+        assert name in (tmp_path / "out" / "README.md").read_text()
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    named = {name: each["base_model"] for name, each in record["experts"].items()}
+    assert named == {"math": "org/base", "swahili": "org/base-instruct"}
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (str(base("llama")), None)
+    merged = run("merge", *pair, "--base-model", base("llama"), "-o", tmp_path / "merged")
+    assert merged.exit_code == 0, merged.stderr
+    record = json.loads((tmp_path / "merged" / RECORD).read_text())
+    assert {name: each["base_model"] for name, each in record["experts"].items()} == named
+    assert "swahili: org/base-instruct@a1" in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_a_merge_opens_the_base_at_the_experts_revision(
+    hub_base: Callable[[int, str], None], math: Path, tmp_path: Path
+) -> None:
+    away = deep(math, tmp_path / "math", "org/base", revision="v2")
+    hub_base(6, "v2")
+    plan = adapterswap.soup(away, away, num_layers=6)
+    assert isinstance(plan, adapterswap.Plan)
+    assert plan.base_reference == "org/base@v2"
+
+
+def test_one_folder_under_two_names_is_one_base(
+    math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "link"
+    other.symlink_to(base("llama"))
+    away = deep(swahili, tmp_path / "swahili", str(other))
+    out = adapterswap.write_adapter(adapterswap.layer_swap(math, away), tmp_path / "out")
+    assert json.loads((out / CONFIG).read_text())["base_model_name_or_path"] == str(base("llama"))
+
+
+def test_full_checkpoints_without_a_depth_in_their_config(base: Callable[[str], Path], tmp_path: Path) -> None:
+    folders = []
+    for name in ("math", "swahili"):
+        folders.append(shutil.copytree(base("llama"), tmp_path / name))
+        config = json.loads((folders[-1] / "config.json").read_text())
+        del config["num_hidden_layers"]
+        (folders[-1] / "config.json").write_text(json.dumps(config))
+    adapterswap.layer_swap(*folders, num_layers=6)
+    for depth in (5, 32):
+        with pytest.raises(AdapterswapError, match=f"num_layers is {depth}"):
+            adapterswap.layer_swap(*folders, num_layers=depth)
