@@ -117,8 +117,8 @@ def test_odd_but_sound_files(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_peft(tmp_path: Path) -> None:
-    """A config may hold little, or null."""
-    for content in ({"peft_type": "LORA"}, {"peft_type": "LORA", **dict.fromkeys(["r", "lora_alpha", "use_rslora"])}):
+    """A config may hold little; null is a value only where PEFT takes it (see test_peft_defaults)."""
+    for content in ({"peft_type": "LORA"}, {"peft_type": "LORA", **dict.fromkeys(["use_rslora", "fan_in_fan_out"])}):
         (tmp_path / CONFIG).write_text(json.dumps(content))
         read = read_adapter_config(tmp_path / CONFIG)
         assert (read.rank, read.alpha, read.rslora, read.fan_in_fan_out) == (8, 8, False, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,9 @@ def test_what_cannot_be_composed_live_is_refused(composer: Composers, folders: F
             composing.set(name)
     with pytest.raises(AdapterswapError, match="for 7 layers, and the model has 6"):
         composing.set(Composition(task="math", language="swahili", num_layers=7))
-    deeper = adapterswap.layer_swap(folders()["math"], folders()["swahili"], bottom=2, top=1, num_layers=7)
+    plan = adapterswap.layer_swap(folders()["math"], folders()["swahili"], bottom=2, top=1)
+    assert isinstance(plan, adapterswap.Plan)
+    deeper = replace(plan, num_layers=7)
     with pytest.raises(AdapterswapError, match="for 7 layers, and the model has 6"):
         composing.set(deeper)
     with pytest.raises(AdapterswapError, match=r"LlamaForCausalLM.*from_experts"):
