@@ -16,7 +16,8 @@ from .answer_table import TABLE
 from .answer_witness import WITNESS
 from .test_answers import verdicts
 
-# Rows on which our score is wrong. Number words are not read; nor are ranges and negations in words.
+# Rows on which our score is wrong. All are right answers that it does not read: number words, and statements with
+# several numbers of which nothing says which one is meant.
 UNREAD = {
     "উত্তর হলো আঠারো।",
     "Antwort: achtzehn",
@@ -30,12 +31,14 @@ UNREAD = {
     "คำตอบคือสิบแปด",
     "答案是七万美元。",
     "答案是十八。",
-    "She earns between 15 and 20 dollars.",
-    "Il y en a entre 10 et 18.",
-    "The answer is not 17 but 18.",
+    "Au 3ᵉ jour, il en reste 7.",
+    "Jibu: Jumla ya glasi 16 zitamgharimu $64.",
+    "16 గ్లాసుల మొత్తం ధర $64.",
 }
 UNREAD_WITNESS = {
+    "উত্তর: ০.২৫ বা ২৫%",
     "Sie haben insgesamt 1.430 g Zucker verbraucht, also 1,43 kg.",
+    "To solve this, let x be the number of glasses: 8x + 8(0.6x) = 12.8x, and with x = 5 it is $64.",
     "It takes him 4 hours, so he gets home at 8:00 PM. He drove for 45 miles in the last 1.5 hours.",
     "Le total s'élève à 1 430 grammes, soit environ 1,4 kg.",
     "彼女は25歳です。10年後は35歳になります。",
@@ -58,7 +61,7 @@ def test_where_our_score_is_wrong(rows: Rows, unread: set[str]) -> None:
     ("rows", "expected"),
     [
         (FORMS, {"normalized": 176, "flexible-extract": 102, "strict-match": 38}),
-        (WITNESS, {"normalized": 51, "flexible-extract": 34, "strict-match": 7}),
+        (WITNESS, {"normalized": 49, "flexible-extract": 34, "strict-match": 7}),
     ],
 )
 def test_how_often_each_scorer_agrees(rows: Rows, expected: dict[str, int]) -> None:
