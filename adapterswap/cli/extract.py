@@ -15,7 +15,7 @@ from adapterswap.experts.layers import format_layers
 if TYPE_CHECKING:
     from adapterswap.extracting import Extraction
 
-_TELLING_ERROR = 0.1  # an adapter that misses more of ΔW than this is told of
+_TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 
 
 @click.command("extract")
@@ -46,7 +46,7 @@ def command(
 
     FULL is a checkpoint (a folder or Hub id) that was fine-tuned from --base-model. The difference of each linear
     weight in the layers is truncated to a rank and written as an rsLoRA adapter, which composes like any other. Norms,
-    biases and what else an adapter cannot hold are told of.
+    biases and what else an adapter cannot hold are reported.
     """
     from adapterswap.extracting import extract
 

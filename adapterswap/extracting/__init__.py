@@ -45,7 +45,7 @@ def extract(
 
     Every linear weight in the layers is cut: ΔW ≈ B·A by truncated SVD, A = √Σ·Vᵀ (rank×in) and B = U·√Σ (out×rank),
     the best of its rank in the Frobenius norm (Eckart & Young 1936). lora_alpha is √rank, so that rsLoRA's scale α/√r
-    is 1. Norms, biases and what else an adapter cannot hold are left out and told of.
+    is 1. Norms, biases and what else an adapter cannot hold are left out and reported.
 
     Args:
         full: the fine-tune, a full checkpoint: a folder or Hub id.

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from adapterswap.errors import Problems
+from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
-from adapterswap.experts.layers import EMBEDDINGS, HEADS
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, language_config
 from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.shapes import and_more, compare_shapes
+from adapterswap.experts.tying import tied_keys
 from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Located", "TiedHead", "find_tied_head", "locate", "with_head"]
@@ -47,18 +48,45 @@ def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> Tie
     """The head that some adapter sets apart from the embedding that it is tied to; None where none does.
 
     PEFT changes the module that it adapts and not the one tied to it, so full weights must hold both.
+
+    Raises:
+        AdapterswapError: transformers cannot build the model without remote code, and the names do not show the head.
     """
     tied = skeleton.config.get("tie_word_embeddings")
-    ends = {name.rpartition(".")[2] for adapter in adapters.values() for name in [*adapter.modules, *adapter.saved]}
-    if tied is False or not ends & (EMBEDDINGS | HEADS):
+    if tied is False or not any(_changes_an_end(adapter, skeleton) for adapter in adapters.values()):
         return None
+    try:
+        keys = tied_keys(skeleton)
+    except AdapterswapError:
+        keys = _tied_by_name(skeleton, adapters)
+        if keys is None:
+            raise
+    return TiedHead(embedding=keys[0], head=keys[1]) if keys else None
+
+
+def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
+    """Whether an adapter may change an embedding or a head: a weight outside the layers with a row for each token."""
+    vocabulary = language_config(skeleton.config).get("vocab_size")
+    shapes = [
+        tensor.shape for module in adapter.saved.values() if module.layer is None for tensor in module.tensors.values()
+    ]
+    shapes += [
+        (module.in_features if module.embedding else module.out_features, 1)
+        for module in adapter.modules.values()
+        if module.layer is None
+    ]
+    return any(len(shape) == 2 and vocabulary in (None, shape[0]) for shape in shapes)
+
+
+def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tuple[str, str] | None:
+    """The keys of a tied embedding and head that have the usual names, where the config says that they are tied."""
     outside = {p.module.rpartition(".")[2]: p.name for p in skeleton.parameters.values() if p.layer is None}
     embedding = next((name for end, name in outside.items() if end in EMBEDDINGS), None)
-    head = next((name for end, name in outside.items() if end in HEADS), None)
-    if embedding is None or (head is not None and tied is None):  # a head of its own, and nothing says it is tied
+    if embedding is None or skeleton.config.get("tie_word_embeddings") is not True:
         return None
-    asked = next((end for end in sorted(ends & HEADS)), "lm_head")
-    return TiedHead(head or f"{asked}.weight", embedding)
+    ends = {name.rpartition(".")[2] for adapter in adapters.values() for name in [*adapter.modules, *adapter.saved]}
+    head = next((name for end, name in outside.items() if end in HEADS), None)
+    return embedding, head or f"{next(iter(sorted(ends & HEADS)), 'lm_head')}.weight"
 
 
 def with_head(parameters: Mapping[str, Parameter], tied: TiedHead | None) -> dict[str, Parameter]:
