@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from test_blends import deltas, handmade
+from tolerances import close
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition
@@ -127,7 +128,7 @@ def test_each_side_is_averaged_first(
             side: (weight, averages[side][module]) for side, weight in zip(averages, weights.values(), strict=True)
         }
         expected = combined(options, by_side, module, magnitudes)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=module)
+        close(found, expected, depth=2, name=module)
     assert json.loads((out / "adapterswap.json").read_text())["format"] == 2
     assert verify(out, {name: experts[name] for name in composition.expert_names}).equal
 
@@ -138,10 +139,7 @@ def test_the_order_on_a_side_changes_nothing(experts: dict[str, Path], tmp_path:
         composition = Composition(task=task, language="c", method="dare_linear", density=0.5, num_layers=LAYERS)
         plan = adapterswap.compose(composition, experts)
         found.append(deltas(adapterswap.write_adapter(plan, tmp_path / task[0], max_rank=FULL)))
-    for module in found[0]:
-        np.testing.assert_allclose(
-            found[0][module], found[1][module], rtol=0, atol=2e-5 * np.abs(found[0][module]).max()
-        )
+    close(found[1], found[0], depth=2)
 
 
 @pytest.mark.parametrize("options", METHODS[2:], ids=lambda options: str(options["method"]))
@@ -153,7 +151,7 @@ def test_experts_of_one_side_alone_are_combined_singly(
     single = {name: deltas(experts[name]) for name in ("a", "b")}
     for module, found in deltas(out).items():
         expected = combined(options, {name: (0.8, single[name][module]) for name in single}, module, [])
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=module)
+        close(found, expected, depth=2, name=module)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -174,7 +172,7 @@ def test_a_row_threshold_is_held_against_each_sides_average(
     for module, found in deltas(out).items():
         kept = [side[module] * (np.abs(side[module]).mean(1) >= threshold)[:, None] for side in averages]
         expected = kept[0] + kept[1]
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=module)
+        close(found, expected, depth=2, name=module)
 
 
 def test_a_layer_swap_gives_each_zone_to_a_side(experts: dict[str, Path], tmp_path: Path) -> None:
@@ -195,7 +193,7 @@ def test_a_layer_swap_gives_each_zone_to_a_side(experts: dict[str, Path], tmp_pa
         layer = int(module.split(".")[2])
         share = {0: 1.0, 1: 0.5, LAYERS - 1: 1.0}.get(layer, 0.0)
         expected = share * language[module] + (1 - share) * task[module]
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=module)
+        close(found, expected, depth=2, name=module)
 
 
 def test_inspect_shows_sides_as_owners(run: Callable[..., Result], experts: dict[str, Path], tmp_path: Path) -> None:
@@ -259,7 +257,7 @@ def test_an_average_in_a_rule(experts: dict[str, Path], tmp_path: Path) -> None:
     for module, found in deltas(out).items():
         parts = {"reasoning": (2.0, (single["a"][module] + single["b"][module]) / 2), "c": (1.0, single["c"][module])}
         expected = combined({"method": "ties", "density": 0.5}, parts, module, [])
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=module)
+        close(found, expected, depth=2, name=module)
 
 
 def test_an_untrained_expert_has_no_magnitude(experts: dict[str, Path], tmp_path: Path) -> None:

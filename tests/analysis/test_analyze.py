@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from scipy.linalg import subspace_angles
-from tolerances import close, near
+from tolerances import close, near, tolerance
 
 from adapterswap import AdapterswapError
 from adapterswap.analysis import Changes, choose_threshold, interfere, measure, read_fractions
@@ -148,7 +148,7 @@ def test_interference_is_that_of_the_dense_matrices(
 ) -> None:
     folder = base(architecture)
     first, second = expert(architecture, seed=1), expert(architecture, seed=2, r=4)
-    x, y = deltas(folder, first), deltas(folder, second)
+    x, y, weights = deltas(folder, first), deltas(folder, second), load_base(folder).state_dict()
     full = open_expert(full_expert(folder, second, tmp_path / "full"))
     pairs = [
         interfere({"x": open_adapter(first), "y": open_adapter(second)}),
@@ -163,9 +163,12 @@ def test_interference_is_that_of_the_dense_matrices(
             # The squared cosines of the angles between the subspaces, of which the smaller has 4 dimensions.
             for found, left, right in ((module.written, one, other), (module.read, one.T, other.T)):
                 angles = subspace_angles(np.linalg.svd(left)[0][:, :8], np.linalg.svd(right)[0][:, :4])
-                assert found == pytest.approx(np.mean(np.cos(angles) ** 2), abs=2e-3)
+                assert found == near(np.mean(np.cos(angles) ** 2), scale=1)
             signs = np.mean(np.sign(one) != np.sign(other))
-            assert module.conflicts / module.elements == pytest.approx(signs, abs=5e-3)
+            # The sign of what is within rounding of zero may be either; ΔW has the rounding of full weights.
+            rounding = tolerance(weights[f"{module.matrix.name}.weight"])
+            unsure = np.mean((np.abs(one) < rounding) | (np.abs(other) < rounding))
+            assert abs(module.conflicts / module.elements - signs) <= unsure
 
 
 def test_an_expert_agrees_with_itself_and_conflicts_with_its_opposite(

@@ -57,7 +57,7 @@ def test_quantised_bases(bits: dict[str, Any], folders: dict[str, Path]) -> None
         with composing.use(name), torch.no_grad():
             alone = composing.model(tokens).logits[row]
         # Not float32's rounding: in 8 bits an activation may come to lie one of its 127 steps further.
-        torch.testing.assert_close(together[row], alone, rtol=0, atol=2e-3)
+        torch.testing.assert_close(together[row], alone, rtol=0, atol=2e-3)  # noqa: TID251
     with composing.use("base"):
         close(logits(composing.model), original, depth=LAYERS)
     with composing.use("math"):
