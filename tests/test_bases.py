@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -9,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from click.testing import Result
 from test_plan import rewritten
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition
+from adapterswap.bases import Base
 from adapterswap.checking.verifying import verify
+from adapterswap.evaluation.subjects import load_subject
+from adapterswap.experts.sources import Source
+from adapterswap.serving.launch import other_bases
 
 CONFIG, RECORD = "adapter_config.json", "adapterswap.json"
 
@@ -42,16 +48,18 @@ def deep(expert: Path, copy: Path, base: str | None, **changes: Any) -> Path:
 
 
 def commands(math: Path, swahili: Path, out: Path) -> dict[str, list[object]]:
+    base = json.loads((math / CONFIG).read_text())["base_model_name_or_path"]
     pair = ["-t", math, "-l", swahili, "--num-layers", 32]
     return {
         "compose": ["compose", *pair, "-o", out],
         "merge": ["merge", *pair, "-o", out],
         "slice": ["slice", math, "--layers", "0-1", "--num-layers", 32, "-o", out],
+        "evaluate": ["evaluate", "--tasks", "mgsm_native_cot_sw", "--base-model", base, *pair],
         "suggest": ["suggest", "-t", math, "-l", swahili, "--num-layers", 32],
     }
 
 
-@pytest.mark.parametrize("name", ["compose", "merge", "slice", "suggest"])
+@pytest.mark.parametrize("name", ["compose", "merge", "slice", "suggest", "evaluate"])
 def test_a_depth_that_is_not_the_bases_is_refused(
     name: str, run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
@@ -208,3 +216,35 @@ def test_full_checkpoints_without_a_depth_in_their_config(base: Callable[[str], 
     for depth in (5, 32):
         with pytest.raises(AdapterswapError, match=f"num_layers is {depth}"):
             adapterswap.layer_swap(*folders, num_layers=depth)
+
+
+def test_evaluate_compares_the_depth_with_the_base_that_it_loads(
+    math: Path, swahili: Path, base: Callable[[str], Path]
+) -> None:
+    """A base that was not on this machine when the composition was planned."""
+    source = Source(base("llama"), "llama")
+    opened = Base("org/base", source, transformers.AutoConfig.from_pretrained(base("llama")), None)
+    plan = adapterswap.layer_swap(math, swahili)
+    assert isinstance(plan, adapterswap.Plan)
+    with (
+        pytest.raises(AdapterswapError, match="num_layers is 7"),
+        load_subject(opened, plan=dataclasses.replace(plan, num_layers=7), device="cpu"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("served", "own", "remarks"),
+    [
+        ("org/base", "v1", 0),
+        ("org/base@v1", "v1", 0),
+        ("org/base@v1", None, 0),
+        ("org/base@v1", "v2", 1),
+        ("org/b", "v1", 1),
+    ],
+)
+def test_serve_says_when_an_expert_names_another_revision(
+    served: str, own: str | None, remarks: int, math: Path, tmp_path: Path
+) -> None:
+    expert = adapterswap.open_adapter(deep(math, tmp_path / "math", "org/base", revision=own))
+    assert len(other_bases({"math": expert}, served)) == remarks

@@ -164,6 +164,8 @@ def _record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
             usable = usable and (base is None or bool(SourceRecord.model_validate(base)))
         else:
             Form(**record.get("output", {}))
+            named = (record["base_model"], record.get("base_revision"))
+            usable = usable and all(isinstance(name, str | None) for name in named)
     except (KeyError, TypeError, AttributeError, ValidationError):
         usable = False
     if not usable:

@@ -16,6 +16,7 @@ from typing import Any
 from adapterswap.bases import Base, choose_device, load_weights, quiet_peft
 from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.patterns import Patterns
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import read_json
@@ -65,12 +66,18 @@ def load_subject(
 
     Raises:
         AdapterswapError: the weights cannot be loaded, an adapter does not fit the base or carries a copy of another
-            base's weight, or the composition cannot be written (a nonlinear one without a bound on its rank).
+            base's weight, the composition is for another number of layers, or it cannot be written (a nonlinear one
+            without a bound on its rank).
     """
     from adapterswap.live import LiveComposer, load_experts, why_not_live
     from adapterswap.writing import write_adapter
 
     target = choose_device(device)
+    found = num_layers_in_config(base.config.to_dict())
+    if plan is not None and found not in (None, plan.num_layers):
+        raise AdapterswapError(
+            f"num_layers is {plan.num_layers}, and {base.reference} has {found} layers", "Leave `num_layers` out"
+        )
     with ExitStack() as stack:
         if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
             folder = Path(stack.enter_context(TemporaryDirectory())) / "composed"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.sources import same_base
+from adapterswap.experts.sources import at_revision, same_base, split_revision
 from adapterswap.files.smallfiles import is_folder
 from adapterswap.serving import plugin
 from adapterswap.serving.composer import NamedComposer, largest_rank
@@ -186,8 +186,12 @@ def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -
 
 def other_bases(experts: Mapping[str, Adapter], base_model: str) -> list[str]:
     """A remark for each expert whose own note of its base differs from the base that is served."""
-    return [
-        f"{name} says that its base is {adapter.config.base_model}; {base_model} is taken to be the same"
-        for name, adapter in experts.items()
-        if adapter.config.base_model and not same_base(adapter.config.base_model, base_model)
-    ]
+    served, revision = split_revision(base_model)
+    remarks = []
+    for name, adapter in experts.items():
+        own = adapter.config.base_model
+        other_revision = None not in (revision, adapter.config.revision) and revision != adapter.config.revision
+        if own and (not same_base(own, served) or other_revision):
+            own = at_revision(own, adapter.config.revision)
+            remarks.append(f"{name} says that its base is {own}; {base_model} is taken to be the same")
+    return remarks
