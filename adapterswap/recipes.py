@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.files.extending import Layer, find_fragment, load_layers, take_names, writer
+from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.yamlfiles import read_content, validate
 from adapterswap.files.yamltext import load_yaml
 from adapterswap.planning.compositions import Composition
@@ -27,7 +28,7 @@ from adapterswap.sweeps.recipe import SWEEP_PATHS, SweepRecipe
 from adapterswap.sweeps.sides import Asked, target_groups
 from adapterswap.training.recipe import ROW_PATHS, TrainRecipe
 
-__all__ = ["Kind", "ShippedRecipe", "check_recipe", "list_recipes", "resolve_recipe", "standalone_copy"]
+__all__ = ["Kind", "ShippedRecipe", "check_recipe", "copy_recipes", "list_recipes", "resolve_recipe", "standalone_copy"]
 
 _DEPTH = 512  # layers, where a recipe does not say how many its base has: more than any model has
 
@@ -184,6 +185,42 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
     places = {file: f"{name}.yaml" for name, file in shipped.items()}
     files = {layer.path for name in names for layer in load_layers(shipped[name])}
     return {places[file]: _with_relative_names(file, places) for file in sorted(files)}
+
+
+def _copied_names(record: Mapping[str, Any]) -> Sequence[str]:
+    return [f"{name}.yaml" for name in shipped_recipes()]
+
+
+COPIES = OutputKind(None, _copied_names)
+"""What `recipes cp` writes."""
+
+
+def copy_recipes(
+    names: Sequence[str], folder: str | Path, *, overwrite: bool = False, dry_run: bool = False
+) -> list[str]:
+    """Write `standalone_copy(names)` into a folder.
+
+    Args:
+        names: shipped recipes.
+        folder: the folder to write; it appears whole or not at all.
+        overwrite: replace it, if it holds nothing but copies of shipped recipes.
+        dry_run: check everything, and write nothing.
+
+    Returns:
+        The files' paths within the folder.
+
+    Raises:
+        AdapterswapError: a name is none that is shipped; see `atomic_folder`.
+    """
+    files = standalone_copy(names)
+    inputs = shipped_recipes().values()
+    check_target(folder, kind=COPIES, overwrite=overwrite, inputs=inputs)
+    if not dry_run:
+        with atomic_folder(folder, kind=COPIES, overwrite=overwrite, inputs=inputs) as place:
+            for name, text in files.items():
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
+                (place / name).write_text(text, encoding="utf-8")
+    return list(files)
 
 
 def _with_relative_names(file: Path, places: dict[Path, str]) -> str:

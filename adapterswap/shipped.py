@@ -10,7 +10,7 @@ import difflib
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.smallfiles import exists
+from adapterswap.files.smallfiles import exists, expand
 
 __all__ = ["find_recipe", "near_names", "shipped_recipes"]
 
@@ -34,7 +34,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     Raises:
         AdapterswapError: it is neither.
     """
-    path = Path(reference).expanduser()
+    path = expand(reference)
     if exists(path) and not path.is_dir():  # whoever reads it says what is wrong with a pipe or a device
         return path
     shipped = shipped_recipes(kind)

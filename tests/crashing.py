@@ -121,14 +121,18 @@ def rivals(folder: Path, first: list[str], arguments: list[str], rounds: int, ov
 def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
     """Many writers to one target, again and again: never two of them inside at once."""
     from adapterswap.errors import AdapterswapError
-    from adapterswap.files.folders import atomic_folder
+    from adapterswap.files.folders import OutputKind, atomic_folder
 
+    kind = OutputKind(None, lambda record: ["file"])
     inside = folder.parent / "inside"
 
     def work() -> int:
         wrote = 0
         for _ in range(rounds):
-            with contextlib.suppress(AdapterswapError), atomic_folder(folder / "out", overwrite=True) as building:
+            with (
+                contextlib.suppress(AdapterswapError),
+                atomic_folder(folder / "out", kind=kind, overwrite=True) as building,
+            ):
                 try:
                     os.close(os.open(inside, os.O_CREAT | os.O_EXCL))
                 except FileExistsError:

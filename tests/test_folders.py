@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from click.testing import Result
 from crafting import adapter, snapshot, tensors
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"}
+KIND = OutputKind(None, lambda record: ["file", "more"])
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def write(target: Path, meanwhile: Callable[[], object] = lambda: None, **options: bool) -> None:
-    with atomic_folder(target, **options) as folder:
+    with atomic_folder(target, kind=KIND, **options) as folder:
         fill(folder)
         meanwhile()
 
@@ -102,7 +104,7 @@ def test_a_symlink_stays_and_its_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     with pytest.raises(AdapterswapError, match="exists"), atomic_folder(tmp_path / "out"):
         pass
-    with atomic_folder(tmp_path / "out", overwrite=True) as folder:
+    with atomic_folder(tmp_path / "out", kind=KIND, overwrite=True) as folder:
         fill(folder)
     assert (tmp_path / "out").readlink() == tmp_path / "disk"
     assert (tmp_path / "disk" / "file").read_text() == "new"
@@ -147,7 +149,7 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
     with pytest.raises(AdapterswapError, match="exists"), atomic_folder(tmp_path / "o[u]t"):
         pass
     assert (tmp_path / "o[u]t" / "file").read_text() == mine[1]  # the only copy of what had been there
-    with atomic_folder(tmp_path / "o[u]t", overwrite=True) as folder:
+    with atomic_folder(tmp_path / "o[u]t", kind=KIND, overwrite=True) as folder:
         fill(folder)
     assert names(tmp_path) == sorted(["o[u]t", *others])
 
@@ -164,12 +166,12 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
         ("in", "overlaps the input"),
         ("link/out", "overlaps the input"),
         ("in/math/../math/out", "overlaps the input"),
-        ("file", "is a file, and the output is a folder"),
-        ("file/out", "Give a path whose parents are folders"),
-        ("loop/out", "Give a path whose parents are folders"),
-        ("x" * 250, "file name too long. Give a shorter name"),
-        ("a\0b", "a zero byte"),
-        ("/sys/out", "Give a path that you may write to"),
+        ("file", "is a file, but the output is a folder"),
+        ("file/out", "Choose a path whose parents are folders"),
+        ("loop/out", "Choose a path whose parents are folders"),
+        ("x" * 250, "file name too long. Choose a shorter name"),
+        ("a\0b", "a null byte"),
+        ("/sys/out", "Choose a path that you may write to"),
         ("/dev/null", "is a file"),
     ],
 )
@@ -198,7 +200,10 @@ def test_places_where_no_output_may_be(
 
 
 def test_an_output_that_exists(experts: tuple[Path, Path], run: Callable[..., Result], tmp_path: Path) -> None:
-    for make in (lambda path: path.mkdir(), lambda path: path.touch(), lambda path: path.symlink_to("nowhere")):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    fill(folder)
+    for make in (lambda path: folder.rename(path), lambda path: path.touch(), lambda path: path.symlink_to("nowhere")):
         make(tmp_path / "out")
         before = snapshot(tmp_path)
         for options in ([], ["--dry-run"]):
@@ -207,7 +212,7 @@ def test_an_output_that_exists(experts: tuple[Path, Path], run: Callable[..., Re
             told = f"Error: {tmp_path / 'out'} already exists. Choose another path or pass --overwrite."
             assert result.stderr == f"{told}\n"
             assert snapshot(tmp_path) == before
-        (tmp_path / "out").unlink() if not (tmp_path / "out").is_dir() else (tmp_path / "out").rmdir()
+        (tmp_path / "out").rename(tmp_path / uuid.uuid4().hex)
 
 
 @pytest.fixture
@@ -240,7 +245,7 @@ def test_a_folder_without_permission(another_user: Path, run: Callable[..., Resu
         result = run(*arguments(pair, another_user / out))
         assert result.exit_code == 1
         assert "cannot be written: permission denied" in result.stderr
-        assert "Give a path that you may write to." in result.stderr
+        assert "Choose a path that you may write to." in result.stderr
     assert names(another_user) == before
 
 
@@ -314,7 +319,7 @@ def test_a_full_disk(
 ) -> None:
     code, out, err, left = mounted(options, *arguments(experts, tmp_path / "disk" / "out"))
     assert (code, out, left) == (1, "", [])
-    assert "cannot be written: no space left on device. Free some space, or give a path on another disk" in err
+    assert "cannot be written: no space left on device. Free some space, or choose a path on another disk" in err
     assert len(err.splitlines()) == 1
 
 
@@ -330,7 +335,7 @@ def test_a_disk_that_is_read_only(
 ) -> None:
     code, out, err, left = mounted("size=1m,ro", *arguments(experts, tmp_path / "disk" / "out"))
     assert (code, out, left) == (1, "", [])
-    assert "cannot be written: read-only file system. Give a path that you may write to." in err
+    assert "cannot be written: read-only file system. Choose a path that you may write to." in err
 
 
 def test_a_mount_point_is_not_replaced(
@@ -338,12 +343,16 @@ def test_a_mount_point_is_not_replaced(
 ) -> None:
     code, _, err, left = mounted("size=1m", *arguments(experts, tmp_path / "disk", "--overwrite"))
     assert (code, left) == (1, [])
-    assert "cannot be written: device or resource busy. Give the path of a folder in it." in err
+    assert "cannot be written: device or resource busy. Choose the path of a folder in it." in err
 
 
 def test_a_dry_run_refuses_what_writing_would(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
+    check_target(tmp_path / "out")
+    fill(tmp_path / "out")
     with pytest.raises(AdapterswapError, match="exists"):
-        check_target(tmp_path / "out", overwrite=False)
-    check_target(tmp_path / "out", overwrite=True)
+        check_target(tmp_path / "out", kind=KIND)
+    check_target(tmp_path / "out", kind=KIND, overwrite=True)
+    with pytest.raises(AdapterswapError, match="did not write: file"):
+        check_target(tmp_path / "out", overwrite=True)
     assert names(tmp_path) == ["out"]

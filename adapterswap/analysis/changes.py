@@ -21,6 +21,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import MAX_LAYERS
+from adapterswap.files.smallfiles import expand
 from adapterswap.files.tensorfile import FLOATS
 
 __all__ = [
@@ -157,7 +158,7 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
     mend = f"Write the columns {', '.join(COLUMNS)}"
     cells: dict[str, dict[tuple[int, str], float]] = {}
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
+        with expand(path).open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file)
             if tuple(rows.fieldnames or ()) != COLUMNS:
                 raise AdapterswapError(f"{path} has the columns {', '.join(rows.fieldnames or ()) or 'of none'}", mend)

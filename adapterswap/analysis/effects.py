@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.analysis.suggesting import Block, Importance
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.smallfiles import read_small
+from adapterswap.files.smallfiles import expand, read_small
 from adapterswap.live import LiveComposer
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
@@ -37,7 +37,7 @@ def read_texts(path: str | Path, limit: int) -> list[str]:
     Raises:
         AdapterswapError: the file cannot be read, is larger than 16 MiB, or holds no text; a row has other columns.
     """
-    path = Path(path)
+    path = expand(path)
     texts = []
     for number, line in enumerate(read_small(path, _FILES).decode("utf-8", "replace").splitlines(), 1):
         text = line.strip()

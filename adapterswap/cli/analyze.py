@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from adapterswap.analysis import Changes, FractionTable, Interference
     from adapterswap.experts.adapters import Adapter
@@ -21,12 +22,16 @@ _COLUMNS = 6  # of a table, so that it fits 80 characters
 
 
 @click.command("analyze")
-@click.argument("experts", nargs=-1, metavar="[NAME=]EXPERT…")
-@click.option("--base-model", metavar="PATH|ID", help="The base: needed for full checkpoints; adds relative norms.")
+@click.argument("experts", type=PATH, nargs=-1, metavar="[NAME=]EXPERT…")
+@click.option(
+    "--base-model", type=PATH, metavar="PATH|ID", help="The base: needed for full checkpoints; adds relative norms."
+)
 @click.option("--threshold", type=float, metavar="X", help="Of a row's mean absolute ΔW.  [default: the median row]")
-@click.option("--from-csv", metavar="FILE", help="Draw a table of such shares instead: expert, layer, module, share.")
-@click.option("-o", "--out-path", metavar="O", help="Folder to write: PNG, CSV and JSON.")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option(
+    "--from-csv", type=PATH, metavar="FILE", help="Draw a table of such shares instead: expert, layer, module, share."
+)
+@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write: PNG, CSV and JSON.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Check everything, say what would be measured, read no tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def command(
@@ -47,6 +52,8 @@ def command(
     """
     from adapterswap.analysis import choose_threshold, interfere, measure, read_fractions
     from adapterswap.analysis.deltas import matrices
+    from adapterswap.analysis.files import ANALYSIS
+    from adapterswap.experts.adapters import Adapter
     from adapterswap.experts.checkpoints import open_checkpoint
     from adapterswap.files.folders import check_target
 
@@ -56,13 +63,14 @@ def command(
         raise click.UsageError(f"--threshold {threshold:g} is no size of a change: give 0 or more.")
     if from_csv is not None:
         tables, changes, pairs = read_fractions(from_csv), [], []
-        inputs: list[Path] = []
+        inputs: list[str | Path | None] = [from_csv]
     else:
         opened = _open(experts)
         base = open_checkpoint(base_model) if base_model else None
         inputs = [each.source.folder for each in [*opened.values(), *([base] if base else [])]]
+        inputs += [each.config.base_model for each in opened.values() if isinstance(each, Adapter)]
     if out_path is not None:
-        check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
+        check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)
     if from_csv is None:
         count = {name: len(matrices(expert, base)) for name, expert in opened.items()}
         if dry_run:
@@ -78,7 +86,7 @@ def command(
             pairs = [interfere({one: opened[one], other: opened[other]}, base, step) for one, other in couples]
     content = _content(tables, changes, pairs)
     if out_path is not None:
-        _write(Path(out_path), content, tables, changes, pairs, overwrite=overwrite, inputs=inputs)
+        _write(out_path, content, tables, changes, pairs, overwrite=overwrite, inputs=inputs)
     if as_json:
         print_json(content)
     else:
@@ -163,12 +171,13 @@ def _content(tables: list[FractionTable], changes: list[Changes], pairs: list[In
 
 
 def _write(
-    out_path: Path, content: dict[str, Any], tables: list[FractionTable], changes: list[Changes],
-    pairs: list[Interference], *, overwrite: bool, inputs: list[Path],
+    out_path: str, content: dict[str, Any], tables: list[FractionTable], changes: list[Changes],
+    pairs: list[Interference], *, overwrite: bool, inputs: list[str | Path | None],
 ) -> None:  # fmt: skip
     from importlib.util import find_spec
 
     from adapterswap.analysis.changes import write_fractions
+    from adapterswap.analysis.files import ANALYSIS
     from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_norms
     from adapterswap.errors import AdapterswapError
     from adapterswap.files.folders import atomic_folder
@@ -176,7 +185,7 @@ def _write(
 
     if find_spec("matplotlib") is None:
         raise AdapterswapError("pictures need matplotlib, which is not installed", "pip install 'adapterswap[plots]'")
-    with atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
+    with atomic_folder(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs) as folder:
         write_fractions(tables, folder / "changes.csv")
         write_json(folder / "analysis.json", content)
         draw_fractions(tables, folder / "changes.png")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
 
 if TYPE_CHECKING:
@@ -21,15 +22,17 @@ _TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is told of
 
 
 @click.command("compose")
-@click.argument("recipe", required=False)
+@click.argument("recipe", type=PATH, required=False)
 @composition_options
-@click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
-@click.option("--base-model", metavar="PATH|ID", help="The experts' base, where they name none or name it differently.")
+@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
+@click.option(
+    "--base-model", type=PATH, metavar="PATH|ID", help="The experts' base, where they name none or name it differently."
+)
 @click.option("--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True, help=_LAYOUT)
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
 @click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
 @click.option("--push-to-hub", metavar="ID", help="Upload the folder to this Hub repository, with its model card.")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -57,8 +60,9 @@ def command(
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.sources import publish
     from adapterswap.files.folders import check_target
-    from adapterswap.planning.model_plan import ModelPlan
+    from adapterswap.planning.model_plan import ModelPlan, inputs_of
     from adapterswap.writing import prepare, write_prepared
+    from adapterswap.writing.folder import COMPOSED
 
     form = Form(layout, max_rank, max_error)
     plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
@@ -69,8 +73,7 @@ def command(
             )
         _write_model(plan, out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
         return
-    inputs = [adapter.source.folder for adapter in plan.experts.values()]
-    check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(plan))
     with progress_bar("truncating", _to_truncate(plan, form)) as advance:
         written = prepare(plan, form, lambda name: advance())
     if not dry_run:

@@ -1,15 +1,20 @@
 """The options that say what to compose, shared by every command that composes: `compose`, `evaluate`.
 
 Turns options or a recipe into a plan through the library. Prints only which name an expert was given where it is not
-its folder's.
+its folder's, and a note where `base` could mean two things.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from adapterswap.cli.paths import PATH
+from adapterswap.cli.printing import note
+from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
     from adapterswap.planning.compositions import Composition
@@ -26,11 +31,17 @@ _METHODS = [
 
 _OPTIONS = (
     click.option(
-        "-t", "--task-expert", multiple=True, metavar="PATH|ID", help="Task expert; repeat to average several."
+        "-t",
+        "--task-expert",
+        type=PATH,
+        multiple=True,
+        metavar="PATH|ID",
+        help="Task expert; repeat to average several.",
     ),
     click.option(
         "-l",
         "--language-expert",
+        type=PATH,
         multiple=True,
         metavar="PATH|ID",
         help="Language expert; repeat to average several. `base` resets its layers to the base.",
@@ -114,7 +125,7 @@ def composition_from_options(
     options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
-    from adapterswap.files.smallfiles import is_folder
+    from adapterswap.files.smallfiles import expand, is_folder
     from adapterswap.files.yamlfiles import read_recipe, validate
     from adapterswap.planning.compositions import Composition
     from adapterswap.shipped import find_recipe
@@ -130,7 +141,8 @@ def composition_from_options(
         composition = read_recipe(found, Composition, paths=["experts.*"])
         beside = found.parent
         experts = {
-            name: str(beside / path) if is_folder(beside / path) else path for name, path in composition.experts.items()
+            name: str(beside / expand(path)) if is_folder(beside / expand(path)) else path
+            for name, path in composition.experts.items()
         }
         return composition.model_copy(update={"experts": experts, **given})
     if not tasks or not languages:
@@ -139,10 +151,12 @@ def composition_from_options(
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
-    from adapterswap.cli.printing import note
+    from adapterswap.files.smallfiles import is_folder
     from adapterswap.planning.allocation import BASE
     from adapterswap.planning.composing import expert_name, own_name
 
+    if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and is_first():
+        note(f"note: `{BASE}` means the unchanged base model; pass ./{BASE} for the folder")
     experts: dict[str, str] = {}
     sides: dict[str, list[str]] = {"task": [], "language": []}
     for side, references in (("task", tasks), ("language", languages)):

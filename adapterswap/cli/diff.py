@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import print_json, print_table
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @click.command("diff")
-@click.argument("one")
-@click.argument("other")
+@click.argument("one", type=PATH)
+@click.argument("other", type=PATH)
 @click.option("--modules", "by_module", is_flag=True, help="A row per module, not per layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def command(one: str, other: str, by_module: bool, as_json: bool) -> None:

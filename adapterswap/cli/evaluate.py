@@ -13,11 +13,14 @@ import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
 from adapterswap.cli.device_options import device_option, dtype_option
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json, print_table, progress_lines
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from adapterswap.bases import Base
     from adapterswap.evaluation import EvaluationResult, Settings, TaskResult
     from adapterswap.planning.plan import Plan
@@ -28,10 +31,10 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
 
 
 @click.command("evaluate")
-@click.option("--base-model", required=True, metavar="PATH|ID", help="The base model.")
-@click.option("--adapter", metavar="PATH|ID", help="One adapter on top of it.")
+@click.option("--base-model", type=PATH, required=True, metavar="PATH|ID", help="The base model.")
+@click.option("--adapter", type=PATH, metavar="PATH|ID", help="One adapter on top of it.")
 @composition_options
-@click.option("--recipe", metavar="PATH", help="A composition's recipe (YAML), as for compose.")
+@click.option("--recipe", type=PATH, metavar="PATH", help="A composition's recipe (YAML), as for compose.")
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate the composition, as compose does.")
 @click.option("--max-error", type=float, metavar="E", help="Likewise, as far as this relative error of ΔW.")
 @click.option(
@@ -49,7 +52,7 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
 @click.option("--apply-chat-template", is_flag=True, help="Prompt as a chat, each shot a turn.")
 @click.option("--system-instruction", metavar="TEXT", help="A text before everything else.")
 @click.option("--truncate", is_flag=True, help="Let prompts that do not fit lose their beginning.")
-@click.option("--include-path", metavar="DIR", help="A folder with lm-eval task files of your own.")
+@click.option("--include-path", type=PATH, metavar="DIR", help="A folder with lm-eval task files of your own.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
 @device_option()
 @dtype_option("Of the base; auto: as stored.", auto=True)
@@ -61,8 +64,8 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
     metavar="N",
     help="For shots and sampling.",
 )
-@click.option("-o", "--out-path", metavar="O", help="Folder to write: results.json and samples.jsonl.")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write: results.json and samples.jsonl.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Check everything, show a prompt, load no weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
@@ -89,13 +92,13 @@ def command(
     (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) need none either. On several devices:
     accelerate launch --multi_gpu -m adapterswap evaluate …
     """
-    from pathlib import Path
-
     from adapterswap.bases import choose_device, open_base
     from adapterswap.evaluation import evaluate, write_result
+    from adapterswap.evaluation.results import EVALUATION
     from adapterswap.evaluation.subjects import describe_subject, find_adapter, load_subject
     from adapterswap.evaluation.tasks import check_task_names, load_tasks
     from adapterswap.files.folders import check_target
+    from adapterswap.planning.model_plan import inputs_of
 
     names = [name for name in tasks.split(",") if name]
     check_task_names(names, options["include_path"])
@@ -104,11 +107,11 @@ def command(
         raise click.UsageError("--max-rank and --max-error are for compositions.")
     what: dict[str, Any] = {"plan": plan, "max_rank": max_rank, "max_error": max_error}
     source = find_adapter(adapter) if adapter else None
-    inputs = [source.folder] if source else []
-    inputs += [expert.source.folder for expert in plan.experts.values()] if plan else []
+    inputs: list[str | Path | None] = [base_model, source.folder if source else None, options["include_path"]]
+    inputs += inputs_of(plan) if plan else []
     settings = _settings(options)
     if out_path is not None:
-        check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
+        check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     _phase("reading the tasks")
     base = open_base(base_model)
     inputs.append(base.source.folder)

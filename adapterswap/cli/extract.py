@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json, print_table, progress_lines
 from adapterswap.experts.layers import format_layers
 
@@ -19,9 +20,11 @@ _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 
 
 @click.command("extract")
-@click.argument("full")
-@click.option("--base-model", required=True, metavar="PATH|ID", help="The base that FULL was fine-tuned from.")
-@click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
+@click.argument("full", type=PATH)
+@click.option(
+    "--base-model", type=PATH, required=True, metavar="PATH|ID", help="The base that FULL was fine-tuned from."
+)
+@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
 @click.option("--rank", type=click.IntRange(1, 65536), metavar="R", help="Rank; with --max-error, the highest.")
 @click.option("--max-error", type=float, metavar="E", help="The smallest rank with this relative error, per module.")
 @click.option("--layers", metavar="LAYERS", help="Only these layers, such as 0-4,30-31.")
@@ -29,7 +32,7 @@ _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 @click.option("--embeddings", is_flag=True, help="Embeddings and head too.")
 @dtype_option("Of the factors.  [default: FULL's]")
 @device_option("cpu", more="; for mps the CPU computes")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Compute and report, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def command(

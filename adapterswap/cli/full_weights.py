@@ -22,12 +22,11 @@ def write_full_weights(
     Raises:
         AdapterswapError: see `adapterswap.merge`.
     """
-    from pathlib import Path
-
     from adapterswap.files.folders import check_target
     from adapterswap.merging import write_model
+    from adapterswap.writing.folder import COMPOSED
 
-    check_target(Path(out_path), overwrite=overwrite, inputs=merged.inputs)
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=merged.inputs)
     if not dry_run:
         with progress_bar("merging", len(merged.plan.parameters)) as advance:
             write_model(merged, out_path, device=device, overwrite=overwrite, progress=advance)

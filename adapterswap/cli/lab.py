@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ _SCENES = ("gap", "no-gap")
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Bases, each with its two experts.")
 @click.option("--scene", type=click.Choice(_SCENES), default="gap", show_default=True, help="What the base lacks.")
 @click.option("--rebuild-base", is_flag=True, help="Pretrain the bases instead of using the shipped ones.")
-@click.option("-o", "--out-path", default="lab-run", show_default=True, help="Folder to write.")
+@click.option("-o", "--out-path", type=PATH, default="lab-run", show_default=True, help="Folder to write.")
 @click.option("--jobs", type=click.IntRange(1), help="Seeds at once, one thread each. Default: one to a core.")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -45,14 +46,13 @@ def command(
 
     This is a constructed demonstration of a mechanism, not evidence for the papers' numbers.
     """
-    from pathlib import Path
-
     from adapterswap.files.folders import check_target
     from adapterswap.lab import SCENES, plan_lab, run_lab
+    from adapterswap.lab.run import LAB
 
     chosen = SCENES[scene]
     if dry_run:
-        check_target(Path(out_path), overwrite=overwrite)
+        check_target(out_path, kind=LAB, overwrite=overwrite)
         expected = plan_lab(chosen, seeds, rebuild_base=rebuild_base)
         print_json({"dry_run": True, **expected.to_json()}) if as_json else _print_plan(expected)
         return

@@ -9,20 +9,21 @@ import click
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.full_weights import write_full_weights
+from adapterswap.cli.paths import PATH
 
 if TYPE_CHECKING:
     from adapterswap.planning.model_plan import AnyPlan
 
 
 @click.command("merge")
-@click.argument("path", required=False)
+@click.argument("path", type=PATH, required=False)
 @composition_options
-@click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
-@click.option("--base-model", metavar="PATH|ID", help="The base.  [default: the one that the experts name]")
+@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
+@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base.  [default: the one that the experts name]")
 @click.option("--max-shard-size", metavar="SIZE", help="Such as 2GB.  [default: the base's shards]")
 @dtype_option("Of the result.  [default: each tensor's in the base]")
 @device_option("cpu", more="; cuda is all GPUs")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json
 
 
@@ -44,7 +44,7 @@ def ls(kind: str | None, as_json: bool) -> None:
 
 
 @command.command("cat")
-@click.argument("name")
+@click.argument("name", type=PATH)
 @click.option("--resolved", is_flag=True, help="With all that it extends, each line with the file that it is from.")
 @click.option("--json", "as_json", is_flag=True, help="Print what it says with all that it extends, as JSON.")
 def cat(name: str, resolved: bool, as_json: bool) -> None:
@@ -67,9 +67,9 @@ def cat(name: str, resolved: bool, as_json: bool) -> None:
 
 
 @command.command("cp")
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@click.argument("folder", metavar="DIR")
-@click.option("--overwrite", is_flag=True, help="Replace the folder if it exists.")
+@click.argument("names", type=PATH, nargs=-1, required=True, metavar="NAME...")
+@click.argument("folder", type=PATH, metavar="DIR")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_json: bool) -> None:
@@ -79,24 +79,17 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
     instead: `adapterswap recipes cat NAME --resolved > mine.yaml`.
     """
     from adapterswap.errors import AdapterswapError
-    from adapterswap.files.folders import atomic_folder, check_target
-    from adapterswap.recipes import standalone_copy
+    from adapterswap.recipes import copy_recipes
 
     if folder.endswith((".yaml", ".yml")):
         raise AdapterswapError(
             f"{folder} is the name of a file, and recipes are copied into a folder",
             f"Give a folder, or write one file: adapterswap recipes cat {names[0]} --resolved > {folder}",
         )
-    files = standalone_copy(names)
-    check_target(Path(folder), overwrite=overwrite)
-    if not dry_run:
-        with atomic_folder(folder, overwrite=overwrite) as place:
-            for name, text in files.items():
-                (place / name).parent.mkdir(parents=True, exist_ok=True)
-                (place / name).write_text(text, encoding="utf-8")
+    files = copy_recipes(names, folder, overwrite=overwrite, dry_run=dry_run)
     if as_json:
         print_json({"written": not dry_run, "out_path": folder, "recipes": [f"{name}.yaml" for name in names],
-                    "files": list(files)})  # fmt: skip
+                    "files": files})  # fmt: skip
         return
     for name in files:
         click.echo(f"{folder}/{name}")
@@ -104,7 +97,7 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
 
 
 @command.command("validate")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", type=PATH, nargs=-1, required=True, metavar="FILE...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def validate(files: tuple[str, ...], as_json: bool) -> None:
     """Tell every mistake in recipes, without reading models or data.

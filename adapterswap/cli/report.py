@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 
 @click.command("report")
-@click.argument("run", metavar="RUN")
-@click.option("-o", "--out-path", metavar="O", help="Folder to write.  [default: RUN-report]")
+@click.argument("run", type=PATH, metavar="RUN")
+@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write.  [default: RUN-report]")
 @click.option("--reference", metavar="METHOD", help="What the others are compared with.  [default: soup]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the bootstrap.")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Compute and print everything, write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: all that is in summary.json.")
 def command(
@@ -34,16 +35,16 @@ def command(
     Configurations are chosen on one half of the documents and reported on the other; the papers' own protocol, the best
     on the test itself, stands beside it. Differences to the reference have intervals over experts and documents.
     """
-    from pathlib import Path
-
     from adapterswap.files.folders import check_target
+    from adapterswap.files.smallfiles import expand
     from adapterswap.reporting import make_report, open_source, write_report
+    from adapterswap.reporting.writing import REPORT
 
-    folder = Path(run)
+    folder = expand(run)
     named = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to put -report behind
-    target = Path(out_path) if out_path else named.with_name(f"{named.name}-report")
+    target = expand(out_path) if out_path else named.with_name(f"{named.name}-report")
     source = open_source(folder)
-    check_target(target, overwrite=overwrite, inputs=[folder])
+    check_target(target, kind=REPORT, overwrite=overwrite, inputs=[folder])
     report = make_report(source, reference=reference, seed=seed)
     if not dry_run:
         write_report(report, target, overwrite=overwrite, run=folder)

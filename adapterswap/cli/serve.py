@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, print_json
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ class _Serve(click.Command):
 
 
 @click.command("serve", cls=_Serve)
-@click.option("--base-model", required=True, metavar="PATH|ID", help="The base model of all experts.")
-@click.option("--experts", "experts_path", required=True, metavar="DIR|YAML", help=_EXPERTS)
-@click.option("--cache", metavar="DIR", help="Where compositions are kept.  [default: ~/.cache/adapterswap/serving]")
+@click.option("--base-model", type=PATH, required=True, metavar="PATH|ID", help="The base model of all experts.")
+@click.option("--experts", "experts_path", type=PATH, required=True, metavar="DIR|YAML", help=_EXPERTS)
+@click.option(
+    "--cache", type=PATH, metavar="DIR", help="Where compositions are kept.  [default: ~/.cache/adapterswap/serving]"
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, show the command, start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM ARGS]")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, print_json
 
 
 @click.command("slice")
-@click.argument("expert")
+@click.argument("expert", type=PATH)
 @click.option("--layers", required=True, metavar="LAYERS", help="Layers to keep, such as 0-4,30-31.")
-@click.option("-o", "--out-path", required=True, metavar="O", help="Folder to write.")
+@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
 @click.option("--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]")
-@click.option("--base-model", metavar="PATH|ID", help="The expert's base, where it names none or another place.")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder if it exists.")
+@click.option(
+    "--base-model", type=PATH, metavar="PATH|ID", help="The expert's base, where it names none or another place."
+)
+@click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Say what would be kept and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -32,19 +35,19 @@ def command(
     gives the tensors and the config that composing the whole experts gives; asking one for a layer that was cut away is
     an error. Modules outside the layers are kept.
     """
-    from pathlib import Path
-
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.adapters import open_adapter
     from adapterswap.files.folders import check_target
+    from adapterswap.planning.model_plan import inputs_of
     from adapterswap.planning.slicing import slice_plan
     from adapterswap.writing import prepare, write_prepared
+    from adapterswap.writing.folder import COMPOSED
 
     adapter = open_adapter(expert)
     plan = slice_plan(adapter, layers, num_layers=num_layers, base_model=base_model)
     written = prepare(plan, Form())
     if dry_run:
-        check_target(Path(out_path), overwrite=overwrite, inputs=[adapter.source.folder])
+        check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(plan))
     else:
         write_prepared(written, out_path, overwrite=overwrite)
     kept = sum(bool(module.terms) for module in plan)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from adapterswap.cli.device_options import device_option
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 @click.command("suggest")
-@click.option("-t", "--task-expert", required=True, metavar="PATH|ID", help="Its middle layers are to be kept.")
-@click.option("-l", "--language-expert", required=True, metavar="PATH|ID", help="Gives the outer layers.")
-@click.option("--base-model", metavar="PATH|ID", help="The base: needed for texts.")
+@click.option(
+    "-t", "--task-expert", type=PATH, required=True, metavar="PATH|ID", help="Its middle layers are to be kept."
+)
+@click.option("-l", "--language-expert", type=PATH, required=True, metavar="PATH|ID", help="Gives the outer layers.")
+@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base: needed for texts.")
 @click.option("--num-layers", type=click.IntRange(min=1), metavar="N", help="The base's layers, where it is not named.")
-@click.option("--task-texts", metavar="FILE", help="Texts of the task: .jsonl, or a text to a line.")
-@click.option("--language-texts", metavar="FILE", help="Texts in the language, without the task.")
+@click.option("--task-texts", type=PATH, metavar="FILE", help="Texts of the task: .jsonl, or a text to a line.")
+@click.option("--language-texts", type=PATH, metavar="FILE", help="Texts in the language, without the task.")
 @click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, metavar="N", help="Texts of each.")
 @click.option(
     "--form",
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     help="Bottom and top layers, or an owner for each layer's attention and MLP.",
 )
 @device_option(more="; for texts")
-@click.option("-o", "--out-path", metavar="FILE", help="Write the proposal as a recipe for compose.")
+@click.option("-o", "--out-path", type=PATH, metavar="FILE", help="Write the proposal as a recipe for compose.")
 @click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
 @click.option("--dry-run", is_flag=True, help="Check everything, measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -57,17 +59,25 @@ def command(
     """
     from adapterswap.analysis.effects import read_texts
     from adapterswap.analysis.suggesting import suggest
+    from adapterswap.errors import AdapterswapError
+    from adapterswap.files.folders import atomic_file, check_file
+    from adapterswap.planning.allocation import BASE
     from adapterswap.planning.composing import soup
-    from adapterswap.planning.model_plan import adapters_only
+    from adapterswap.planning.model_plan import adapters_only, inputs_of
 
     texts = {"task": task_texts, "language": language_texts}
     if (task_texts is None) != (language_texts is None):
         raise click.UsageError("Give both --task-texts and --language-texts, or neither.")
     if task_texts is not None and base_model is None:
         raise click.UsageError("Texts are read by the base: give --base-model.")
-    target = Path(out_path) if out_path is not None else None
-    if target is not None:
-        _check_file(target, overwrite=overwrite)
+    inputs = [task_expert, language_expert, base_model, task_texts, language_texts]
+    if out_path is not None:
+        check_file(out_path, overwrite=overwrite, inputs=inputs)
+    if BASE in (task_expert, language_expert):
+        raise AdapterswapError(
+            f"`{BASE}` means the unchanged base model, and suggest compares two experts",
+            f"Pass two adapters; ./{BASE} is the folder of that name",
+        )
     plan = adapters_only(soup(task_expert, language_expert, num_layers=num_layers, base_model=base_model))
     read = {side: read_texts(path, limit) for side, path in texts.items() if path is not None}
     if dry_run:
@@ -87,14 +97,16 @@ def command(
             for layer in range(importance.num_layers)
         ],
     }
-    if target is not None:
-        _write_recipe(target, suggestion, task_expert, language_expert, base_model, overwrite=overwrite)
+    if out_path is not None:
+        text = _recipe(suggestion, task_expert, language_expert, base_model)
+        with atomic_file(out_path, overwrite=overwrite, inputs=[*inputs, *inputs_of(plan)]) as file:
+            file.write_text(text, encoding="utf-8")
     if as_json:
         print_json(content)
     else:
         _print(importance, suggestion)
-    if target is not None:
-        note(f"written to {target}")
+    if out_path is not None:
+        note(f"written to {out_path}")
     elif suggestion.form == "modules":
         note("give -o recipe.yaml to have it as a recipe for adapterswap compose")
 
@@ -136,43 +148,16 @@ def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: 
         return importance_of_activations(model, base.tokenizer, plan, sides=sides, texts=texts, progress=step)
 
 
-def _check_file(target: Path, *, overwrite: bool) -> None:
-    from adapterswap.errors import AdapterswapError
-
-    if target.is_dir():
-        raise AdapterswapError(f"{target} is a folder, and a recipe is a file", "Give a path that ends in .yaml")
-    if target.exists() and not overwrite:
-        raise AdapterswapError(f"{target} already exists", "Choose another path or pass `overwrite=True`")
-    if not target.parent.is_dir():
-        raise AdapterswapError(
-            f"{target} cannot be written: there is no folder {target.parent}", "Make it, or give another path"
-        )
-
-
-def _write_recipe(
-    target: Path, suggestion: Suggestion, task: str, language: str, base_model: str | None, *, overwrite: bool
-) -> None:
-    """A recipe that `adapterswap compose` takes, whole or not at all."""
-    import os
-
+def _recipe(suggestion: Suggestion, task: str, language: str, base_model: str | None) -> str:
+    """A recipe that `adapterswap compose` takes."""
     import yaml
-
-    from adapterswap.errors import AdapterswapError
 
     content: dict[str, Any] = {"experts": {"task": task, "language": language}}
     if base_model is not None:
         content["base_model"] = base_model
     content |= dict(suggestion.composition)
     text = "".join(f"# {reason}\n" for reason in suggestion.reasons)
-    text += yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    building = target.with_name(f".{target.name}.tmp")
-    try:
-        building.write_text(text, encoding="utf-8")
-        _check_file(target, overwrite=overwrite)
-        os.replace(building, target)
-    except OSError as error:
-        building.unlink(missing_ok=True)
-        raise AdapterswapError(f"{target} cannot be written: {error.strerror}", "Check the path and the disk") from None
+    return text + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
 def _print(importance: Importance, suggestion: Suggestion) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json, print_table
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 
 @click.command("sweep")
-@click.argument("recipe")
-@click.option("-o", "--out-path", required=True, metavar="RUN", help="Folder to write, or to go on with.")
+@click.argument("recipe", type=PATH)
+@click.option("-o", "--out-path", type=PATH, required=True, metavar="RUN", help="Folder to write, or to go on with.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value: settings.num_fewshot=2.")
-@click.option("--base-model", metavar="PATH|ID", help="The base, instead of the recipe's.")
+@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base, instead of the recipe's.")
 @click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")
 @click.option("--batch-size", type=int, metavar="N", help="Short for --set settings.batch_size=N.")
 @device_option()
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     help="With --ray: how many processes.  [default: one for each GPU]",
 )
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks run code that the model wrote (MBPP).")
-@click.option("--overwrite", is_flag=True, help="Begin anew where the folder holds a sweep.")
+@click.option("--overwrite", is_flag=True, help="Replace the sweep that the folder holds.")
 @click.option("--dry-run", is_flag=True, help="Check everything and count; load no weights, write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
@@ -65,8 +66,6 @@ def command(
     and results are recorded as they come. Stopped or killed, the same command goes on where it was. On several devices:
     accelerate launch --multi_gpu -m adapterswap sweep …
     """
-    from pathlib import Path
-
     from adapterswap.bases import choose_device
     from adapterswap.shipped import find_recipe
     from adapterswap.sweeps import prepare, read_sweep_recipe, summarize, sweep
@@ -81,7 +80,7 @@ def command(
     prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code)
     if dry_run:
         choose_device(device)
-        found = check_out_path(Path(out_path), prepared.described, overwrite=overwrite, inputs=prepared.inputs)
+        found = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
         expected = estimate(prepared, found)
         if is_first():
             print_json({"dry_run": True, **expected.as_json()}) if as_json else _print_estimate(expected)

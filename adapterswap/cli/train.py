@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, print_json
 from adapterswap.cli.together import one_voice
 from adapterswap.processes import is_first, leave
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 
 
 @click.command("train")
-@click.argument("recipe")
+@click.argument("recipe", type=PATH)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value, such as training.seed=1.")
-@click.option("-o", "--out-path", metavar="O", help="Folder to write, instead of the recipe's.")
-@click.option("--base-model", metavar="PATH|ID", help="Base to train on, instead of the recipe's.")
+@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write, instead of the recipe's.")
+@click.option("--base-model", type=PATH, metavar="PATH|ID", help="Base to train on, instead of the recipe's.")
 @click.option("--seed", type=int, help="Short for --set training.seed=N --set training.data_seed=N.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Short for --set training.device=…")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Short for --set training.dtype=…")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of an unfinished run.")
-@click.option("--overwrite", is_flag=True, help="Replace the output folder, and checkpoints of an unfinished run.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier output, and checkpoints of an unfinished run.")
 @click.option("--dry-run", is_flag=True, help="Print what it would take, and train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
@@ -101,15 +102,12 @@ def _train(
 
 
 def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool, resume: bool) -> None:
-    """A dry run may do without an output; if it has one, it is refused where the run itself would refuse it."""
-    from pathlib import Path
-
-    from adapterswap.files.folders import check_target
-    from adapterswap.training.checkpoints import Checkpoints
+    """A dry run does not need an output; if there is one, it is refused where the run itself would refuse it."""
+    from adapterswap.files.smallfiles import expand
+    from adapterswap.training.run import check_output
 
     if chosen := out_path or recipe.out_path:
-        check_target(Path(chosen), overwrite=overwrite)
-        Checkpoints(Path(chosen)).check(resume=resume, overwrite=overwrite)
+        check_output(expand(chosen), recipe.inputs, resume=resume, overwrite=overwrite)
 
 
 def _print_estimate(expected: TrainEstimate) -> None:

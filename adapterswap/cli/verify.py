@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, print_json
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ _SHOWN = 10  # tensors that are named; with a wrong source it is nearly all of t
 
 
 @click.command("verify")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--expert", "experts", multiple=True, metavar="NAME=PATH", help="Where a source lies; repeatable.")
-@click.option("--base-model", metavar="PATH|ID", help="The base, where its weights entered.")
+@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base, where its weights entered.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json: bool) -> None:
     """Recompute what was composed or merged from its sources and compare.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.files.smallfiles import expand
 
 __all__ = ["FLORES_PATH", "FloresTask", "flores_folder", "flores_metrics", "flores_task", "is_flores", "read_sentences"]
 
@@ -88,12 +89,12 @@ def flores_folder() -> Path:
         AdapterswapError: it names none, or no folder.
     """
     folder = os.environ.get(FLORES_PATH)
-    if folder is None or not Path(folder).is_dir():
+    if folder is None or not expand(folder).is_dir():
         raise AdapterswapError(
             f"{FLORES_PATH} is {'not set' if folder is None else f'{folder}, which is no folder'}",
             f"FLORES is not shipped: set {FLORES_PATH} to the folder that holds its dev/ and devtest/",
         )
-    return Path(folder)
+    return expand(folder)
 
 
 def read_sentences(folder: Path, split: str, code: str) -> list[str]:

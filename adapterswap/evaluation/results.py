@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.files.folders import atomic_folder
+from adapterswap.files.folders import OutputKind, atomic_folder
 from adapterswap.files.smallfiles import write_json
 
-__all__ = ["EvaluationResult", "Sample", "Score", "TaskResult", "write_result"]
+__all__ = ["EVALUATION", "EvaluationResult", "Sample", "Score", "TaskResult", "write_result"]
+
+EVALUATION = OutputKind(
+    "results.json",
+    lambda record: ("results.json", "samples.jsonl") if record.keys() >= {"adapterswap", "tasks"} else (),
+)
+"""What `evaluate` writes."""
 
 
 @dataclass(frozen=True)
@@ -142,15 +148,15 @@ def write_result(
     *,
     subject: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    inputs: Iterable[Path] = (),
+    inputs: Iterable[str | Path | None] = (),
 ) -> None:
     """Write the folder `out_path` with results.json and samples.jsonl (one line for each document).
 
     Args:
         result: what `evaluate` returned.
         subject: what was evaluated, as plain data: it goes into results.json.
-        overwrite: replace the folder if it exists.
-        inputs: folders that were read; the output may not overlap them.
+        overwrite: replace the folder, if an evaluation wrote it.
+        inputs: what was read; the output may not overlap it.
 
     Raises:
         AdapterswapError: see `atomic_folder`.
@@ -159,7 +165,7 @@ def write_result(
         "subject": dict(subject or {}),
         "first_prompts": {sample.task: sample.prompt for sample in result.samples if sample.doc_id == 0},
     }
-    with atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
+    with atomic_folder(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs) as folder:
         write_json(folder / "results.json", content)
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for sample in result.samples:

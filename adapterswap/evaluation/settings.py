@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from adapterswap.errors import Problems
+from adapterswap.files.smallfiles import expand
 from adapterswap.files.yamlfiles import FiniteModel
 
 __all__ = ["SEED", "EvaluationOptions", "Settings"]
@@ -105,5 +106,5 @@ class EvaluationOptions(FiniteModel):
             name: getattr(self, name) for name in type(self).model_fields if name in Settings.__dataclass_fields__
         }
         if folder is not None and self.include_path is not None:
-            content["include_path"] = folder / self.include_path
+            content["include_path"] = folder / expand(self.include_path)
         return Settings(**content, **more)

@@ -25,6 +25,7 @@ from adapterswap.evaluation.tydiqa import MAX_SHOTS as TYDIQA_SHOTS
 from adapterswap.evaluation.tydiqa import tydiqa_task_names
 from adapterswap.evaluation.xcopa import MAX_SHOTS as XCOPA_SHOTS
 from adapterswap.evaluation.xcopa import xcopa_task_names
+from adapterswap.files.smallfiles import expand
 
 __all__ = ["MAX_SHOTS", "check_task_names", "load_tasks", "require_lm_eval", "split_shots"]
 
@@ -100,7 +101,7 @@ def split_shots(name: str) -> tuple[str, int | None]:
 def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[str, Any]:
     """Tasks that are asked with as many shots as each other: as the suffix of their names says, else the settings."""
     num_fewshot = int(suffix[1:]) if suffix else settings.num_fewshot
-    include_path = settings.include_path
+    include_path = None if settings.include_path is None else expand(settings.include_path)
     asked = _resolve(names)
     problems = Problems()
     if num_fewshot is not None:

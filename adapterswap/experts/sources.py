@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, printable, reason_of
-from adapterswap.files.smallfiles import exists, is_folder, read_json
+from adapterswap.files.smallfiles import exists, expand, is_folder, read_json
 
 __all__ = [
     "Source",
@@ -70,9 +70,7 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str) -> So
         raise AdapterswapError(
             f"the {what} is of type {type(reference).__name__}", "Pass a local folder or a Hub id such as org/name"
         )
-    path = Path(reference)
-    with suppress(RuntimeError):  # `~` and no such user
-        path = path.expanduser()
+    path = expand(reference)
     if reference == "":
         raise AdapterswapError(f"the {what}'s path is empty", "Give a folder, or a Hub id such as org/name@revision")
     if is_folder(path):
@@ -131,9 +129,7 @@ def cached_base_config(reference: str) -> Mapping[str, Any] | None:
 
     The network is not used. None where there is none that can be read.
     """
-    path = Path(reference)
-    with suppress(RuntimeError):  # `~` and no such user
-        path = path.expanduser()
+    path = expand(reference)
     with suppress(AdapterswapError):
         if is_folder(path):
             return read_json(path / "config.json")
@@ -163,7 +159,7 @@ def same_base(one: str | None, other: str | None) -> bool:
     """Whether two adapters' notes of their base mean the same: the same text, or paths to the same folder."""
     if one is None or other is None or one == other:
         return one == other
-    return is_folder(Path(one)) and is_folder(Path(other)) and Path(one).samefile(other)
+    return is_folder(expand(one)) and is_folder(expand(other)) and expand(one).samefile(expand(other))
 
 
 def is_hub_id(reference: str) -> bool:

@@ -21,6 +21,8 @@ from adapterswap.extracting.output import Spool, write_folder
 from adapterswap.extracting.pairing import Pair, Selection, pair
 from adapterswap.extracting.result import Extracted, Extraction, Lost
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.smallfiles import expand_text
+from adapterswap.writing.folder import COMPOSED
 
 __all__ = ["Extracted", "Extraction", "Lost", "extract"]
 
@@ -59,7 +61,7 @@ def extract(
         embeddings: cut embeddings and heads too.
         dtype: float32, bfloat16 or float16; by default each factor has the dtype of the fine-tune's weight.
         device: where torch computes: auto, cpu, cuda, cuda:N or mps, for which the CPU computes.
-        overwrite: replace the folder if it exists.
+        overwrite: replace the folder, if `extract` or its like wrote it.
         dry_run: compute and report everything, and write nothing.
         progress: called after each parameter with how many are done, and how many there are.
 
@@ -67,28 +69,28 @@ def extract(
         What was cut out, with each module's rank and error, and what was left out.
 
     Raises:
-        AdapterswapError: neither rank nor error; a folder that exists (without `overwrite`) or cannot be written; a
-            checkpoint that cannot be opened; two that are no fine-tune and base: of different architectures or shapes,
-            quantised; layers or modules that they do not have; NaN or infinity; no difference to extract.
+        AdapterswapError: neither rank nor error; a folder that exists (without `overwrite`), holds other files, or
+            cannot be written; a checkpoint that cannot be opened; two that are no fine-tune and base: of different
+            architectures or shapes, quantised; layers or modules that they do not have; NaN or infinity; no difference
+            to extract.
     """
     if dtype is not None and dtype not in DTYPES:
         raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(DTYPES)}")
     form = CutForm(rank, max_error, DTYPES[dtype] if dtype else None, _device(device))
-    check_target(Path(out_path), overwrite=overwrite)
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
     inputs = [checkpoint.source.folder for checkpoint in opened]
-    check_target(Path(out_path), overwrite=overwrite, inputs=inputs)
     selection = Selection(layers, tuple(modules), embeddings)
     matched = leave_out_unloadable(pair(*opened, selection))
     if dry_run:
         return _carry_out(matched, form, None, progress)
     with (
-        atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder,
+        atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs) as folder,
         hashed(opened) as hashes,
         Spool(folder) as spool,
     ):
         found = _carry_out(matched, form, spool, progress)
-        write_folder(folder, matched, form, selection, found, spool, hashes(), str(base_model))
+        write_folder(folder, matched, form, selection, found, spool, hashes(), expand_text(str(base_model)))
     return found
 
 

@@ -27,6 +27,7 @@ from adapterswap.extracting.result import Extracted, Extraction, shortened
 from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
 from adapterswap.writing.copying import sha256_of, write_at
+from adapterswap.writing.folder import CARD
 
 __all__ = ["Spool", "lost_lines", "write_folder"]
 
@@ -107,7 +108,7 @@ def write_folder(
         **({"slice": {"layers": selection.layers}} if selection.layers is not None else {}),
     }
     write_json(folder / PROVENANCE, record)
-    (folder / "README.md").write_text(_card(pair, found, base), encoding="utf-8")
+    (folder / CARD).write_text(_card(pair, found, base), encoding="utf-8")
 
 
 def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.files.smallfiles import exists, shown
+from adapterswap.files.smallfiles import exists, expand, shown
 from adapterswap.files.yamltext import load_yaml
 from adapterswap.shipped import near_names, shipped_recipes
 
@@ -86,7 +86,7 @@ def find_fragment(name: str, path: Path) -> Path:
     Raises:
         AdapterswapError: there is none.
     """
-    beside = path.parent / Path(name).expanduser()
+    beside = path.parent / expand(name)
     if exists(beside) and beside.is_file():
         return beside
     shipped = shipped_recipes()

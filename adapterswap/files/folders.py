@@ -1,82 +1,346 @@
-"""Output folders that are whole or absent.
+"""Outputs that are whole or absent, and never at the cost of a file that adapterswap did not write.
 
 A folder is built beside its target under a temporary name and renamed into place at the end, so an error, a kill or a
-full disk never leaves a half-written one. A lock beside the target keeps a second writer to it out; whoever holds the
-lock also clears away what a killed writer left, and puts back a folder that it had set aside. Nothing is forced to the
-disk, so this holds for processes that die, not for a machine that loses power. Knows nothing of what the folders hold.
+full disk never leaves half of one. Files are forced to the disk before the rename, so this holds for a power loss too.
+A lock beside the target keeps a second writer out; the holder of the lock also removes what a killed writer left, and
+puts back a folder that it had set aside. An existing folder is replaced only if all its files were written by the same
+kind of command: its record lists them. Knows nothing of what the folders hold.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
+import json
 import os
 import re
 import shutil
+import stat
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.files.smallfiles import exists, expand, read_small, write_json
 
-__all__ = ["atomic_folder", "check_target", "locked"]
+__all__ = [
+    "OutputKind",
+    "atomic_file",
+    "atomic_folder",
+    "check_file",
+    "check_inputs",
+    "check_place",
+    "check_target",
+    "locked",
+    "refuse_strangers",
+    "strangers",
+]
+
+_LIST = "files"  # the key of a record that lists what was written
+_MAX_RECORD = 2**30  # bytes
+_SHOWN = 3  # strangers that a message names
+
+
+@dataclass(frozen=True)
+class OutputKind:
+    """What a kind of command writes into its folder, so that `overwrite` removes nothing else.
+
+    Attributes:
+        record: the JSON file in the folder whose key `files` lists everything that was written; `atomic_folder` adds
+            the list. None if the command writes no such file.
+        names: what to expect in a folder without that list, as the first edition wrote it: from the record's content
+            (empty without a record) to relative paths, in which `*` stands for a part of one name and `**` at the end
+            for everything below. Nothing, if the record is not one of this kind.
+    """
+
+    record: str | None
+    names: Callable[[Mapping[str, Any]], Sequence[str]]
 
 
 @contextmanager
-def atomic_folder(target: str | Path, *, overwrite: bool = False, inputs: Iterable[Path] = ()) -> Iterator[Path]:
+def atomic_folder(
+    target: str | Path,
+    *,
+    kind: OutputKind | None = None,
+    overwrite: bool = False,
+    inputs: Iterable[str | Path | None] = (),
+) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `target` when the block ends without an exception.
 
     Args:
         target: the folder to make. Its parents are made too. If it is a symlink, the folder that it points to is meant.
-        overwrite: replace `target` if it exists (it stays as it was until the new one is complete).
-        inputs: folders that are being read; the target may be none of them, nor inside one, nor around one.
+            An empty folder counts as absent.
+        kind: what the block writes; its record gets the list of files.
+        overwrite: replace `target` if it is of this kind (it stays as it was until the new one is complete).
+        inputs: everything that is read, see `check_inputs`.
 
     Raises:
-        AdapterswapError: the target exists and `overwrite` is false, touches an input, is being written by another
-            process, or cannot be written (permissions, a full disk).
+        AdapterswapError: see `check_target`; the target is being written by another process, or cannot be written
+            (permissions, a full disk).
     """
-    target, inputs = Path(target), tuple(inputs)
-    check_target(target, overwrite=overwrite, inputs=inputs)
+    target, inputs = expand(target), tuple(inputs)
+    check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)
     place = Path(os.path.realpath(target))
     with (
-        _told(target),
+        _os_errors(target),
         _parents(place.parent),
         locked(_beside(place, "lock"), f"{target} is being written by another process"),
     ):
         _recover(place)
-        check_target(target, overwrite=overwrite, inputs=inputs)  # again: something may have been put back
+        check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: something may have been put back
         building = _beside(place, f"{uuid.uuid4().hex[:12]}.tmp")
         try:
             building.mkdir()
             yield building
-            if place.exists() and not overwrite:
-                raise AdapterswapError(f"{target} appeared while it was being written", "Give another path")
-            _publish(building, place)
+            if kind is not None and kind.record is not None:
+                _add_list(building, kind.record)
+            _sync(building)
+            if overwrite:
+                check_target(target, kind=kind, overwrite=True, inputs=inputs)  # again: this may have taken hours
+            _publish(building, place, target, overwrite=overwrite)
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
 
-def check_target(target: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise `AdapterswapError` where `atomic_folder` would refuse `target`; a dry run calls this too."""
-    with _told(target):
+def check_target(
+    target: str | Path,
+    *,
+    kind: OutputKind | None = None,
+    overwrite: bool = False,
+    inputs: Iterable[str | Path | None] = (),
+) -> None:
+    """Check whether `atomic_folder` may write `target`. A dry run calls this too, and so does a command before hours of
+    work.
+
+    Raises:
+        AdapterswapError: the target exists, is not an empty folder, and `overwrite` is false; it holds something that
+            no command of this kind wrote; it is a file, or holds the current folder or the home folder; it is, holds or
+            lies inside an input.
+    """
+    target = expand(target)
+    with _os_errors(target):
         place = Path(os.path.realpath(target))
-        if (target.is_symlink() or place.exists()) and not overwrite:
-            raise AdapterswapError(f"{target} already exists", "Choose another path or pass `overwrite=True`")
-        if place.exists() and not place.is_dir():
-            raise AdapterswapError(f"{target} is a file, and the output is a folder", "Give another path")
-        if any(
-            Path(os.path.realpath(lived_in)).is_relative_to(place) for lived_in in (os.curdir, os.path.expanduser("~"))
-        ):
-            raise AdapterswapError(
-                f"{target} holds your home or the folder that you are in, which is not replaced",
-                "Give the path of a folder in it",
-            )
-        for source in inputs:
-            source = Path(os.path.realpath(source))
-            if place.is_relative_to(source) or source.is_relative_to(place):
+        if os.path.lexists(target) and not place.is_dir() and not overwrite:
+            raise _exists(target)
+        check_place(target, inputs)
+        if not place.is_dir() or _is_empty(place):
+            return
+        if not overwrite:
+            raise _exists(target)
+        refuse_strangers(target, strangers(place, kind))
+
+
+def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Check whether a folder may be at `target`, whatever is there now.
+
+    Raises:
+        AdapterswapError: it is a file; see `check_inputs`.
+    """
+    with _os_errors(target):
+        if target.exists() and not target.is_dir():
+            raise AdapterswapError(f"{target} is a file, but the output is a folder", "Choose another path")
+        check_inputs(target, inputs)
+
+
+def refuse_strangers(target: Path, found: Sequence[str]) -> None:
+    """Raise an `AdapterswapError` that names what `strangers` found in `target`, if it found anything."""
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise AdapterswapError(
+            f"{target} holds files that this command did not write: {', '.join(found[:_SHOWN])}{more}",
+            "Move them away, or choose another path: `overwrite=True` only replaces earlier output of this command",
+        )
+
+
+def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
+    """Check that an output does not touch what is read.
+
+    Args:
+        target: the output, a folder or a file.
+        inputs: files and folders that are read. Folders count with what the symlinks in them point to. None, Hub ids
+            and whatever else does not exist locally is passed over.
+
+    Raises:
+        AdapterswapError: the target is an input, holds one or lies inside one; or it holds the current folder or the
+            home folder.
+    """
+    place = Path(os.path.realpath(target))
+    if any(_holds(place, Path(os.path.realpath(lived_in))) for lived_in in (os.curdir, os.path.expanduser("~"))):
+        raise AdapterswapError(
+            f"{target} holds your home folder or the folder that you are in", "Choose the path of a folder in it"
+        )
+    for given in inputs:
+        source = None if given is None else expand(given)
+        if source is None or not exists(source):
+            continue
+        for one in _lives_at(source):
+            if _holds(place, one) or _holds(one, place):
                 raise AdapterswapError(
-                    f"the output {target} overlaps the input {source}", "Give an output path outside every input"
+                    f"the output {target} overlaps the input {given}", "Choose an output path outside every input"
                 )
+
+
+def _lives_at(source: Path) -> Iterator[Path]:
+    """Every place that a reader of `source` reaches: where it is, and where it and the links in it point to."""
+    yield Path(os.path.realpath(source.parent)) / source.name
+    real = Path(os.path.realpath(source))
+    yield real
+    if real.is_dir():
+        with suppress(OSError):  # a folder that cannot be listed cannot be read either
+            yield from (Path(os.path.realpath(entry)) for entry in real.iterdir() if entry.is_symlink())
+
+
+def _holds(folder: Path, path: Path) -> bool:
+    """Whether `path` is `folder` or lies in it, under whatever name a case-blind or bound file system has it."""
+    if path.is_relative_to(folder):
+        return True
+    try:
+        wanted = folder.stat()
+    except OSError:
+        return False
+    for parent in (path, *path.parents):
+        with suppress(OSError):
+            if os.path.samestat(parent.stat(), wanted):
+                return True
+    return False
+
+
+def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = ()) -> list[str]:
+    """What `folder` holds that no command of this kind wrote: relative paths, those of folders with a slash at the end.
+
+    `names` are further paths that the command writes, as in `OutputKind.names`.
+    """
+    known = [tuple(name.rstrip("/").split("/")) for name in (*_known_names(folder, kind), *names)]
+    found: list[str] = []
+
+    def look(place: Path, within: tuple[str, ...], matching: list[tuple[str, ...]]) -> None:
+        with os.scandir(place) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+        for entry in entries:
+            path = (*within, entry.name)
+            fitting = [name for name in matching if fnmatchcase(entry.name, name[len(within)])]
+            is_folder = entry.is_dir(follow_symlinks=False)
+            deeper = [name for name in fitting if len(name) > len(path)]
+            if is_folder and any(name[len(path)] == "**" for name in deeper):
+                continue
+            if is_folder and deeper:
+                look(Path(entry.path), path, deeper)
+            elif is_folder and fitting and not os.listdir(entry.path):
+                continue  # an empty folder that the command made
+            elif is_folder or len(deeper) == len(fitting):
+                found.append("/".join(path) + "/" * is_folder)
+
+    look(folder, (), known)
+    return found
+
+
+def _known_names(folder: Path, kind: OutputKind | None) -> Sequence[str]:
+    """The paths that a command of this kind wrote into `folder`, by its record; literal ones, or patterns."""
+    if kind is None:
+        return ()
+    if kind.record is None:
+        return kind.names({})
+    try:
+        record = json.loads(read_small(folder / kind.record, "", limit=_MAX_RECORD))
+    except (AdapterswapError, ValueError, RecursionError):
+        return ()
+    if not isinstance(record, dict):
+        return ()
+    names = kind.names(record)
+    listed = record.get(_LIST)
+    if names and isinstance(listed, list) and all(isinstance(name, str) for name in listed):
+        return [glob.escape(name) for name in listed]
+    return names
+
+
+def _add_list(folder: Path, record: str) -> None:
+    """Add what `folder` holds to its record."""
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    )
+    content = json.loads((folder / record).read_bytes())
+    write_json(folder / record, {**content, _LIST: names}, allow_nan=True)
+
+
+def _sync(folder: Path) -> None:
+    """Force `folder` and all that it holds to the disk: after a power loss a renamed file could be empty otherwise."""
+    for place, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            if not os.path.islink(path := os.path.join(place, name)):
+                _sync_one(path)
+        _sync_one(place)
+
+
+def _sync_one(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_file(
+    target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
+) -> Iterator[Path]:
+    """Yield the path of a temporary file that becomes `target` when the block ends without an exception.
+
+    Raises:
+        AdapterswapError: see `check_file`; the file cannot be written.
+    """
+    target, inputs = expand(target), tuple(inputs)
+    check_file(target, overwrite=overwrite, inputs=inputs)
+    place = Path(os.path.realpath(target))
+    building = _beside(place, f"{uuid.uuid4().hex[:12]}.tmp")
+    with _os_errors(target):
+        try:
+            yield building
+            _sync_one(building)
+            check_file(target, overwrite=overwrite, inputs=inputs)
+            building.replace(place)
+            _sync_one(place.parent)
+        finally:
+            building.unlink(missing_ok=True)
+
+
+def check_file(target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Check whether `atomic_file` may write `target`: a file that exists is replaced where `overwrite` says so.
+
+    Raises:
+        AdapterswapError: the target exists and `overwrite` is false; it is a folder, or no regular file; its folder
+            does not exist; it is an input, or lies inside one.
+    """
+    target = expand(target)
+    with _os_errors(target):
+        if target.is_dir():
+            raise AdapterswapError(f"{target} is a folder, but the output is a file", "Choose the path of a file")
+        if os.path.lexists(target) and not overwrite:
+            raise _exists(target)
+        if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+            raise AdapterswapError(f"{target} is a device or a pipe, not a file", "Choose another path")
+        check_inputs(target, inputs)
+        if not target.parent.is_dir():
+            raise AdapterswapError(
+                f"{target} cannot be written: the folder {target.parent} does not exist",
+                "Make the folder, or choose another path",
+            )
+
+
+def _exists(target: Path) -> AdapterswapError:
+    return AdapterswapError(f"{target} already exists", "Choose another path or pass `overwrite=True`")
+
+
+def _is_empty(place: Path) -> bool:
+    return place.is_dir() and not os.listdir(place)
 
 
 def _beside(place: Path, ending: str) -> Path:
@@ -91,6 +355,8 @@ def _parents(parent: Path) -> Iterator[None]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         yield
+        for folder in made:
+            _sync_one(folder.parent)
     except BaseException:
         with suppress(OSError):
             for folder in made:
@@ -115,7 +381,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
         if not path.exists():  # where no file can be made, as in /proc, the lock takes that for a rival's doing
             path.touch()
             path.unlink(missing_ok=True)
-        raise AdapterswapError(what, "Wait until it is done, or give another path") from None
+        raise AdapterswapError(what, "Wait until it is done, or choose another path") from None
     try:
         yield
     finally:
@@ -128,51 +394,56 @@ def _recover(place: Path) -> None:
     ours = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{12}}(?P<old>\.old)?\.tmp")
     for left in sorted(place.parent.iterdir()):
         if match := ours.fullmatch(left.name):
-            if match["old"] and not place.exists():
+            if match["old"] and (not place.exists() or _is_empty(place)):
                 left.rename(place)
             else:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _publish(building: Path, place: Path) -> None:
-    """Put `building` in its place. A kill between the two renames of a replacement is what `_recover` mends."""
+def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> None:
+    """Put `building` in its place. A kill between the two renames of a replacement is what `_recover` repairs."""
     retired = None
-    if place.exists():
+    if place.exists() and _is_empty(place):
+        shutil.copymode(place, building)
+    elif place.exists() and overwrite:
         retired = building.with_suffix(".old.tmp")  # by this name alone `_recover` knows the only copy
         place.rename(retired)
     try:
-        building.rename(place)
-    except OSError:
+        building.rename(place)  # over an empty folder; the system refuses any other
+    except OSError as error:
         if retired is not None:
             retired.rename(place)
+        elif error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise AdapterswapError(f"{target} appeared while it was being written", "Choose another path") from None
         raise
+    _sync_one(place.parent)
     if retired is not None:
         shutil.rmtree(retired.rename(building), ignore_errors=True)
 
 
 @contextmanager
-def _told(target: Path) -> Iterator[None]:
-    """Tell errors of the operating system as a user meets them."""
+def _os_errors(target: Path) -> Iterator[None]:
+    """Report errors of the operating system in the user's terms."""
     if "\0" in str(target):
-        raise AdapterswapError(f"{str(target)!r} holds a zero byte, which no path does", "Give another path")
+        raise AdapterswapError(f"{str(target)!r} contains a null byte", "Choose another path")
     try:
         yield
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)
         name = str(error.filename or "")
         where = f" (at {name})" if name and not name.endswith((str(target), ".lock")) and ".tmp" not in name else ""
-        raise AdapterswapError(f"{target} cannot be written: {reason}{where}", _mend(error.errno)) from error
+        raise AdapterswapError(f"{target} cannot be written: {reason}{where}", _remedy(error.errno)) from error
 
 
-def _mend(number: int | None) -> str:
+def _remedy(number: int | None) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "Free some space, or give a path on another disk; nothing was left behind"
+        return "Free some space, or choose a path on another disk; nothing was left behind"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Give a path that you may write to"
+        return "Choose a path that you may write to"
     if number in (errno.ENOTDIR, errno.EEXIST):
-        return "Give a path whose parents are folders"
+        return "Choose a path whose parents are folders"
     if number == errno.ENAMETOOLONG:
-        return "Give a shorter name"
+        return "Choose a shorter name"
     if number == errno.EBUSY:
-        return "Give the path of a folder in it"
+        return "Choose the path of a folder in it"
     return "Check the path and the disk; nothing was left behind"

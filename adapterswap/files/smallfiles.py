@@ -22,6 +22,8 @@ __all__ = [
     "check_pointer",
     "check_pointers",
     "exists",
+    "expand",
+    "expand_text",
     "is_folder",
     "open_regular",
     "parse_json",
@@ -51,6 +53,18 @@ _short.maxstring = _short.maxother = 100
 def shown(value: Any) -> str:
     """A value from a file as it may stand in a message: like `repr`, but short however large the value is."""
     return _short.repr(value)
+
+
+def expand(path: str | Path) -> Path:
+    """`path` with a leading `~` or `~user` replaced by that home folder, if there is such a user."""
+    with suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path(path)
+
+
+def expand_text(reference: str) -> str:
+    """As `expand`, for text that may be a Hub id: other text than a path below `~` stays as it is."""
+    return str(expand(reference)) if reference.startswith("~") else reference
 
 
 def exists(path: Path) -> bool:

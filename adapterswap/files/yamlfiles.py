@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from adapterswap.errors import AdapterswapError, FieldError, Problem, Problems, did_you_mean
 from adapterswap.files.extending import Layer, Location, load_layers, merge_layers, writer
@@ -52,6 +52,13 @@ class StrictModel(_Model):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+
+    _files: tuple[Path, ...] = PrivateAttr(default=())
+
+    @property
+    def recipe_files(self) -> tuple[Path, ...]:
+        """The files that this was read from: the recipe and what it extends. None, if it was made in Python."""
+        return self._files
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
@@ -137,7 +144,10 @@ def read_recipe(
         AdapterswapError: see `load_layers`; else with every mistake: its file, its key, its value and what is allowed.
     """
     content, layers = read_content(path, overrides, paths=paths)
-    return validate(content, model, where=str(path), layers=layers)
+    recipe = validate(content, model, where=str(path), layers=layers)
+    if isinstance(recipe, StrictModel):
+        recipe._files = tuple(dict.fromkeys(layer.path for layer in layers))
+    return recipe
 
 
 def read_content(

@@ -18,8 +18,9 @@ from adapterswap.lab.study import Study
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["CAVEAT", "answers", "results", "tables"]
+__all__ = ["CAVEAT", "LAB_FORMAT", "answers", "results", "tables"]
 
+LAB_FORMAT = "adapterswap-lab/1"
 CAVEAT = (
     "A constructed demonstration of a mechanism on models of 0.3 million parameters. It is no evidence for the "
     "numbers of the layer-swapping papers, nor for any real language."
@@ -79,7 +80,7 @@ def results(study: Study) -> dict[str, Any]:
     """Everything that was found, but for the single answers, as plain data."""
     scene = study.scene
     return {
-        "format": "adapterswap-lab/1",
+        "format": LAB_FORMAT,
         "caveat": CAVEAT,
         "scene": {"name": scene.name, "question": scene.question, "unfamiliar": sorted(scene.unfamiliar)},
         "methods": METHODS,

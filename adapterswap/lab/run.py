@@ -6,20 +6,42 @@ Knows where the results go; knows nothing of the terminal.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.folders import atomic_folder
+from adapterswap.experts.adapters import PROVENANCE
+from adapterswap.files.folders import OutputKind, atomic_folder
+from adapterswap.files.smallfiles import expand
 from adapterswap.lab.bases import shipped_file
+from adapterswap.lab.report import LAB_FORMAT
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, METHODS, Sizes
 from adapterswap.lab.study import Study, Tell, run_study
+from adapterswap.reporting.writing import REPORT_FILES
+from adapterswap.writing.folder import ADAPTER_FILES, MODEL_FILES
 
-__all__ = ["LabPlan", "plan_lab", "run_lab"]
+__all__ = ["LAB", "LabPlan", "plan_lab", "run_lab"]
 
 _LIBRARIES = ("trl", "datasets", "matplotlib", "scipy", "jinja2")
+_RECORD = "results.json"
+
+
+def _names(record: Mapping[str, Any]) -> Sequence[str]:
+    if record.get("format") != LAB_FORMAT:
+        return ()
+    card = "README.md"
+    experts = [f"{name}/{file}" for name in ("math", "language") for file in (*ADAPTER_FILES, card, "training.json")]
+    composed = [f"math+language/{file}" for file in (*ADAPTER_FILES, card, PROVENANCE)]
+    seeds = [*(f"base/{file}" for file in MODEL_FILES), *experts, *composed, "math.jsonl", "language.jsonl"]
+    pictures = ("grid.png", "scores.png", "words.png")
+    return (_RECORD, "answers.jsonl", *pictures, *REPORT_FILES, *(f"seed-*/{name}" for name in seeds))
+
+
+LAB = OutputKind(_RECORD, _names)
+"""What `lab` writes."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +106,7 @@ def run_lab(
         rebuild_base: pretrain the bases, even where they are shipped.
         sizes: how many problems are asked.
         jobs: seeds at once; by default as many as there are cores.
-        overwrite: replace `out_path` if it exists.
+        overwrite: replace `out_path`, if the lab wrote it.
         tell: called with a seed, what it is doing, and the share of it that is done.
 
     Raises:
@@ -95,14 +117,14 @@ def run_lab(
     from adapterswap.lab.report import answers, results
     from adapterswap.reporting import lab_source, make_report, write_files
 
-    with atomic_folder(out_path, overwrite=overwrite) as folder:
+    with atomic_folder(out_path, kind=LAB, overwrite=overwrite) as folder:
         study = run_study(scene, seeds, folder, rebuild_base=rebuild_base, sizes=sizes, jobs=jobs, tell=tell)
         content, rows = results(study), list(answers(study))
         text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+        (folder / _RECORD).write_text(text + "\n", encoding="utf-8")
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         draw_pictures(study, folder)
-        name = Path(out_path).resolve().name
+        name = expand(out_path).resolve().name
         write_files(make_report(lab_source(folder, json.loads(text), rows, name=name)), folder)
     return study
 

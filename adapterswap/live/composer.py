@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, open_adapter
+from adapterswap.files.folders import check_place
+from adapterswap.files.smallfiles import expand
 from adapterswap.live.batching import Rows, pad_left
 from adapterswap.live.catalogue import Catalogue, Composable
 from adapterswap.live.loading import layers_taken, load_expert, slice_of
@@ -193,6 +195,8 @@ class LiveComposer:
 
         if self.plan is None:
             raise AdapterswapError("no composition with experts is active", "Call save inside `with composer.use(…)`")
+        files = [adapter.file.path for adapter in self.plan.experts.values()]
+        check_place(expand(out_path), [path.parent for path in files if path.is_file()])  # read or not
         with plan_on_disk(self.plan, self._catalogue.inventory) as plan:
             return write_adapter(
                 plan, out_path, layout=layout, max_rank=max_rank, max_error=max_error, overwrite=overwrite

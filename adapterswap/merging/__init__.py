@@ -18,7 +18,7 @@ from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.folders import atomic_folder, check_target
-from adapterswap.files.smallfiles import write_json
+from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.merging.companions import copy_companions
 from adapterswap.merging.computing import Rows
 from adapterswap.merging.copies import check_copies
@@ -29,9 +29,10 @@ from adapterswap.merging.streaming import choose_devices, stream
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import ModelPlan
+from adapterswap.planning.model_plan import ModelPlan, inputs_of
 from adapterswap.planning.model_planning import base_of, make_model_plan, merge_plan
 from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.writing.folder import CARD, COMPOSED
 
 __all__ = ["Merged", "ModelForm", "adapter_plan", "merge", "prepare_model", "write_model"]
 
@@ -56,10 +57,9 @@ class Merged:
     kept_share: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def inputs(self) -> list[Path]:
-        """The folders that are read."""
-        opened = [*self.plan.experts.values(), *([self.plan.base] if self.plan.base else [])]
-        return [one.source.folder for one in opened]
+    def inputs(self) -> list[str | Path | None]:
+        """Everything that is read, see `inputs_of`."""
+        return inputs_of(self.plan)
 
 
 def merge(
@@ -85,15 +85,16 @@ def merge(
         max_shard_size: such as `2GB`; by default the base's shards are kept.
         dtype: of the result; by default each tensor's in the base.
         device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
-        overwrite: replace the folder if it exists.
+        overwrite: replace the folder, if `merge` or its like wrote it.
 
     Returns:
         The folder's path.
 
     Raises:
-        AdapterswapError: the folder exists (without `overwrite`), overlaps an input, or cannot be written; the base is
-            not known, does not fit the experts, or is not the one whose weights they carry copies of; a source holds
-            NaN or infinity, or changed since it was opened; a result overflows its dtype; no such device.
+        AdapterswapError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+            written; the base is not known, does not fit the experts, or is not the one whose weights they carry copies
+            of; a source holds NaN or infinity, or changed since it was opened; a result overflows its dtype; no such
+            device.
     """
     check_type(
         plan, (Plan, ModelPlan, Adapter, str, Path), "plan",
@@ -103,7 +104,7 @@ def merge(
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     form = ModelForm(max_shard_size, dtype)
     base_model = None if base_model is None else str(base_model)
-    check_target(Path(out_path), overwrite=overwrite)  # before the work, and again when it is published
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite)  # before the work, and again when it is published
     if isinstance(plan, Adapter | str | Path):
         plan = adapter_plan(plan, base_model)
     return write_model(prepare_model(plan, form, base_model), out_path, device=device, overwrite=overwrite)
@@ -157,15 +158,15 @@ def write_model(
     progress: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write what `prepare_model` made; see `merge`. `progress` is called for every tensor that is written."""
-    out_path = Path(out_path)
+    out_path = expand(out_path)
     plan, form = merged.plan, merged.form
     devices = choose_devices(device)
-    with atomic_folder(out_path, overwrite=overwrite, inputs=merged.inputs) as folder:
+    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=merged.inputs) as folder:
         copy_companions(plan, form, folder)
         entered = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
         index = index_of(plan, merged.shards, form)
         if index is not None:
             write_json(folder / MODEL_INDEX, index)
         write_json(folder / PROVENANCE, describe_model(plan, form, entered, merged.magnitudes, merged.kept_share))
-        (folder / "README.md").write_text(merged_card(plan), encoding="utf-8")
+        (folder / CARD).write_text(merged_card(plan), encoding="utf-8")
     return out_path

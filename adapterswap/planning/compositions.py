@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
+from adapterswap.files.smallfiles import expand_text
 from adapterswap.files.yamlfiles import StrictModel
 from adapterswap.planning.allocation import BASE, LARGEST, SPARSE_METHODS, Rule, check_weights
 
@@ -86,6 +87,12 @@ class Composition(StrictModel):
     )
     allocation: tuple[Rule, ...] | None = Field(default=None, description="Rules, the first match wins.")
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
+
+    @field_validator("base_model")
+    @classmethod
+    def _home(cls, value: str | None) -> str | None:
+        """PEFT and others who read the output's config do not expand `~`."""
+        return value and expand_text(value)
 
     @field_validator("task", "language", mode="before")
     @classmethod

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
@@ -16,7 +17,7 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.parameters import ParameterPlan
 from adapterswap.planning.plan import Plan
 
-__all__ = ["AnyPlan", "ModelPlan", "adapters_only"]
+__all__ = ["AnyPlan", "ModelPlan", "adapters_only", "inputs_of"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,22 @@ class ModelPlan:
 
 
 AnyPlan = Plan | ModelPlan
+
+
+def inputs_of(plan: AnyPlan) -> list[str | Path | None]:
+    """What no output may touch: the experts, the base, the bases that the experts name, the recipe and what it extends.
+
+    As `check_inputs` takes them: Hub ids are passed over there.
+    """
+    base = plan.base.source.folder if isinstance(plan, ModelPlan) and plan.base else None
+    experts = plan.experts.values()
+    return [
+        *(expert.source.folder for expert in experts),
+        *(expert.config.base_model for expert in experts if isinstance(expert, Adapter)),
+        plan.composition.base_model,
+        base,
+        *plan.composition.recipe_files,
+    ]
 
 
 def adapters_only(plan: AnyPlan) -> Plan:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.smallfiles import exists, open_regular, read_json
+from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
 from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, read_run
 
 __all__ = ["RESULTS", "Source", "lab_source", "open_source"]
@@ -54,7 +54,7 @@ def open_source(folder: str | Path) -> Source:
     Raises:
         AdapterswapError: it is neither, it is damaged, or no cell is finished.
     """
-    folder = Path(folder)
+    folder = expand(folder)
     if exists(folder / _SWEEP_FILE):
         run = read_run(folder)
         if not run.results:

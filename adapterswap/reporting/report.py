@@ -30,9 +30,10 @@ from adapterswap.reporting.relations import (
 )
 from adapterswap.sweeps import Run
 
-__all__ = ["DRAWS", "Report", "default_reference", "make_report"]
+__all__ = ["DRAWS", "REPORT_FORMAT", "Report", "default_reference", "make_report"]
 
 DRAWS = 10_000
+REPORT_FORMAT = "adapterswap-report/1"
 _LIBRARIES = ("jinja2", "scipy")
 _LEADS = ("layer_swap", "layer swap")
 _REFERENCES = ("soup", "task expert", "math expert", "base")
@@ -89,7 +90,7 @@ class Report:
         content["disagreements"] = [
             {key: value for key, value in each.items() if key != "examples"} for each in content["disagreements"]
         ]
-        return {"format": "adapterswap-report/1", "adapterswap_version": __version__, **content}
+        return {"format": REPORT_FORMAT, "adapterswap_version": __version__, **content}
 
 
 def default_reference(run: Run) -> str:

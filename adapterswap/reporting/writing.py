@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from adapterswap.files.folders import atomic_folder
+from adapterswap.files.folders import OutputKind, atomic_folder
 from adapterswap.reporting.page import render_page
-from adapterswap.reporting.report import Report
+from adapterswap.reporting.report import REPORT_FORMAT, Report
 from adapterswap.reporting.tables import csv_table, latex_tables
 
-__all__ = ["write_files", "write_report"]
+__all__ = ["REPORT", "REPORT_FILES", "write_files", "write_report"]
+
+REPORT_FILES = ("report.html", "tables.csv", "tables.tex", "summary.json")
+REPORT = OutputKind("summary.json", lambda record: REPORT_FILES if record.get("format") == REPORT_FORMAT else ())
+"""What `report` writes."""
 
 
 def write_report(report: Report, out_path: str | Path, *, overwrite: bool = False, run: Path | None = None) -> None:
@@ -21,13 +25,13 @@ def write_report(report: Report, out_path: str | Path, *, overwrite: bool = Fals
 
     Args:
         out_path: the folder to write.
-        overwrite: replace it if it exists.
+        overwrite: replace it, if it is a report.
         run: the folder that the report was made from; the output may not overlap it.
 
     Raises:
         AdapterswapError: see `atomic_folder`.
     """
-    with atomic_folder(out_path, overwrite=overwrite, inputs=[] if run is None else [run]) as folder:
+    with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=[run]) as folder:
         write_files(report, folder)
 
 

@@ -16,10 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.files.smallfiles import expand
 from adapterswap.serving.memo import Memo
 
 __all__ = ["Cache", "default_cache"]
 
+_MEMO = "known.json"
 _WAIT_S = 600  # for another process that makes the same folder; it may have to read from a slow disk
 
 
@@ -37,8 +39,8 @@ class Cache:
     """
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(os.path.abspath(Path(root).expanduser()))
-        self.memo = Memo(self.root / "known.json")
+        self.root = Path(os.path.abspath(expand(root)))
+        self.memo = Memo(self.root / _MEMO)
         self._entries, self._building, self._locks = (
             self.root / name for name in ("compositions", "building", "locks")
         )
@@ -48,14 +50,22 @@ class Cache:
         """Make the folders, and return the descriptor of the file that says that they are in use.
 
         Raises:
-            AdapterswapError: they cannot be made or written to.
+            AdapterswapError: they cannot be made or written to; the folder holds something else than a cache, which
+                `collect` would remove.
         """
         if self._in_use is None:
             try:
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                in_use = self.root / "in-use"  # made first, and never removed: by it a cache is known
+                others = [name for name in os.listdir(self.root) if name != _MEMO and not name.endswith(".tmp")]
+                if others and not in_use.exists():
+                    raise AdapterswapError(
+                        f"{self.root} is not a cache of adapterswap: it holds {sorted(others)[0]}",
+                        "Choose an empty or new folder with `cache`",
+                    )
+                self._in_use = os.open(in_use, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 for folder in (self._entries, self._building, self._locks):
                     folder.mkdir(exist_ok=True)
-                self._in_use = os.open(self.root / "in-use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 raise self._told(error) from None
         return self._in_use

@@ -8,7 +8,6 @@ compositions.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from adapterswap.arithmetic.copies import is_one_weight, stored_weight
 from adapterswap.arithmetic.tensors import open_files
@@ -17,7 +16,7 @@ from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.orientation import Orientation
-from adapterswap.files.smallfiles import is_folder
+from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.locating import find_tied_head, locate, with_head
 from adapterswap.serving.memo import Memo
@@ -37,7 +36,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
     Raises:
         AdapterswapError: the expert carries another weight than the base has.
     """
-    if not copies_in(adapter.file) or not is_folder(folder := Path(base_model).expanduser()):
+    if not copies_in(adapter.file) or not is_folder(folder := expand(base_model)):
         return
     try:
         base = open_checkpoint(folder)

@@ -17,7 +17,7 @@ from pathlib import Path
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.sources import at_revision, same_base, split_revision
-from adapterswap.files.smallfiles import is_folder
+from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.serving import plugin
 from adapterswap.serving.composer import NamedComposer, largest_rank
 
@@ -156,7 +156,7 @@ def _whole(option: str, arguments: Sequence[str]) -> int | None:
 
 def _model(base_model: str) -> tuple[str, tuple[str, ...]]:
     """The base as vLLM takes it: a folder without `~`, or a Hub id and its revision apart."""
-    folder = Path(base_model).expanduser()
+    folder = expand(base_model)
     if is_folder(folder):
         return str(folder), ()
     model, _, revision = base_model.partition("@")

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import CONFIG
-from adapterswap.files.smallfiles import exists, is_folder
+from adapterswap.files.smallfiles import exists, expand, is_folder
 from adapterswap.files.yamlfiles import StrictModel, read_recipe
 from adapterswap.serving.names import check_expert_name, composition_of
 
@@ -41,7 +41,7 @@ def read_manifest(path: str | Path) -> Manifest:
         AdapterswapError: there is no such file or folder, or no expert in it; a name that cannot be used; an unknown
             key; an entry of `allow` that is malformed or names an expert that there is not. All are told at once.
     """
-    path = Path(path)
+    path = expand(path)
     if not exists(path):
         raise AdapterswapError(f"{path} does not exist", "Give a folder of adapter folders, or experts.yaml")
     manifest = _from_folder(path) if is_folder(path) else _from_file(path)

@@ -60,9 +60,16 @@ class Prepared:
     described: Mapping[str, Any]
 
     @property
-    def inputs(self) -> list[Path]:
-        """The folders that are read."""
-        return [self.base.source.folder, *(adapter.source.folder for adapter in self.experts.values())]
+    def inputs(self) -> list[str | Path | None]:
+        """What no output may touch: bases, experts, task files, the recipe and what it extends."""
+        experts = self.experts.values()
+        return [
+            self.base.source.folder,
+            *(adapter.source.folder for adapter in experts),
+            *(adapter.config.base_model for adapter in experts),
+            self.settings.include_path,
+            *self.recipe.recipe_files,
+        ]
 
 
 def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False) -> Prepared:

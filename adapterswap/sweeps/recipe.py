@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from adapterswap.experts.layers import MAX_LAYERS
-from adapterswap.files.smallfiles import exists
+from adapterswap.files.smallfiles import exists, expand
 from adapterswap.files.yamlfiles import StrictModel, read_recipe
 from adapterswap.sweeps.families import Baseline, Families, Name, Pair, as_list
 from adapterswap.sweeps.settings import Search, Selection, SweepSettings
@@ -106,7 +106,8 @@ def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepR
     beside = Path(path).parent
 
     def found(reference: str) -> str:
-        return str(beside / reference) if exists(beside / reference) else reference
+        place = beside / expand(reference)
+        return str(place) if exists(place) else reference
 
     return with_places(recipe, found)
 

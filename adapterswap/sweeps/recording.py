@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.files.folders import check_target, locked
-from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.files.folders import check_place, locked, refuse_strangers, strangers
+from adapterswap.files.smallfiles import exists, expand, read_json
 from adapterswap.sweeps.results import (
     CELLS,
     PROMPTS,
@@ -39,20 +39,22 @@ _BEFORE = {_LOCK, SWEEP + _TMP}  # what a sweep may leave that is killed before 
 
 
 def check_out_path(
-    folder: Path, described: Mapping[str, Any], *, overwrite: bool, inputs: Iterable[Path] = ()
+    folder: str | Path, described: Mapping[str, Any], *, overwrite: bool, inputs: Iterable[str | Path | None] = ()
 ) -> Findings:
     """What is known from `folder`; nothing, if there is none. A dry run calls this too; nothing is changed.
 
     Raises:
-        AdapterswapError: it holds something else than a sweep, or, unless `overwrite`, another sweep than `described`;
-            it overlaps an input, or holds the current folder.
+        AdapterswapError: it holds something else than a sweep; another sweep than `described`, unless `overwrite`;
+            other files beside a sweep, if `overwrite`; it overlaps an input, or holds the current folder.
     """
-    check_target(folder, overwrite=True, inputs=inputs)
+    folder = expand(folder)
+    check_place(folder, inputs)
     if not exists(folder) or {path.name for path in folder.iterdir()} <= _BEFORE:
         return Findings()
     if not exists(folder / SWEEP):
-        raise AdapterswapError(f"{folder} exists, and holds something else than a sweep", "Give another path")
+        raise AdapterswapError(f"{folder} already exists and is not the folder of a sweep", "Choose another path")
     if overwrite:
+        refuse_strangers(folder, _strangers(folder))
         return Findings()
     run = read_run(folder)
     _compare(run.described, described, folder)
@@ -79,7 +81,11 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
 
 @contextmanager
 def recording(
-    folder: str | Path, described: Mapping[str, Any], *, overwrite: bool = False, inputs: Iterable[Path] = ()
+    folder: str | Path,
+    described: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    inputs: Iterable[str | Path | None] = (),
 ) -> Iterator[Recording]:
     """The folder of a sweep, locked, with what is finished in it.
 
@@ -87,12 +93,12 @@ def recording(
         folder: made if it is not there.
         described: what is asked for, to be compared with what the folder was begun with.
         overwrite: remove a sweep that is there.
-        inputs: folders that are read; the output may not overlap them.
+        inputs: what is read; the output may not overlap it.
 
     Raises:
         AdapterswapError: see `check_out_path`; another sweep is writing there; it cannot be written.
     """
-    folder, inputs = Path(folder), tuple(inputs)
+    folder, inputs = expand(folder), tuple(inputs)
     check_out_path(folder, described, overwrite=overwrite, inputs=inputs)
     with ExitStack() as stack:
         with _told(folder):
@@ -196,10 +202,21 @@ def _line(content: Mapping[str, Any]) -> str:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
+def _strangers(folder: Path) -> list[str]:
+    """What no sweep wrote there, see `strangers`."""
+    prompts = ["*.jsonl"]
+    with suppress(AdapterswapError, TypeError, AttributeError):
+        prompts = [prompts_file(folder, name).name for name in read_json(folder / SWEEP).get("tasks", {})]
+    files = [f"{SAMPLES}/{'[0-9a-f]' * 12}.jsonl", *(f"{PROMPTS}/{name}" for name in prompts), SWEEP]
+    return strangers(folder, None, names=[_LOCK, CELLS, RUNGS, *files, *(file + _TMP for file in files)])
+
+
 def _mend(folder: Path) -> None:
     """After a sweep that was killed: cut off torn lines, remove files that were not finished."""
+    others = set(_strangers(folder))
     for left in (*folder.glob(f"*{_TMP}"), *folder.glob(f"{SAMPLES}/*{_TMP}"), *folder.glob(f"{PROMPTS}/*{_TMP}")):
-        left.unlink()
+        if left.relative_to(folder).as_posix() not in others:
+            left.unlink()
     for path in (folder / CELLS, folder / RUNGS):
         if exists(path):
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

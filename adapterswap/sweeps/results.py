@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.smallfiles import exists, open_regular, read_json
+from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo
 
@@ -80,7 +80,7 @@ def read_run(folder: str | Path) -> Run:
     Raises:
         AdapterswapError: it is none, is of another format, or a line in it is damaged.
     """
-    folder = Path(folder)
+    folder = expand(folder)
     if not exists(folder / SWEEP):
         raise AdapterswapError(f"{folder} holds no {SWEEP}, so it is no sweep's folder", _MEND)
     described = read_json(folder / SWEEP, _MEND)

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.identity import fingerprints, model_fingerprints
+from adapterswap.files.folders import check_place, refuse_strangers, strangers
 from adapterswap.files.smallfiles import read_json, write_json
 
 __all__ = ["Checkpoints", "seal"]
 
 _SEAL = "fingerprints.json"  # in each checkpoint: written last, so one without it was not completed
 
+_RUN = "run.json"
+_CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
 _WITHOUT_EFFECT = ("keep_checkpoints", "report_to")  # options of training that do not change its result
 
 
@@ -36,12 +40,16 @@ class Checkpoints:
     def __init__(self, out_path: Path) -> None:
         self.folder = out_path.with_name(out_path.name + ".checkpoints")
 
-    def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Refuse to trample on an unfinished run.
+    def check(self, *, resume: bool = False, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
+        """Check that no unfinished run is lost, and no file of others.
 
         Raises:
-            AdapterswapError: there is one, and neither `resume` nor `overwrite` is asked for.
+            AdapterswapError: there is an unfinished run, and neither `resume` nor `overwrite` is true; the folder holds
+                other files, or overlaps an input.
         """
+        check_place(self.folder, inputs)
+        if not resume:
+            refuse_strangers(self.folder, self._strangers())
         if self._complete() and not (resume or overwrite):
             raise AdapterswapError(
                 f"{self.folder} holds checkpoints of an unfinished run",
@@ -65,9 +73,9 @@ class Checkpoints:
                 each of its checkpoints was damaged.
         """
         run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, rows_sha256)
-        note = self.folder / "run.json"
+        note = self.folder / _RUN
         if not resume:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.remove()
         if note.is_file():
             before = read_json(note, "Pass `overwrite=True` without `resume` to start again")
             if before != run:
@@ -109,7 +117,24 @@ class Checkpoints:
         return [path.parent for path in self.folder.glob(f"checkpoint-*/{_SEAL}")]
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the checkpoints; a folder that holds other files stays, with them alone."""
+        if not self.folder.is_dir():
+            return
+        with suppress(OSError):  # what cannot be removed stays
+            for name in self._names():
+                path = self.folder / name.removesuffix("/**")
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            self.folder.rmdir()
+
+    def _strangers(self) -> list[str]:
+        return strangers(self.folder, None, names=self._names()) if self.folder.is_dir() else []
+
+    def _names(self) -> list[str]:
+        """What training writes there, as `OutputKind.names` has it; nothing, if it never did."""
+        if not (self.folder / _RUN).is_file():
+            return []
+        folders = [path.name for path in self.folder.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+        return ["selection.json", "selection.tmp", "best/**", "runs/**", *(f"{name}/**" for name in folders), _RUN]
 
 
 def seal(checkpoint: Path) -> None:

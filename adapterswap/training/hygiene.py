@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.files.smallfiles import expand
 from adapterswap.training.grams import Grams, hash_grams
 from adapterswap.training.recipe import Hygiene
 
@@ -92,7 +93,7 @@ class Screen:
         for name in dict.fromkeys(options.overlap):
             with problems.collect():
                 # Told by a file's own name: a report holds no path of this machine.
-                grams = _SHIPPED[name]() if name in _SHIPPED else _file(folder / name)
+                grams = _SHIPPED[name]() if name in _SHIPPED else _file(folder / expand(name))
                 self._evaluations.append((Path(name).name, grams))
         problems.raise_if_any()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.sources import hub_remedy
+from adapterswap.files.smallfiles import expand
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.templates import Template
 from adapterswap.writing.copying import sha256_of
@@ -112,9 +113,9 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
     """The split of `source` as a datasets.Dataset, or as a datasets.IterableDataset if it is streamed."""
     import datasets
 
-    local = (folder / Path(source.path).expanduser()).resolve()
+    local = (folder / expand(source.path)).resolve()
     if local.is_file() or (local.is_dir() and source.data_files):
-        files = [local] if local.is_file() else [local / name for name in _as_list(source.data_files)]
+        files = [local] if local.is_file() else [local / expand(name) for name in _as_list(source.data_files)]
         counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
         return _attempt(source, lambda: _read(files, source.split, streaming=source.streaming))
     if local.is_dir():

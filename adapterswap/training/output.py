@@ -7,6 +7,7 @@ of how the weights came about beyond what it is told.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,14 +15,30 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.bases import Base, open_base
-from adapterswap.files.smallfiles import write_json
+from adapterswap.files.folders import OutputKind
+from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
 from adapterswap.training.targets import Targets
+from adapterswap.writing.folder import ADAPTER_FILES, CARD, MODEL_FILES
 
-__all__ = ["describe", "write_expert", "write_weights"]
+__all__ = ["EXPERT", "describe", "write_expert", "write_weights"]
+
+TRAINING_FORMAT = "adapterswap-training/1"
 
 _LIBRARIES = ("datasets", "peft", "torch", "transformers", "trl")
+_RECORD = "training.json"
+
+
+def _names(record: Mapping[str, Any]) -> Sequence[str]:
+    if record.get("format") != TRAINING_FORMAT:
+        return ()
+    weights = (*ADAPTER_FILES, *MODEL_FILES)
+    return (_RECORD, CARD, *weights, *(f"checkpoint-*/{name}" for name in weights))
+
+
+EXPERT = OutputKind(_RECORD, _names)
+"""What `train` writes."""
 
 
 def write_expert(
@@ -42,8 +59,8 @@ def write_expert(
     """
     write_weights(folder, model, recipe, base, targets, weights=weights)
     record = describe(recipe, base, targets, report)
-    write_json(folder / "training.json", record, sort_keys=True, allow_nan=True)  # a loss may be NaN
-    (folder / "README.md").write_text(_card(recipe, base, report), encoding="utf-8")
+    write_json(folder / _RECORD, record, sort_keys=True, allow_nan=True)  # a loss may be NaN
+    (folder / CARD).write_text(_card(recipe, base, report), encoding="utf-8")
 
 
 def write_weights(
@@ -64,7 +81,7 @@ def write_weights(
         # Embeddings that were adapted are saved by the adapter itself; PEFT's own guess at more would ask the network.
         model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
         _tidy_config(folder / "adapter_config.json", base, targets)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's card, which tells the base's path on this machine
+        (folder / CARD).unlink(missing_ok=True)  # PEFT's card, which tells the base's path on this machine
     else:
         _save_model(folder, model, base, weights)
     mode = next(folder.glob("*.json")).stat().st_mode
@@ -109,7 +126,7 @@ def describe(recipe: TrainRecipe, base: Base, targets: Targets, report: TrainRep
     for counts in rows["sources"]:
         counts["source"] = _public(counts["source"])
     return {
-        "format": "adapterswap-training/1",
+        "format": TRAINING_FORMAT,
         "recipe": resolved,
         "base": {"name": base.source.name, "revision": base.source.revision},
         "target_modules": targets.ends,
@@ -130,7 +147,7 @@ def describe(recipe: TrainRecipe, base: Base, targets: Targets, report: TrainRep
 
 def _public(path: str) -> str:
     """A path that may be told: an absolute one is cut to its file name."""
-    return Path(path).name if Path(path).expanduser().is_absolute() else path
+    return Path(path).name if expand(path).is_absolute() else path
 
 
 def _tidy_config(path: Path, base: Base, targets: Targets) -> None:

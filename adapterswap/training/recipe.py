@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.yamlfiles import FiniteModel, StrictModel, list_values, read_recipe
 from adapterswap.planning.partitions import SIDES, Side
 from adapterswap.training.options import (
@@ -80,6 +81,13 @@ class DatasetSource(StrictModel):
     streaming: bool = Field(
         default=False, description="Read no more of the source than `samples` asks for; drawn from a moving buffer."
     )
+
+    def files(self, folder: Path) -> list[Path]:
+        """The local files that this may name; `folder` is what `path` is relative to."""
+        local = folder / expand(self.path)
+        listed = self.data_files if isinstance(self.data_files, list) else [self.data_files or ""]
+        names = [expand(name) for name in listed]
+        return [local / name for name in names] if is_folder(local) else [local, *(name for name in names if name.name)]
 
     @field_validator("prompt", "completion", "text")
     @classmethod
@@ -203,6 +211,15 @@ class TrainRecipe(StrictModel):
     def folder(self) -> Path:
         """What paths of data files are relative to: the recipe's folder; the current one, if it was made in Python."""
         return self._folder
+
+    @property
+    def inputs(self) -> list[str | Path | None]:
+        """What no output may touch: the base, data files, task files, the recipe and what it extends."""
+        sources = [*self.datasets, *((self.validation and self.validation.datasets) or [])]
+        include_path = self.selection.include_path if self.selection else None
+        beside = [*(self.hygiene.overlap if self.hygiene else []), *([include_path] if include_path else [])]
+        files = [file for source in sources for file in source.files(self.folder)]
+        return [self.base_model, *files, *(self.folder / expand(name) for name in beside), *self.recipe_files]
 
     def resolved(self) -> dict[str, Any]:
         """Every value, defaults filled in, as plain data that can be read back."""

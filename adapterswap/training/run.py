@@ -15,6 +15,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.smallfiles import expand
 from adapterswap.training.libraries import check_libraries
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainEstimate, TrainReport
@@ -39,16 +40,16 @@ def train(
     Args:
         recipe: see `read_train_recipe`, or make a `TrainRecipe` in Python.
         out_path: the folder to write; the recipe's own by default.
-        overwrite: replace it, and checkpoints of an unfinished run.
+        overwrite: replace it, if `train` wrote it, and checkpoints of an unfinished run.
         resume: go on from the last checkpoint of an unfinished run; without one, start at the beginning.
         progress: show a bar on stderr.
 
     Raises:
-        AdapterswapError: the output exists; the base, its tokenizer or a dataset cannot be had or does not fit the
-            recipe (unknown columns, modules or layers; no rows left); a task of the selection is unknown, cannot be
-            loaded or does not fit into the model's context; a resumed run is another one; the loss is no number; memory
-            or disk run out; the run was sent SIGTERM, or lost another of its processes; the `train` extra, or another
-            library that the recipe asks for, is not installed.
+        AdapterswapError: the output exists, holds other files or overlaps an input; the base, its tokenizer or a
+            dataset cannot be had or does not fit the recipe (unknown columns, modules or layers; no rows left); a task
+            of the selection is unknown, cannot be loaded or does not fit into the model's context; a resumed run is
+            another one; the loss is no number; memory or disk run out; the run was sent SIGTERM, or lost another of its
+            processes; the `train` extra, or another library that the recipe asks for, is not installed.
     """
     target = _target(recipe, out_path)
     check_libraries(recipe)
@@ -63,7 +64,7 @@ def train(
     from adapterswap.training.data import load_data, sequences
     from adapterswap.training.failures import told
     from adapterswap.training.isolation import isolated
-    from adapterswap.training.output import write_expert, write_weights
+    from adapterswap.training.output import EXPERT, write_expert, write_weights
     from adapterswap.training.progress import Bar
     from adapterswap.training.targets import find_targets
 
@@ -82,8 +83,8 @@ def train(
 
         bar.phase("opening the base")
         base = open_trainable(recipe.base_model)
-        check_target(target, overwrite=overwrite, inputs=[base.source.folder])
-        checkpoints.check(resume=resume, overwrite=overwrite)
+        inputs = [*recipe.inputs, base.source.folder]
+        check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
         # On modules without weights, so that a wrong name is told before rows and weights are read.
         targets = find_targets(empty_model(base), recipe, base.config)
         bar.phase("reading rows")
@@ -150,9 +151,8 @@ def train(
         # With FSDP the weights are spread over the processes, and all have to bring theirs.
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
         if processes.main:
-            inputs = [base.source.folder]
             with (
-                atomic_folder(target, overwrite=overwrite, inputs=inputs) as folder,
+                atomic_folder(target, kind=EXPERT, overwrite=overwrite, inputs=inputs) as folder,
                 told("the expert", target),
             ):
                 for step in judge.restored() if judge else ():
@@ -186,11 +186,26 @@ def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     return list({entry["step"]: (entry["step"], entry[key]) for entry in history if key in entry}.values())
 
 
+def check_output(
+    target: Path, inputs: Sequence[str | Path | None], *, resume: bool = False, overwrite: bool = False
+) -> None:
+    """Check that the output and its checkpoints may be written: before hours of work, and in a dry run.
+
+    Raises:
+        AdapterswapError: see `check_target` and `Checkpoints.check`.
+    """
+    from adapterswap.training.checkpoints import Checkpoints
+    from adapterswap.training.output import EXPERT
+
+    check_target(target, kind=EXPERT, overwrite=overwrite, inputs=inputs)
+    Checkpoints(target).check(resume=resume, overwrite=overwrite, inputs=inputs)
+
+
 def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
     chosen = out_path if out_path is not None else recipe.out_path
     if chosen is None:
         raise AdapterswapError("there is no output folder", "Pass `out_path`, or set `out_path:` in the recipe")
-    return Path(chosen)
+    return expand(chosen)
 
 
 def estimate(recipe: TrainRecipe) -> TrainEstimate:

@@ -18,10 +18,11 @@ from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.files.folders import atomic_folder, check_target
-from adapterswap.files.smallfiles import write_json
-from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only
+from adapterswap.files.smallfiles import expand, write_json
+from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only, inputs_of
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.card import model_card
+from adapterswap.writing.folder import CARD, COMPOSED
 from adapterswap.writing.loadable import check_heads, loadable_form, with_loadable_names
 from adapterswap.writing.provenance import Written, provenance
 from adapterswap.writing.tensors import write_tensors
@@ -50,22 +51,23 @@ def write_adapter(
         layout: `exact`, or `portable` (one rank, plain LoRA, scale 1: every engine reads it).
         max_rank: truncate modules of a higher rank; nonlinear methods need this or `max_error`.
         max_error: truncate blends to the smallest rank with at most this relative error of ΔW (Frobenius norm).
-        overwrite: replace the folder if it exists.
+        overwrite: replace the folder, if `compose` or its like wrote it.
 
     Returns:
         The folder's path.
 
     Raises:
-        AdapterswapError: an expert is a full checkpoint; the folder exists (without `overwrite`), overlaps an expert's,
-            or cannot be written; an expert holds NaN or infinity, or changed since it was opened; two experts carry
-            different copies of a weight of their base; the plan leaves no module to write; a nonlinear method without
-            a rank.
+        AdapterswapError: an expert is a full checkpoint; the folder exists (without `overwrite`), holds other files,
+            overlaps an input, or cannot be written; an expert holds NaN or infinity, or changed since it was opened;
+            two experts carry different copies of a weight of their base; the plan leaves no module to write; a
+            nonlinear method without a rank.
     """
     check_type(plan, (Plan, ModelPlan), "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     form = Form(layout=layout, max_rank=max_rank, max_error=max_error)
-    check_target(Path(out_path), overwrite=overwrite)  # before the work, and again when it is published
-    return write_prepared(prepare(adapters_only(plan), form), out_path, overwrite=overwrite)
+    plan = adapters_only(plan)
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(plan))  # before the work
+    return write_prepared(prepare(plan, form), out_path, overwrite=overwrite)
 
 
 def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> Written:
@@ -97,11 +99,10 @@ def write_prepared(
     `hashes` are the SHA-256 of the experts' files by name, where they were found since the experts were opened: hashing
     is most of a swap's time. They are believed.
     """
-    out_path = Path(out_path)
-    inputs = [adapter.source.folder for adapter in written.plan.experts.values()]
-    with atomic_folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
+    out_path = expand(out_path)
+    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(written.plan)) as folder:
         found = write_tensors(written.plan, written.layout, folder / WEIGHTS, hashes)
         write_json(folder / CONFIG, written.layout.config)
         write_json(folder / PROVENANCE, provenance(written, found))
-        (folder / "README.md").write_text(model_card(written.plan), encoding="utf-8")
+        (folder / CARD).write_text(model_card(written.plan), encoding="utf-8")
     return out_path

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 import warnings
@@ -33,24 +32,28 @@ def command(*arguments: object) -> None:
 
 
 def run(
-    out: Path, *, pretrain_steps: int, expert_steps: int | None, limit: int
+    out: Path, *, pretrain_steps: int, expert_steps: int | None, limit: int, overwrite: bool = False
 ) -> dict[str, dict[str, dict[str, float]]]:
     """The whole example into the folder `out`; returns what results.json holds."""
     sys.path.insert(0, str(HERE))
     from heldout import heldout_losses
     from make_base import make_base
 
+    again = ["--overwrite"] if overwrite else []
     base, experts = out / "base", {name: out / "experts" / name for name in ("math", "swahili")}
     print(f"make_base.py: a tokenizer and a Llama of 2.6 million parameters, pretrained for {pretrain_steps} steps")
     make_base(DATA, base, steps=pretrain_steps)
 
     for name, folder in experts.items():
         shorter = [] if expert_steps is None else ["--set", f"training.max_steps={expert_steps}"]
-        command("train", HERE / f"{name}.yaml", "--base-model", base, "--out-path", folder, *shorter)
+        words = ["train", HERE / f"{name}.yaml", "--base-model", base, "--out-path", folder]
+        command(*words, *shorter, *again)
 
     composed = out / "math-swahili"
     zones = ["--bottom", 2, "--top", 1]
-    command("compose", "-t", experts["math"], "-l", experts["swahili"], *zones, "--base-model", base, "-o", composed)
+    command(
+        "compose", "-t", experts["math"], "-l", experts["swahili"], *zones, "--base-model", base, "-o", composed, *again
+    )
 
     settings = ["--num-fewshot", 2, "--limit", limit, "--max-gen-toks", 48, "--batch-size", limit]
     scored = {"base": None, **experts, "composition": composed}
@@ -58,7 +61,7 @@ def run(
     for name, adapter in scored.items():
         on_top = [] if adapter is None else ["--adapter", adapter]
         target = out / "evaluation" / name
-        command("evaluate", "--base-model", base, *on_top, "--tasks", TASKS, *settings, "--out-path", target)
+        command("evaluate", "--base-model", base, *on_top, "--tasks", TASKS, *settings, "--out-path", target, *again)
         told = json.loads((target / "results.json").read_text(encoding="utf-8"))
         mgsm = {
             task["name"]: next(score["value"] for score in task["scores"] if score["filter"] == "normalized")
@@ -87,12 +90,10 @@ def main() -> None:
     parser.add_argument("--pretrain-steps", type=int, default=450, help="steps that the base is pretrained for")
     parser.add_argument("--expert-steps", type=int, help="steps of each expert, instead of the recipe's epochs")
     parser.add_argument("--limit", type=int, default=8, help="MGSM problems to a language")
-    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote there")
     options = parser.parse_args()
-    if options.out_path.exists():
-        if not options.overwrite:
-            parser.error(f"{options.out_path} exists; give another --out-path, or --overwrite")
-        shutil.rmtree(options.out_path)
+    if options.out_path.exists() and not options.overwrite:
+        parser.error(f"{options.out_path} already exists; choose another --out-path or pass --overwrite")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here needs the network
     from transformers.utils import logging
 
@@ -105,6 +106,7 @@ def main() -> None:
         pretrain_steps=options.pretrain_steps,
         expert_steps=options.expert_steps,
         limit=options.limit,
+        overwrite=options.overwrite,
     )
     (options.out_path / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     show(results)

@@ -221,4 +221,4 @@ def test_mistakes_are_told(run: Callable[..., Result], math: Path, swahili: Path
     assert not (tmp_path / "absent.yaml").exists()
     astray = run("suggest", *experts, "--dry-run", "-o", tmp_path / "absent" / "recipe.yaml")
     assert astray.exit_code == 1
-    assert f"there is no folder {tmp_path / 'absent'}" in astray.stderr
+    assert f"the folder {tmp_path / 'absent'} does not exist" in astray.stderr

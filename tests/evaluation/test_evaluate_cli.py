@@ -223,6 +223,7 @@ def test_mistakes(
     assert "the device 'qpu' cannot be used" in error(evaluate_("--device", "qpu"))
     assert "does not exist" in error(evaluate_("-t", math, "-l", tmp_path / "absent"))
     (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "results.json").write_text("{}")
     assert "already exists" in error(evaluate_("-o", tmp_path / "taken"))
     assert "overlaps the input" in error(evaluate_("--adapter", math, "-o", math / "scores"))
     assert "the path" in error(run("evaluate", "--base-model", tmp_path / "absent", "--tasks", "mgsm_direct_sw"))

@@ -145,6 +145,7 @@ def test_every_mistake_is_told_at_once(checkpoint: Checkpoint, tmp_path: Path) -
 def test_outputs_that_would_harm(checkpoint: Checkpoint, tmp_path: Path) -> None:
     shutil.copytree(checkpoint("llama", 1), tmp_path / "full")
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "thesis.txt").touch()
     for out, told in (("there", "already exists"), ("full/out", "overlaps the input")):
         with pytest.raises(AdapterswapError, match=told):
             extract(tmp_path / "full", checkpoint("llama"), tmp_path / out, rank=2)

@@ -44,6 +44,7 @@ def test_dry_run(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
     for arguments in ([], ["--dry-run"]):
         result = CliRunner().invoke(main, ["lab", "--out-path", str(tmp_path / "out"), *arguments])
         assert result.exit_code == 1

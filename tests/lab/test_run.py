@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap import AdapterswapError
+from adapterswap.files.folders import check_target, strangers
 from adapterswap.lab import SCENES, Sizes, Study, run_lab
 from adapterswap.lab.report import CAVEAT, results, tables
+from adapterswap.lab.run import LAB
 from adapterswap.lab.scenes import draw_problems
 from adapterswap.lab.scoring import Questions, exact_match
 from adapterswap.lab.seed import METHODS, SCALES, ZONES, SeedResult
@@ -76,8 +79,10 @@ def test_the_folder(run: Run) -> None:
     for name in ("grid", "scores", "words"):
         assert (run.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     text = (run.folder / "results.json").read_text()
-    assert json.loads(text) == json.loads(json.dumps(results(run.study)))
     content = json.loads(text)
+    listed = content.pop("files")
+    assert listed == sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
+    assert content == json.loads(json.dumps(results(run.study)))
     assert content["caveat"] == CAVEAT
     assert content["seeds"][0]["test"]["layer swap"]["xx"] == run.study.score("layer swap", "xx").mean
     summary = json.loads((run.folder / "summary.json").read_text())
@@ -88,6 +93,27 @@ def test_the_folder(run: Run) -> None:
         assert str(run.folder.parent) not in path.read_text(), path
     (adapter,) = {json.loads(p.read_text())["base_model_name_or_path"] for p in run.folder.rglob("adapter_config.json")}
     assert adapter == "base"
+
+
+def test_what_may_be_replaced(run: Run, tmp_path: Path) -> None:
+    """Its own folder, also one of the first edition, which has no list; not what others put there."""
+    shutil.copytree(run.folder, tmp_path / "lab-run")
+    record = tmp_path / "lab-run" / "results.json"
+    assert strangers(record.parent, LAB) == []
+    content = json.loads(record.read_text())
+    del content["files"]
+    for text in (json.dumps(content), record.read_text()):
+        record.write_text(text)
+        check_target(record.parent, kind=LAB, overwrite=True)
+        for name in ("thesis.txt", "seed-0/math/thesis.txt", "seed-0/mine/adapter_config.json"):
+            path = record.parent / name
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+            with pytest.raises(AdapterswapError, match="did not write"):
+                run_lab(SCENES["gap"], 1, record.parent, overwrite=True)
+            path.unlink()
+            if path.parent.name == "mine":
+                path.parent.rmdir()
 
 
 def test_progress_is_told_in_order(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,23 @@ def test_saving_what_was_trained_since(composer: Composers, tmp_path: Path, base
         saved = composing.save(tmp_path / "saved")
     reloaded = PeftModel.from_pretrained(load_base(base("llama")), saved)
     close(logits(reloaded), output, depth=LAYERS)
+
+
+def test_saving_never_replaces_a_loaded_expert(base: Bases, folders: Folders, tmp_path: Path) -> None:
+    """Not one that adapterswap wrote, and not where the model's tensors are written instead of the file's either."""
+    shutil.copytree(folders()["math"], tmp_path / "math")
+    (tmp_path / "math" / "README.md").touch()
+    (tmp_path / "math" / "adapterswap.json").write_text('{"format": 1, "adapterswap_version": "0.1.0"}')
+    experts = {"math": tmp_path / "math", "swahili": folders()["swahili"]}
+    composing = LiveComposer.from_experts(load_base(base("llama")), experts)
+    before = files_of(tmp_path / "math")
+    for factor in (1.0, 1.5):
+        for name, parameter in composing.model.named_parameters():
+            if "lora_B.math" in name:
+                parameter.data.mul_(factor)
+        with composing.use(NAME), pytest.raises(AdapterswapError, match="overlaps the input"):
+            composing.save(tmp_path / "math", overwrite=True)
+        assert files_of(tmp_path / "math") == before
 
 
 def test_saving_without_a_composition_is_refused(composer: Composers, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_an_adapter_by_its_path(
     equal({name: merged[name] for name in rest}, rest)
     loaded(tmp_path / "out")
     again = run("merge", expert(seed=1), "-o", tmp_path / "out")
-    assert (again.exit_code, "exists, and is not replaced" in again.stderr) == (1, True)
+    assert (again.exit_code, "already exists" in again.stderr) == (1, True)
     assert run("merge", expert(seed=1), "-t", expert(seed=2), "-o", tmp_path / "x").exit_code == 2
 
 

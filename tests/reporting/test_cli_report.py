@@ -53,6 +53,14 @@ def test_it_writes_beside_the_run(written: Written, tmp_path: Path) -> None:
     again = call(run)
     assert again.exit_code == 1
     assert "exists" in again.stderr
+    record = tmp_path / "sw-report" / "summary.json"
+    content = json.loads(record.read_text())
+    assert content.pop("files") == ["report.html", "summary.json", "tables.csv", "tables.tex"]
+    record.write_text(json.dumps(content))  # as the first edition wrote it
+    (tmp_path / "sw-report" / "figure.png").touch()
+    refused = call(run, "--overwrite")
+    assert (refused.exit_code, "did not write: figure.png" in refused.stderr) == (1, True)
+    (tmp_path / "sw-report" / "figure.png").unlink()
     assert call(run, "--overwrite").exit_code == 0
 
 

@@ -169,3 +169,16 @@ def test_a_memo_forgets_the_oldest(tmp_path: Path) -> None:
         memo.put(str(number), number)
     assert memo.get("9") is None
     assert memo.get("10") == 10
+
+
+def test_a_folder_of_others_is_no_cache(tmp_path: Path) -> None:
+    """`collect` would remove what is in folders of these names."""
+    for name in ("compositions", "building"):
+        (tmp_path / "project" / name).mkdir(parents=True)
+        (tmp_path / "project" / name / "thesis.txt").write_text("years of work")
+    cache = Cache(tmp_path / "project")
+    for use in (lambda: cache.collect(keep=0), lambda: cache.get("key", lambda path: path.mkdir()), cache.hold):
+        with pytest.raises(AdapterswapError, match="is not a cache"):
+            use()
+    assert (tmp_path / "project" / "building" / "thesis.txt").exists()
+    assert (tmp_path / "project" / "compositions" / "thesis.txt").exists()

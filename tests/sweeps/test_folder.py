@@ -108,22 +108,35 @@ def test_other_prompts_are_refused(run: Path, recipe: Recipe) -> None:
 
 
 def test_overwrite_begins_anew_but_only_over_a_sweep(run: Path, recipe: Recipe, tmp_path: Path) -> None:
-    (run / "report.html").write_text("old")
     changed = recipe(settings={**SETTINGS, "limit": 2}, baselines=["base"])
+    strangers = [run / "report.html", run / "samples" / "mine.jsonl", run / "prompts" / "mine.jsonl", run / "notes.tmp"]
+    for path in strangers:
+        path.write_text("mine")
+        with pytest.raises(AdapterswapError, match=f"did not write: .*{path.name}"):
+            sweep(changed, run, device="cpu", overwrite=True)
+    sweep(recipe(), run, device="cpu")  # the same sweep goes on beside them, and leaves them alone
+    for path in strangers:
+        assert path.read_text() == "mine"
+        path.unlink()
     again = sweep(changed, run, device="cpu", overwrite=True)
     assert len(again.results) == 1
     assert sorted(path.name for path in run.iterdir()) == ["cells.jsonl", "prompts", "samples", "sweep.json"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
-    with pytest.raises(AdapterswapError, match="holds something else than a sweep"):
+    with pytest.raises(AdapterswapError, match="is not the folder of a sweep"):
         sweep(changed, tmp_path / "mine", device="cpu", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years"
 
 
-def test_the_output_may_not_lie_in_an_expert(recipe: Recipe, world: Path) -> None:
+def test_the_output_may_not_lie_in_an_expert(recipe: Recipe, world: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterswapError, match="overlaps the input"):
         sweep(recipe(), world / "math1" / "run", device="cpu")
     assert not (world / "math1" / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(json.dumps(recipe().model_dump(mode="json", exclude_defaults=True)))
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(AdapterswapError, match=r"overlaps the input .*recipe.yaml"):
+            sweep(tmp_path / "run" / "recipe.yaml", tmp_path / "run", device="cpu", **options)
 
 
 def test_two_sweeps_do_not_share_a_folder(run: Path, recipe: Recipe, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
     assert "nothing trained" in text.stderr
     assert not (tmp_path / "expert").exists()
     (tmp_path / "expert").mkdir()
+    (tmp_path / "expert" / "thesis.txt").touch()
     refused = run("train", recipe, "--dry-run")
     assert refused.exit_code == 1
     assert "exists" in refused.stderr

@@ -356,7 +356,10 @@ def test_checkpoints_that_cannot_be_written_are_told(tmp_path: Path, make_recipe
     (tmp_path / "expert.checkpoints" / "checkpoint-1").write_text("in the way")
     with pytest.raises(AdapterswapError, match=r"a checkpoint cannot be written to .*expert.checkpoints: File exists"):
         train(recipe, out_path=tmp_path / "expert", resume=True)
-    # An unfinished run without a complete checkpoint is in nobody's way.
+    assert files(tmp_path / "expert.checkpoints") == {"checkpoint-1": b"in the way"}
+    with pytest.raises(AdapterswapError, match="did not write: checkpoint-1"):
+        train(recipe, out_path=tmp_path / "expert")
+    (tmp_path / "expert.checkpoints" / "checkpoint-1").unlink()
     assert train(recipe, out_path=tmp_path / "expert").steps == 3
 
 
@@ -424,7 +427,40 @@ def test_where_it_may_be_written(tmp_path: Path, make_recipe: MakeRecipe, pico: 
         train(recipe)
     with pytest.raises(AdapterswapError, match="overlaps the input"):
         train(recipe, out_path=pico("llama") / "expert")
+    with pytest.raises(AdapterswapError, match="overlaps the input"):  # the data file lies there
+        train(recipe, out_path=tmp_path, overwrite=True)
     (tmp_path / "taken").mkdir()
+    assert train(recipe, out_path=tmp_path / "taken").path == tmp_path / "taken"
     with pytest.raises(AdapterswapError, match="exists"):
         train(recipe, out_path=tmp_path / "taken")
+    record = tmp_path / "taken" / "training.json"
+    content = json.loads(record.read_text())
+    assert content.pop("files") == sorted(path.name for path in record.parent.iterdir())
+    record.write_text(json.dumps(content))  # as the first edition wrote it
+    for name in ("thesis.txt", "checkpoint-1"):
+        (tmp_path / "taken" / name).touch()
+        with pytest.raises(AdapterswapError, match=f"did not write: {name}"):
+            train(recipe, out_path=tmp_path / "taken", overwrite=True)
+        (tmp_path / "taken" / name).unlink()
     assert train(recipe, out_path=tmp_path / "taken", overwrite=True).path == tmp_path / "taken"
+
+
+@pytest.mark.parametrize("save_every_samples", [None, 8])
+def test_checkpoints_replace_no_files_of_others(
+    save_every_samples: int | None, tmp_path: Path, make_recipe: MakeRecipe, pico: Any
+) -> None:
+    """The folder beside the output may be somebody's, or hold the base itself."""
+    recipe = make_recipe(training={"max_steps": 2, "save_every_samples": save_every_samples})
+    theirs = tmp_path / "expert.checkpoints"
+    shutil.copytree(pico("llama"), theirs / "checkpoint-7")
+    (theirs / "thesis.txt").write_text("years of work")
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(AdapterswapError, match=r"did not write: checkpoint-7/, thesis\.txt"):
+            train(recipe, out_path=tmp_path / "expert", **options)
+    of_theirs = recipe.model_copy(update={"base_model": str(theirs / "checkpoint-7")})
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(AdapterswapError, match="overlaps the input"):
+            train(of_theirs, out_path=tmp_path / "expert", **options)
+    shutil.rmtree(theirs / "checkpoint-7")
+    assert train(recipe, out_path=tmp_path / "expert", resume=True).steps == 2
+    assert files(theirs) == {"thesis.txt": b"years of work"}
