@@ -7,7 +7,6 @@ one cell each, and its choices were made on a development set before. Knows noth
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +58,6 @@ def open_source(folder: str | Path) -> Source:
         run = read_run(folder)
         if not run.results:
             raise AdapterswapError(f"no cell of {folder} is finished", "Run the sweep; it goes on where it was")
-        _check_finite(run)
         name = folder.resolve().name
         return Source(
             run, "sweep", name, "pairs", (f"adapterswap sweep recipe.yaml --out-path {name}",), tuple(_searched(run))
@@ -89,17 +87,6 @@ def _searched(run: Run) -> Iterator[str]:
                 f"{family}: a search ({search.get('sampler', 'tpe')}) judged {len(whole)} of {len(asked)} "
                 f"configurations{dropped}. Its rows are of those, so minimum and mean say nothing of the whole grid."
             )
-
-
-def _check_finite(run: Run) -> None:
-    """Refuse scores that are no numbers: JSON as Python reads it may hold NaN, and one would make all means NaN."""
-    for result in run.results:
-        for task, value in result.results.items():
-            if not all(map(math.isfinite, (value.value or 0.0, *value.docs.values()))):
-                raise AdapterswapError(
-                    f"{run.folder}: the cell {result.cell.cell} has a score on {task} that is no number",
-                    "Delete its line in cells.jsonl, and run the same sweep again",
-                )
 
 
 def _damage_told(folder: Path, content: Mapping[str, Any], answers: bytes) -> Source:

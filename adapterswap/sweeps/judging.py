@@ -39,12 +39,12 @@ class Judged:
     Attributes:
         result: the scores, of the tasks and documents that were asked.
         samples: as samples/CELL.jsonl has them.
-        prompts: task → document → prompt.
+        questions: task → doc_id, prompt and target of each document.
     """
 
     result: CellResult
     samples: list[dict[str, Any]]
-    prompts: Mapping[str, Mapping[int, str]]
+    questions: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Judge(Protocol):
@@ -137,10 +137,11 @@ class LocalJudge:
             )  # fmt: skip
             seconds = {"switch": switched - started, "evaluate": time.perf_counter() - switched}
         rounded = {name: round(value, 6) for name, value in seconds.items()}
-        prompts: dict[str, dict[int, str]] = {task: {} for task in tasks}
+        questions: dict[str, list[dict[str, Any]]] = {task: [] for task in tasks}
         for sample in found.samples:
-            prompts[sample.task][sample.doc_id] = sample.prompt
-        return Judged(CellResult(cell, _values(found, prepared), rounded), list(_samples(found)), prompts)
+            target = sample.as_json()["target"]
+            questions[sample.task].append({"doc_id": sample.doc_id, "prompt": sample.prompt, "target": target})
+        return Judged(CellResult(cell, _values(found, prepared), rounded), list(_samples(found)), questions)
 
     @contextmanager
     def _composed(self, cell: Cell) -> Iterator[None]:

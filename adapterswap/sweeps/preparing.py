@@ -17,6 +17,7 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import check_task_names
 from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.identity import model_fingerprints
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.planning.plan import Plan, make_plan
 from adapterswap.sweeps.cells import Cell
@@ -156,6 +157,8 @@ def _describe(prepared: Prepared) -> dict[str, Any]:
         "recipe": _public_recipe(prepared),
         "base_model": {
             "source": base.name, "revision": base.revision, "config_sha256": sha256_of(base.folder / "config.json"),
+            # A commit of the Hub stands for its files, which may not all be downloaded yet.
+            "files": None if base.revision else model_fingerprints(base.folder),
         },
         "experts": {
             name: {

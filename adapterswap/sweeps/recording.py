@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from adapterswap.sweeps.results import (
     SAMPLES,
     SWEEP,
     prompts_file,
-    read_prompts,
+    read_questions,
     read_run,
 )
 from adapterswap.sweeps.values import CellResult, Findings, RungResult
@@ -57,6 +57,11 @@ def check_out_path(
         refuse_strangers(folder, _strangers(folder))
         return Findings()
     run = read_run(folder)
+    if run.results and not exists(folder / SAMPLES):
+        raise AdapterswapError(
+            f"{folder} has results and no {SAMPLES}/ beside them, so it cannot be continued",
+            "Restore that folder, or choose another path",
+        )
     _compare(run.described, described, folder)
     return Findings.of(run.results, run.rungs)
 
@@ -149,23 +154,29 @@ class Recording:
         self._append(RUNGS, result)
         self.found.rungs[result.cell, result.documents] = result
 
-    def keep_prompts(self, task: str, prompts: Mapping[int, str]) -> None:
-        """Write a task's prompts, or compare them with those that are there; once in a process.
+    def keep_questions(self, task: str, questions: Sequence[Mapping[str, Any]]) -> None:
+        """Write a task's prompts and targets, or compare them with those that are there; once in a process.
+
+        Args:
+            task: its name.
+            questions: doc_id, prompt and target of each document.
 
         Raises:
-            AdapterswapError: the folder was begun with other prompts, so that scores would not compare.
+            AdapterswapError: the folder was begun with other prompts or targets, so that scores would not compare.
         """
         if task in self._checked:
             return
         path = prompts_file(self._folder, task)
         if not exists(path):
-            rows = ({"doc_id": doc_id, "prompt": prompt} for doc_id, prompt in prompts.items())
-            self._place(path, "".join(map(_line, rows)))
-        elif read_prompts(self._folder, task) != dict(prompts):
-            raise AdapterswapError(
-                f"{task} asks other prompts than those that {self._folder} was begun with",
-                "Restore the task's files, choose another path, or pass `overwrite=True`",
-            )
+            self._place(path, "".join(map(_line, questions)))
+        for part in ("prompt", "target"):
+            before = {row["doc_id"]: row[part] for row in read_questions(self._folder, task) if part in row}
+            now = {row["doc_id"]: json.loads(_line({part: row[part]}))[part] for row in questions}
+            if before and before != now:  # the first edition kept no targets
+                raise AdapterswapError(
+                    f"{task} has other {part}s than those that {self._folder} was begun with",
+                    "Restore the task's files, choose another path, or pass `overwrite=True`",
+                )
         self._checked.add(task)
 
     def _samples(self, result: CellResult) -> Path:

@@ -8,16 +8,17 @@ killed, can be read too: a last line may be torn, and is then left out. Knows no
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
 from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo
+from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
 
 __all__ = [
     "CELLS",
@@ -29,6 +30,7 @@ __all__ = [
     "Run",
     "prompts_file",
     "read_prompts",
+    "read_questions",
     "read_run",
     "read_samples",
 ]
@@ -36,6 +38,7 @@ __all__ = [
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
 FORMAT = 1
 _MEND = "Give the folder that adapterswap sweep wrote"
+_MEANS = ("exact_match", "acc", "acc_norm")  # metrics that are the mean over documents
 _Line = TypeVar("_Line")
 
 
@@ -78,7 +81,9 @@ def read_run(folder: str | Path) -> Run:
     """Read the folder of a sweep, finished or not.
 
     Raises:
-        AdapterswapError: it is none, is of another format, or a line in it is damaged.
+        AdapterswapError: it is none, is of another format, or a line in it is damaged or not as the sweep wrote it: a
+            cell, task or document that was not asked, one that is missing or twice, a score that is no finite number
+            or not the mean of its documents, samples that are missing.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
@@ -97,7 +102,86 @@ def read_run(folder: str | Path) -> Run:
             f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
         ) from None
     results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
-    return Run(folder, described, tasks, cells, tuple(results), tuple(rungs))
+    run = Run(folder, described, tasks, cells, tuple(results), tuple(rungs))
+    _check(run)
+    return run
+
+
+def _check(run: Run) -> None:
+    """Refuse lines that the sweep did not write so: they may have been edited, or their samples are gone."""
+    problems = Problems()
+    known = {cell.cell: cell for cell in run.cells}
+    seen: set[str] = set()
+    for number, result in enumerate(run.results, 1):
+        name = result.cell.cell
+        reason = None
+        if known.get(name) != result.cell:
+            reason = f"{name} is not a cell of this sweep"
+        elif name in seen:
+            reason = f"{name} is in an earlier line, too"
+        elif set(result.results) != set(result.cell.tasks):
+            reason = f"it has results on {', '.join(sorted(result.results))}, not on {', '.join(result.cell.tasks)}"
+        else:
+            reasons = (_why_unsound(run.tasks[task], value) for task, value in result.results.items())
+            reason = next(filter(None, reasons), None) or _why_not_sampled(run, result)
+        seen.add(name)
+        if reason is not None:
+            problems.add(
+                f"{run.folder / CELLS}: line {number} is not as the sweep wrote it: {reason}",
+                "Delete that line, and run the same sweep again",
+            )
+    for number, rung in enumerate(run.rungs, 1):
+        unsound = (
+            _why_unsound(run.tasks[task], value, documents=rung.documents)
+            if task in run.tasks
+            else f"{task} is not a task of this sweep"
+            for task, value in rung.results.items()
+        )
+        if rung.cell not in known or (reason := next(filter(None, unsound), None)) is not None:
+            told = f"{rung.cell} is not a cell of this sweep" if rung.cell not in known else reason
+            problems.add(
+                f"{run.folder / RUNGS}: line {number} is not as the sweep wrote it: {told}",
+                "Delete that line, and run the same sweep again",
+            )
+    problems.raise_if_any()
+
+
+def _why_unsound(task: TaskInfo, value: TaskValue, *, documents: int | None = None) -> str | None:
+    """What is wrong with a cell's scores on a task; None if nothing is."""
+    numbers = [value.value, value.stderr, *value.scores.values(), *value.docs.values()]
+    if odd := [number for number in numbers if number is not None and not _is_finite(number)]:
+        return f"{odd[0]!r} on {task.name} is not a finite number"
+    expected = {*task.select, *task.report}
+    if value.docs and documents is None and value.docs.keys() != expected:
+        return f"{len(value.docs)} documents of {task.name} have a score, not the {len(expected)} that were asked"
+    if value.docs.keys() - expected or (documents is not None and len(value.docs) > documents):
+        return f"it has a score on documents of {task.name} that were not asked"
+    metric, _ = task.primary
+    primary = value.scores.get(",".join(task.primary))
+    if value.value != primary and documents is None:
+        return f"the score on {task.name} is {value.value}, and {primary} among all scores"
+    if metric in _MEANS and value.value is not None and value.docs:
+        mean = math.fsum(value.docs.values()) / len(value.docs)
+        if not math.isclose(mean, value.value, rel_tol=1e-9, abs_tol=1e-9):
+            return f"the score on {task.name} is {value.value:g}, and its documents have a mean of {mean:g}"
+    return None
+
+
+def _is_finite(number: object) -> bool:
+    return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
+
+
+def _why_not_sampled(run: Run, result: CellResult) -> str | None:
+    """What is wrong with a cell's file of samples; None if it has a line for every document."""
+    path = run.folder / SAMPLES / f"{result.cell.cell}.jsonl"
+    expected = sum(len({*run.tasks[task].select, *run.tasks[task].report}) for task in result.cell.tasks)
+    if not exists(run.folder / SAMPLES):  # a run that was shared without them
+        return None
+    if not exists(path):
+        return f"{path.name} is missing in {SAMPLES}/"
+    with open_regular(path, _MEND) as file:
+        lines = sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+    return None if lines == expected else f"{SAMPLES}/{path.name} holds {lines} documents, not {expected}"
 
 
 def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[_Line]:
@@ -128,7 +212,12 @@ def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
 
 def read_prompts(folder: str | Path, task: str) -> dict[int, str]:
     """The prompts of a task by document; errors as for `read_samples`."""
-    return {row["doc_id"]: row["prompt"] for row in _read_lines(prompts_file(Path(folder), task))}
+    return {row["doc_id"]: row["prompt"] for row in read_questions(folder, task)}
+
+
+def read_questions(folder: str | Path, task: str) -> list[dict[str, Any]]:
+    """What a task asks, document by document: doc_id, prompt and target; errors as for `read_samples`."""
+    return _read_lines(prompts_file(Path(folder), task))
 
 
 def prompts_file(folder: Path, task: str) -> Path:

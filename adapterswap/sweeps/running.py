@@ -150,8 +150,8 @@ class _Completion:
                 self._record.add_copy(result, like)
             else:
                 found = next(judged)
-                for task, prompts in found.prompts.items():
-                    self._record.keep_prompts(task, prompts)
+                for task, questions in found.questions.items():
+                    self._record.keep_questions(task, questions)
                 result = found.result
                 self._record.add(result, found.samples)
                 self._alike[_identity(cell)] = result

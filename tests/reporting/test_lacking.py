@@ -126,15 +126,15 @@ def test_refusals(tmp_path: Path, written: Written) -> None:
     content = json.loads(lines)
     del content["results"][SW]
     (target / "cells.jsonl").write_text(json.dumps(content) + "\n")
-    with pytest.raises(AdapterswapError, match="no target task"):
+    with pytest.raises(AdapterswapError, match="it has results on"):
         reported(target)
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new", "said"),
     [
-        ("cells.jsonl", '"value": ', '"value": NaN, "was": ', "no number"),
-        ("cells.jsonl", '"method": "layer_swap"', '"method": "layer_swop"', "layer_swop"),
+        ("cells.jsonl", '"value": ', '"value": NaN, "was": ', "not a finite number"),
+        ("cells.jsonl", '"method": "layer_swap"', '"method": "layer_swop"', "not a cell of this sweep"),
         ("samples", '"output": ', '"outpt": ', "damaged"),
         ("prompts", '"prompt": ', '"prmpt": ', "damaged"),
     ],

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load, save
 
 from adapterswap import AdapterswapError
 from adapterswap.sweeps import Run, SweepRecipe, read_prompts, read_run, read_samples, sweep
@@ -103,8 +105,84 @@ def test_other_prompts_are_refused(run: Path, recipe: Recipe) -> None:
     (run / "cells.jsonl").write_bytes((run / "cells.jsonl").read_bytes()[:-40])
     path = run / "prompts" / "mgsm_direct_sw.jsonl"
     path.write_text(path.read_text().replace("Swali", "Suali"))
-    with pytest.raises(AdapterswapError, match="asks other prompts"):
+    with pytest.raises(AdapterswapError, match="has other prompts than"):
         sweep(recipe(), run, device="cpu")
+
+
+def test_other_right_answers_are_refused(run: Path, recipe: Recipe) -> None:
+    (run / "cells.jsonl").write_bytes((run / "cells.jsonl").read_bytes()[:-40])
+    path = run / "prompts" / "mgsm_direct_sw.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["target"] = "1234567"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(AdapterswapError, match="has other targets than"):
+        sweep(recipe(), run, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_another_base_in_the_same_folder_is_refused(
+    name: str, run: Path, recipe: Recipe, world: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(world / "base", tmp_path / "base")
+    file = tmp_path / "base" / name
+    if name == "tokenizer.json":
+        file.write_text(json.dumps(json.loads(file.read_text()), indent=3))
+    else:
+        tensors = load(file.read_bytes())
+        tensors["model.norm.weight"][0] += 0.5
+        file.write_bytes(save(tensors, {"format": "pt"}))
+    with pytest.raises(AdapterswapError, match="begun with other base_model"):
+        sweep(recipe(base_model=str(tmp_path / "base")), run, device="cpu")
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Change the second line of cells.jsonl."""
+
+    def edit(run: Path) -> None:
+        lines = (run / "cells.jsonl").read_text().splitlines()
+        content = json.loads(lines[1])
+        change(content)
+        lines[1] = json.dumps(content)
+        (run / "cells.jsonl").write_text("".join(line + "\n" for line in lines))
+
+    return edit
+
+
+def scores(content: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(iter(content["results"].values()))
+    return found
+
+
+def repeat_line(run: Path) -> None:
+    lines = (run / "cells.jsonl").read_text().splitlines(keepends=True)
+    (run / "cells.jsonl").write_text("".join([*lines[:1], lines[0], *lines[2:]]))
+
+
+EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "twice": ("earlier line", repeat_line),
+    "NaN": ("finite", edited(lambda cell: scores(cell).update(value=float("nan")))),
+    "a text": ("finite", edited(lambda cell: scores(cell)["docs"].__setitem__(0, [0, "1"]))),
+    "true": ("finite", edited(lambda cell: scores(cell)["docs"].__setitem__(0, [0, True]))),
+    "a better score": ("among all scores", edited(lambda cell: scores(cell).update(value=0.99))),
+    "better documents": ("mean of", edited(lambda cell: scores(cell)["docs"].__setitem__(0, [0, 0.75]))),
+    "half the documents": ("documents of", edited(lambda cell: scores(cell)["docs"].__delitem__(0))),
+    "other documents": ("documents of", edited(lambda cell: scores(cell)["docs"].__setitem__(0, [77777, 0.0]))),
+    "an unknown task": ("results on", edited(lambda cell: cell["results"].update(t=scores(cell)))),
+    "an unknown cell": ("not a cell", edited(lambda cell: cell.update(cell="0123456789ab"))),
+    "another composition": ("not a cell", edited(lambda cell: cell.update(short="math1+sw1"))),
+    "no samples": ("missing in", lambda run: next((run / "samples").iterdir()).unlink()),
+    "fewer samples": ("documents, not", lambda run: next((run / "samples").iterdir()).write_text("{}\n")),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_edited_results_are_refused(kind: str, run: Path, recipe: Recipe) -> None:
+    """By whoever reads them: a report, and the same sweep when it is resumed."""
+    reason, edit = EDITS[kind]
+    edit(run)
+    for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
+        with pytest.raises(AdapterswapError, match=f"not as the sweep wrote it.*{reason}"):
+            read()
 
 
 def test_overwrite_begins_anew_but_only_over_a_sweep(run: Path, recipe: Recipe, tmp_path: Path) -> None:
