@@ -34,9 +34,9 @@ class Labelled:
     answer: Fraction | None
 
 
-def read_labels() -> list[Labelled]:
-    """The rows of `answer_labels.json`, in order."""
-    rows = json.loads(Path(__file__).with_name("answer_labels.json").read_text(encoding="utf-8"))["rows"]
+def read_labels(name: str = "answer_labels.json") -> list[Labelled]:
+    """The rows of that file, in order."""
+    rows = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))["rows"]
     return [
         Labelled(language, form, output, None if answer is None else Fraction(answer))
         for language, form, output, answer in rows

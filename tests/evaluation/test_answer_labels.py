@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from adapterswap.evaluation.mgsm import LANGUAGES
@@ -43,3 +45,13 @@ def test_no_row_stands_in_an_older_collection(rows: list[Labelled]) -> None:
     older = {(language, output) for language, output, _, _ in TABLE}
     older |= {(code, row[0]) for table in (FORMS, WITNESS) for code, labelled in table.items() for row in labelled}
     assert not older & {(row.language, row.output) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("reader", "wrong", "unread"), [("strict-match", 2, 25), ("flexible-extract", 32, 4), ("normalized", 2, 8)]
+)
+def test_outputs_that_no_scorer_was_changed_for(reader: str, wrong: int, unread: int) -> None:
+    rows = read_labels("answer_labels_after.json")
+    counts = sum(count(READERS[reader](), rows).values(), Counter())
+    assert len(rows) == 54
+    assert (counts["wrong"], counts["unread"]) == (wrong, unread)
