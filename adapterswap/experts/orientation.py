@@ -89,13 +89,28 @@ class Orientation:
             len(shape) == 2 and shape[0] != shape[1] and self.is_transposed(key) for key, shape in self._shapes.items()
         ):
             return frozenset()
+        weights = adaptable_weights(self._model)
+        conv1d = (f"{name}.weight" for name, weight in weights.items() if weight.transposed and not weight.embedding)
+        return frozenset(self.stored_keys[name] for name in conv1d if name in self.stored_keys)
+
+    @cached_property
+    def stored_keys(self) -> Mapping[str, str]:
+        """The name of each parameter in the model of transformers → the key under which the checkpoint stores it.
+
+        Parameters that transformers makes of several keys (fused experts) are left out.
+
+        Raises:
+            AdapterswapError: transformers cannot build the model without remote code.
+        """
+        rename = rename_keys(self._model)
+        names = {key: rename(key) for key in self._shapes}
+        return {name: key for key, name in names.items() if name is not None}
+
+    @cached_property
+    def _model(self) -> Any:
         from adapterswap.bases import empty_model_as_saved
 
-        model = empty_model_as_saved(self._checkpoint.source.folder, self._checkpoint.name)
-        rename = rename_keys(model)
-        weights = adaptable_weights(model)
-        conv1d = {f"{name}.weight" for name, weight in weights.items() if weight.transposed and not weight.embedding}
-        return frozenset(key for key in self._shapes if rename(key) in conv1d)
+        return empty_model_as_saved(self._checkpoint.source.folder, self._checkpoint.name)
 
 
 def _model_types(config: Mapping[str, Any]) -> Iterator[Any]:

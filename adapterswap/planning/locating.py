@@ -8,6 +8,7 @@ that is tied to it. Knows names and shapes; no coefficients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from adapterswap.errors import AdapterswapError, Problems
@@ -122,7 +123,16 @@ def locate(
         problems: collects modules that the model does not have, or has in another shape.
     """
     found: dict[str, Located] = {}
-    stored_name = _renaming(adapter, parameters)
+    by_name = _renaming(adapter, parameters)
+
+    def stored_name(module: str, parameter: str) -> str | None:
+        """By the names alone, or else by the names that transformers gives the stored tensors in memory."""
+        key = by_name(module, parameter)
+        if key is None:
+            with suppress(AdapterswapError):  # not a model of transformers
+                key = orientation.stored_keys.get(f"{module}.{parameter}")
+        return key
+
     missing: list[str] = []
     ours: dict[str, str] = {}
     theirs: dict[str, str] = {}
