@@ -91,3 +91,25 @@ def test_the_strip_names_a_side_as_one(base: Callable[..., Path], model: Callabl
         "layers  sscccs",
         "        c mean(code, math), s swahili",
     ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"method": "slerp"}, {"method": "ties", "density": 1.0}, {"method": "soup", "weights": "magnitude"}],
+    ids=lambda options: options["method"],
+)
+def test_an_adapter_in_an_average_is_what_its_full_weights_are(
+    options: dict[str, Any], model: Callable[..., Path], lora: Callable[..., Path], tmp_path: Path
+) -> None:
+    """GPT-2 stores its weights the other way round than ΔW."""
+    adapter = lora("gpt2", seed=1)
+    full = adapterswap.merge(adapter, out_path=tmp_path / "full")
+    others = {"code": model("gpt2", seed=2), "swahili": model("gpt2", seed=3)}
+    composition = Composition(
+        task=["math", "code"], language="swahili", base_model=str(model("gpt2")), **options
+    )  # fmt: skip
+    results = []
+    for name, math in (("mixed", adapter), ("whole", full)):
+        plan = adapterswap.compose(composition, {"math": math, **others})
+        results.append(weights(adapterswap.merge(plan, out_path=tmp_path / name)))
+    close(*results)
