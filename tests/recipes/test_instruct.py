@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from adapterswap.files.yamlfiles import read_content
+from adapterswap.shipped import shipped_recipes
+
 from .standins import Base, check_that_it_trains, train_recipes
+
+_CHATS = {
+    str(content["base_model"]): bool(content["chat_template"])
+    for name, path in shipped_recipes().items()
+    if name.startswith("models/") and (content := read_content(path)[0])
+}
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.startswith("sweep/")])
+def test_a_sweep_asks_in_the_form_of_training(name: str) -> None:
+    content = read_content(shipped_recipes()[name])[0]
+    assert content["settings"].get("apply_chat_template", False) is _CHATS[content["base_model"]]
+
+
+@pytest.mark.parametrize("page", ["reproducing.md", "evaluate.md"])
+def test_the_pages_ask_in_the_form_of_training(page: str) -> None:
+    """MGSM's answers are written; where choices are compared, no turn is answered."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        base = re.search(r"adapterswap evaluate .*--base-model (\S+)", line)
+        if base and base[1] in _CHATS and "mgsm" in line:
+            assert ("--apply-chat-template" in line) is _CHATS[base[1]], line
 
 
 @pytest.mark.parametrize("name", train_recipes("llama-3.1-8b-instruct"))
