@@ -135,7 +135,7 @@ def joined(device: str) -> Iterator[Processes]:
         if processes.count > 1 and _is_of_a_peer(error):
             raise AdapterswapError(
                 f"process {processes.rank} lost the others: {' '.join(str(error).split())[:200]}",
-                "See what ended them, and run the same command again (train: with --resume)",
+                "See what ended them, and run the same command again (train: with `resume=True`)",
             ) from None
         raise
 

@@ -115,7 +115,7 @@ def test_magnitude_prune_sums_what_is_left(pair: list[Path], tmp_path: Path) -> 
 
 
 def test_nonlinear_methods_need_a_rank(pair: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(AdapterswapError, match=r"full rank, and an adapter has a low one\. Give --max-rank or"):
+    with pytest.raises(AdapterswapError, match=r"full rank, and an adapter has a low one\. Pass `max_rank` or"):
         composed(pair, tmp_path / "out", method="ties", density=0.5)
     assert not (tmp_path / "out").exists()
 
@@ -341,7 +341,7 @@ def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[.
     for language, mend in ((both[1], None), (plain, "--base-model")):
         if mend:
             with pytest.raises(
-                AdapterswapError, match=r"lm_head is to be averaged .* Give the base's folder with --base"
+                AdapterswapError, match=r"lm_head is to be averaged .* Give the base's folder with `base"
             ):
                 adapterswap.layer_swap(both[0], language, bottom=2, top=1)
         plan = adapterswap.layer_swap(both[0], language, bottom=2, top=1, base_model=str(base("llama")))

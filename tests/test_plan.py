@@ -90,7 +90,7 @@ def test_all_mistakes_are_told_together(math: Path, swahili: Path) -> None:
 
 def test_experts_of_two_bases_are_refused(math: Path, swahili: Path, tmp_path: Path) -> None:
     other = rewritten(swahili, tmp_path / "other", base_model_name_or_path="org/other-base")
-    with pytest.raises(AdapterswapError, match=r"and other adapts org/other-base.*--base-model"):
+    with pytest.raises(AdapterswapError, match=r"and other adapts org/other-base.*`base_model`"):
         adapterswap.layer_swap(math, other, bottom=1, top=1, num_layers=6)
     declared = adapterswap.layer_swap(math, other, bottom=1, top=1, num_layers=6, base_model="org/other-base")
     assert declared.base_model == "org/other-base"
@@ -126,10 +126,10 @@ def test_the_number_of_layers_is_never_guessed(math: Path, swahili: Path, tmp_pa
     unknown = [
         rewritten(folder, tmp_path / folder.name, base_model_name_or_path="/nowhere/base") for folder in (math, swahili)
     ]
-    told = r"that \S+'s adapter_config.json names, and the path /nowhere/base does not exist\. Give --base-model"
+    told = r"that \S+'s adapter_config.json names, and the path /nowhere/base does not exist\. Pass `base_model`"
     with pytest.raises(AdapterswapError, match=told):
         adapterswap.layer_swap(*unknown, bottom=1, top=1)
-    told = r"the base that --base-model .* names, and the path /lost does not exist\. Correct it, or give --num-layers"
+    told = r"the base that `base_model` names, and the path /lost does not exist\. Correct it, or pass `num_layers`"
     with pytest.raises(AdapterswapError, match=told):
         adapterswap.layer_swap(*unknown, bottom=1, top=1, base_model="/lost")
     assert adapterswap.layer_swap(*unknown, bottom=1, top=1, num_layers=6).num_layers == 6

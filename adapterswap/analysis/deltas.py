@@ -68,7 +68,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
     else:
         if base is None:
             raise AdapterswapError(
-                f"{expert.name} is a full checkpoint, and what changed is known against its base", "Give --base-model"
+                f"{expert.name} is a full checkpoint, and what changed is known against its base", "Pass `base_model`"
             )
         for parameter in expert.parameters.values():
             if parameter.kind == "other" or parameter.layer is None or len(parameter.tensor.shape) != 2:

@@ -88,7 +88,7 @@ def suggest(importance: Importance, *, form: Form = "zones") -> Suggestion:
         return _by_modules(importance)
     layers = importance.num_layers
     if layers < 2:
-        raise AdapterswapError("the model has one layer, which cannot be shared", "Blend the experts: --method soup")
+        raise AdapterswapError("the model has one layer, which cannot be shared", "Blend the experts: `method=soup`")
     gains = [language - task for task, language in map(importance.of_layer, range(layers))]
     zones = [(b, u) for b in range(layers) for u in range(layers - b) if 0 < b + u <= layers / 2]
     # Of equals the one that takes fewest layers from the task, and of those the one with the larger bottom.

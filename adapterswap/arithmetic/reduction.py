@@ -42,7 +42,7 @@ def check_form(plan: Plan, form: Form) -> None:
     if nonlinear is not None and form.max_rank is None and form.max_error is None:
         raise AdapterswapError(
             f"{nonlinear.rule.method} gives {nonlinear.name} a ΔW of full rank, and an adapter has a low one",
-            "Give --max-rank or --max-error",
+            "Pass `max_rank` or `max_error`",
         )
 
 

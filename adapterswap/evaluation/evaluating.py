@@ -117,7 +117,7 @@ def evaluate(
         except torch.OutOfMemoryError:
             raise AdapterswapError(
                 f"the device ran out of memory at batch_size {settings.batch_size}",
-                "Lower --batch-size, or load a smaller dtype",
+                "Lower `batch_size`, or load a smaller dtype",
             ) from None
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be

@@ -182,8 +182,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
                 raise AdapterswapError(
                     f"{request.task_name}: a prompt of {lengths[prompt]} tokens and an output of up to {budget} do not "
                     f"fit into the model's context of {self.max_length}",
-                    "Give fewer shots (--num-fewshot), a lower --max-gen-toks, or let prompts lose their beginning "
-                    "(--truncate)",
+                    "Give fewer shots (`num_fewshot`), a lower `max_gen_toks`, or let prompts lose their beginning "
+                    "(`truncate=True`)",
                 )
         batches = in_batches(requests, self.batch_size, lambda texts: [lengths[text] for text in texts])
         return self._answers(requests, batches, super().generate_until)

@@ -111,5 +111,5 @@ def _refuse_code(names: Sequence[str]) -> None:
     if names:
         raise AdapterswapError(
             f"{', '.join(names)}: code that the model writes would be run on this machine, as this user",
-            "If that is meant, and the machine is one for it (a container), give --confirm-run-unsafe-code",
+            "If that is meant, and the machine is one for it (a container), pass `confirm_run_unsafe_code=True`",
         )

@@ -54,7 +54,7 @@ class CutForm:
     def __post_init__(self) -> None:
         problems = Problems()
         if self.rank is None and self.max_error is None:
-            problems.add("neither a rank nor an error is given", "Give --rank or --max-error")
+            problems.add("neither a rank nor an error is given", "Pass `rank` or `max_error`")
         if self.rank is not None and not 1 <= self.rank <= _MAX_RANK:
             problems.add(f"rank is {self.rank}, and must lie between 1 and {_MAX_RANK}", "Give for instance 64")
         if self.max_error is not None and not 0 < self.max_error < 1:

@@ -67,7 +67,7 @@ def loadable(build: Callable[[], Any], slots: Sequence[Slot]) -> frozenset[str]:
     if usable and not _loads(build(), usable):
         raise AdapterswapError(
             f"PEFT loads LoRA for each kind of module of {type(model).__name__} alone, and not for all of them",
-            "Select some modules with --modules",
+            "Select some modules with `modules`",
         )
     return frozenset(slot.name for slot in usable)
 

@@ -123,7 +123,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
             if slot is None or slot.layer is not None or one.tensor.shape[1:] != other.tensor.shape[1:]:
                 odd.append(name)
             elif selection.embeddings:
-                problems.add(f"{shapes}: the vocabulary changed", "Leave --embeddings out, or keep the full checkpoint")
+                problems.add(f"{shapes}: the vocabulary changed", "Leave `embeddings` out, or keep the full checkpoint")
             else:
                 left_out.append(LeftOut(name, "vocabulary", one, other))
         elif slot is not None and selection.wants(slot):
@@ -136,7 +136,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
     for matrix in matrices:
         _check_tying(matrix.slot)
     if not matrices:
-        raise AdapterswapError("no matrix is selected, so there is nothing to extract", "Select layers or --embeddings")
+        raise AdapterswapError("no matrix is selected, so there is nothing to extract", "Select layers or `embeddings`")
     matrices.sort(key=lambda m: (-1 if m.slot.layer is None else m.slot.layer, m.slot.name))
     return Pair(full, base, num_layers, tuple(matrices), tuple(left_out))
 
@@ -196,16 +196,16 @@ def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, pr
         try:
             layers = parse_layers(selection.layers)
         except ValueError as error:
-            problems.add(f"--layers: {error}", "Write for instance --layers 0-4,30-31")
+            problems.add(f"`layers`: {error}", "Write for instance `layers=0-4,30-31`")
     if layers and max(layers) >= num_layers:
         told = format_layers(layer for layer in layers if layer >= num_layers)
-        problems.add(f"--layers: there is no layer {told}", f"Layers are 0 to {num_layers - 1}")
+        problems.add(f"`layers`: there is no layer {told}", f"Layers are 0 to {num_layers - 1}")
     for module in selection.modules:
         if selection.layers == NO_LAYER or not any(
             slot.layer is not None and selects(module, slot.name, slot.kind) for slot in anatomy.slots.values()
         ):
             ends = sorted({slot.name.rpartition(".")[2] for slot in anatomy.slots.values() if slot.layer is not None})
-            problems.add(f"--modules {module!r} matches nothing", f"Name attention, mlp, or {', '.join(ends)}")
+            problems.add(f"`modules` {module!r} matches nothing", f"Name attention, mlp, or {', '.join(ends)}")
 
 
 def _check_tying(slot: Slot) -> None:
@@ -214,7 +214,7 @@ def _check_tying(slot: Slot) -> None:
         raise AdapterswapError(
             f"{', '.join(slot.heads)} is tied to {slot.name}, and PEFT keeps them together only where the embedding is "
             "called embed_tokens",
-            "Leave --embeddings out",
+            "Leave `embeddings` out",
         )
 
 

@@ -97,7 +97,7 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
-            raise AdapterswapError(f"--set {override!r} is not key=value", "Write for instance --set training.seed=1")
+            raise AdapterswapError(f"`overrides`: {override!r} is not key=value", "Write for instance training.seed=1")
         try:
             value = parse_yaml(text)
         except ValueError:
@@ -127,7 +127,8 @@ def _number(text: str) -> Any:
 def _item(place: Any, step: str, override: str) -> Any:
     if not isinstance(place, list) or not step.isdecimal() or int(step) >= len(place):
         raise AdapterswapError(
-            f"--set {override!r}: {step!r} leads nowhere", "Name keys of the recipe, and positions of lists from 0"
+            f"`overrides`: {override!r}: {step!r} leads nowhere",
+            "Name keys of the recipe, and positions of lists from 0",
         )
     return place[int(step)]
 

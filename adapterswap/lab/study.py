@@ -93,7 +93,7 @@ def run_study(
             _follow(futures, news, tell)
             return Study(scene, tuple(future.result() for future in futures))
         except BrokenProcessPool:
-            raise AdapterswapError("a seed's process was killed", "Free some memory, or give fewer --jobs") from None
+            raise AdapterswapError("a seed's process was killed", "Free some memory, or give fewer `jobs`") from None
         finally:
             for future in futures:
                 future.cancel()

@@ -141,7 +141,7 @@ def _averaged(block: Block) -> Bytes:
 
 
 def _overflow(name: str, dtype: str) -> AdapterswapError:
-    return AdapterswapError(f"{name} overflows {dtype} when it is computed", "Give --dtype bfloat16 or float32")
+    return AdapterswapError(f"{name} overflows {dtype} when it is computed", "Pass `dtype=bfloat16` or `dtype=float32`")
 
 
 def _linear(block: Block, product: _Product | None, device: str) -> Bytes:

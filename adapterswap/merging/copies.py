@@ -39,7 +39,7 @@ def check_copies(plan: ModelPlan) -> None:
                 problems.add(
                     f"{term.expert} was trained on another {parameter.name} than {plan.base.name} has: it carries a "
                     f"copy ({copy.name}), which PEFT would put in its place",
-                    "Give the base that it was trained on with --base-model",
+                    "Give the base that it was trained on with `base_model`",
                 )
     problems.raise_if_any()
 

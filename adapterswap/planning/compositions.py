@@ -181,7 +181,7 @@ class Composition(StrictModel):
             if weight < 0:
                 raise ValueError(
                     f"the weight of {name} is {weight:g}, and negative weights subtract an expert: "
-                    "say --allow-negative (allow_negative: true) if that is meant"
+                    "pass `allow_negative=True` if that is meant"
                 )
 
     @property
@@ -211,7 +211,7 @@ class Composition(StrictModel):
         if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
             raise AdapterswapError(
                 f"the paper's defaults, scaled to {num_layers} layers, give the language expert no layer",
-                "Give --bottom and --top",
+                "Pass `bottom` and `top`",
             )
         return zones
 

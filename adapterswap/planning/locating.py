@@ -22,7 +22,7 @@ from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Located", "TiedHead", "find_tied_head", "locate", "with_head"]
 
-_MEND = "Give the base that the experts adapt, with --base-model"
+_MEND = "Give the base that the experts adapt, with `base_model`"
 
 
 @dataclass(frozen=True)

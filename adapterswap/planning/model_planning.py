@@ -31,7 +31,7 @@ from adapterswap.planning.plan_checks import (
 
 __all__ = ["base_of", "make_model_plan", "merge_plan"]
 
-_GIVE_BASE = "Give the base's folder or Hub id with --base-model"
+_GIVE_BASE = "Give the base's folder or Hub id with `base_model`"
 
 
 def base_of(plan: Plan, base_model: str | None = None) -> Checkpoint:
@@ -128,7 +128,7 @@ def make_model_plan(
     stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=-1)
     num_layers = composition.num_layers or found
     if num_layers is None:
-        problems.add(f"the config of {skeleton_name} does not say how many layers it has", "Give --num-layers")
+        problems.add(f"the config of {skeleton_name} does not say how many layers it has", "Pass `num_layers`")
     elif found not in (None, num_layers):
         problems.add(f"num_layers is {num_layers}, and {skeleton_name} has {found} layers", "Leave `num_layers` out")
     elif found is None and num_layers != stored_layers:

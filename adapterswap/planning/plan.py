@@ -247,14 +247,14 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
         if (reference := _reference(adapter)) is not None:
             named[name] = reference
     if base_model is not None:
-        base, namer, mend = base_model, "--base-model (base_model)", "Correct it, or give --num-layers"
+        base, namer, mend = base_model, "`base_model`", "Correct it, or pass `num_layers`"
     elif named:
         namer, base = next(iter(named.items()))
-        namer, mend = f"{namer}'s adapter_config.json", "Give --base-model with the base's folder, or --num-layers"
+        namer, mend = f"{namer}'s adapter_config.json", "Pass `base_model` with the base's folder, or `num_layers`"
     else:
         raise AdapterswapError(
             "the experts do not say which base model they adapt",
-            "Give --num-layers, or --base-model with the base's folder",
+            "Pass `num_layers`, or `base_model` with the base's folder",
         )
     try:
         config = base_config(base)
@@ -265,5 +265,5 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
         ) from None
     found = num_layers_in_config(config)
     if found is None:
-        raise AdapterswapError(f"the config of {base} does not say how many layers it has", "Give --num-layers")
+        raise AdapterswapError(f"the config of {base} does not say how many layers it has", "Pass `num_layers`")
     return found

@@ -76,7 +76,7 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
         if composition.base_model is None and not same_base(one.base_model, other.base_model):
             problems.add(
                 f"{first_name} adapts the base {one.base_model}, and {name} adapts {other.base_model}",
-                "Compose experts of one base; if both names mean the same weights, declare them with --base-model",
+                "Compose experts of one base; if both names mean the same weights, pass `base_model`",
             )
         elif composition.base_model is None and (one.revision or "main") != (other.revision or "main"):
             problems.add(
@@ -154,7 +154,7 @@ def check_depth(experts: Mapping[str, Adapter], num_layers: int, problems: Probl
         if deepest >= num_layers:
             problems.add(
                 f"{name} adapts layer {deepest}, and the base has {num_layers} layers (0-{num_layers - 1})",
-                "Check --num-layers or --base-model",
+                "Check `num_layers` or `base_model`",
             )
 
 
@@ -164,7 +164,7 @@ def check_rules(rules: Sequence[Rule], num_layers: int, problems: Problems) -> N
         if outside:
             problems.add(
                 f"the rule `{rule}` names layer {outside[0]}, and the base has {num_layers} (0-{num_layers - 1})",
-                "Correct the rule's layers, or --num-layers",
+                "Correct the rule's layers, or `num_layers`",
             )
 
 
@@ -217,7 +217,7 @@ def check_saved(
             told = " and ".join(plan.absent) or "the base"
             problems.add(
                 f"{name} is to be averaged with {told}, which has the base's own weights there",
-                "Give the base's folder with --base-model",
+                "Give the base's folder with `base_model`",
             )
 
 

@@ -31,19 +31,19 @@ def slice_plan(adapter: Adapter, layers: str, *, num_layers: int | None = None, 
     Raises:
         AdapterswapError: the text names no layers, or layers that the base or the adapter does not have.
     """
-    mend = "Write for instance --layers 0-4,30-31"
+    mend = "Write for instance `layers=0-4,30-31`"
     try:
         kept = parse_layers(layers)
     except ValueError as error:
-        raise AdapterswapError(f"--layers: {error}", mend) from None
+        raise AdapterswapError(f"`layers`: {error}", mend) from None
     if not kept:
-        raise AdapterswapError(f"--layers {layers!r} names no layer", mend)
+        raise AdapterswapError(f"`layers` {layers!r} names no layer", mend)
     name = expert_name(adapter, {}, "expert")
     num_layers = num_layers or find_num_layers({name: adapter}, base_model)
     if outside := sorted(layer for layer in kept if layer >= num_layers):
         raise AdapterswapError(
-            f"--layers {layers} names layer {outside[0]}, and the base has {num_layers} (0-{num_layers - 1})",
-            "Correct --layers, or --num-layers",
+            f"`layers` {layers} names layer {outside[0]}, and the base has {num_layers} (0-{num_layers - 1})",
+            "Correct `layers`, or `num_layers`",
         )
     modules: list[LoraModule | FullModule] = [*adapter.modules.values(), *adapter.saved.values()]
     held = {module.layer for module in modules if module.layer is not None}

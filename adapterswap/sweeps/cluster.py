@@ -56,7 +56,7 @@ def over_ray(
         gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
         cpus = int(ray.cluster_resources().get("CPU", 0))
         if workers is None and not gpus:
-            raise AdapterswapError("the cluster has no GPU to run a worker on", "Say how many processes: --workers N")
+            raise AdapterswapError("the cluster has no GPU to run a worker on", "Say how many processes: `workers`")
         if (workers or 1) > (gpus or cpus):
             has = f"{gpus} GPUs" if gpus else f"{cpus} CPUs"
             raise AdapterswapError(f"{workers} workers are asked for, and the cluster has {has}", "Ask for less")
@@ -171,7 +171,7 @@ class _Cluster:
             if self._deaths[number] == _DEATHS:
                 raise AdapterswapError(
                     f"{_DEATHS} workers died " + ("while they loaded" if number is None else "at the same cell"),
-                    "Most often memory is short: fewer --workers, a smaller --batch-size",
+                    "Most often memory is short: fewer `workers`, a smaller `batch_size`",
                 ) from None
             self._start()
             return number, None

@@ -88,10 +88,10 @@ def sweep(
     if ray is not None and processes.count > 1:
         raise AdapterswapError(
             f"{processes.count} processes were started, and each would judge over Ray",
-            "Start one, or judge without --ray: all processes judge every cell together",
+            "Start one, or judge without `ray`: all processes judge every cell together",
         )
     if workers is not None and ray is None:
-        raise AdapterswapError("workers are processes over Ray, and no address is given", "Give --ray local")
+        raise AdapterswapError("workers are processes over Ray, and no address is given", "Pass `ray=local`")
     if isinstance(recipe, str | Path):
         recipe = read_sweep_recipe(recipe)
     prepared = prepare(recipe) if isinstance(recipe, SweepRecipe) else recipe

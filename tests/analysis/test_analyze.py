@@ -270,7 +270,7 @@ def test_mistakes_are_told(run: Callable[..., Result], base: Callable[[str], Pat
         ((math, "--from-csv", tmp_path), 2, "Name experts, or give --from-csv"),
         ((math, "--threshold", "-1"), 2, "no size of a change"),
         ((math, "--threshold", "nan"), 2, "no size of a change"),
-        ((full,), 1, "Give --base-model"),
+        ((full,), 1, "Pass --base-model"),
         ((full, "--base-model", base("gpt2")), 1, "the base lacks it"),
         ((tmp_path / "absent",), 1, "does not exist"),
         ((f"a={math}", f"a={math}"), 1, "two experts are called 'a'"),

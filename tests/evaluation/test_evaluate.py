@@ -276,7 +276,7 @@ def test_a_device_without_memory_is_told(byte_model: Model) -> None:
         raise torch.OutOfMemoryError
 
     byte_model[0].model.register_forward_pre_hook(full)
-    with pytest.raises(AdapterswapError, match=r"out of memory at batch_size 4\. Lower --batch-size"):
+    with pytest.raises(AdapterswapError, match=r"out of memory at batch_size 4\. Lower `batch_size`"):
         evaluate(*byte_model, ["mgsm_direct_sw"], Settings(batch_size=4, **SHORT))
 
 

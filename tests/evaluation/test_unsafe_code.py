@@ -89,7 +89,7 @@ def coder() -> Model:
 
 @pytest.mark.parametrize("name", ["pico_code", "pico_group", "pico_nested", "pico_tag"])
 def test_code_is_refused_before_it_is_loaded(code_tasks: Path, name: str) -> None:
-    told = r"pico_code: code that the model writes would be run .* --confirm-run-unsafe-code"
+    told = r"pico_code: code that the model writes would be run .* `confirm_run_unsafe_code=True`"
     with pytest.raises(AdapterswapError, match=told):
         load_tasks([name], Settings(include_path=code_tasks))
     with pytest.raises(AdapterswapError, match="mgsm_direct_sw: code that the model writes"):
