@@ -203,7 +203,7 @@ def _base(record: Mapping[str, Any], given: str | None) -> str | None:
     if (found := given or SourceRecord.model_validate(source).reference) is None:
         raise AdapterswapError(
             f"the base came from a folder named {source['source']!r}, and nothing says where that is",
-            "Give --base-model",
+            "Give `base_model`",
         )
     return found
 

@@ -131,7 +131,7 @@ class Cache:
     def _told(self, error: OSError) -> AdapterswapError:
         return AdapterswapError(
             f"the cache {self.root} cannot be written: {error.strerror}",
-            "Look at its disk, or give --cache another folder",
+            "Look at its disk, or give `cache` another folder",
         )
 
     def _found(self, entry: Path) -> bool:
