@@ -19,7 +19,7 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import AdapterswapError, LiveComposer
-from adapterswap.experts.layers import kind_of, layer_container
+from adapterswap.experts.layers import kind_of, layer_container, num_layers_in_config
 from adapterswap.experts.targets import read_targets
 
 ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
@@ -264,6 +264,20 @@ def test_the_language_models_list_of_layers(names: list[str], container: str | N
 )
 def test_blocks_of_several_kinds_are_told_apart_by_their_projections(name: str, kind: str) -> None:
     assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("config", "depth"),
+    [
+        ({"layers_block_type": ["mamba", "attention", "mlp"]}, 3),
+        ({"hybrid_override_pattern": "M-M*-"}, 5),
+        ({"text_config": {"layer_types": ["full_attention"] * 4}}, 4),
+        ({"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, 2),
+        ({"layers_block_type": []}, None),
+    ],
+)
+def test_the_depth_of_hybrid_models(config: dict[str, Any], depth: int | None) -> None:
+    assert num_layers_in_config(config) == depth
 
 
 def as_transformers_4(key: str) -> str:

@@ -69,6 +69,7 @@ _IN_MLP = {"up_proj", "down_proj", "gate_proj", "gate", "experts", "shared_exper
 # The same number under the names that model families gave it; `text_config` and its like hold the language model's
 # part.
 _NUM_LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYER_TYPES_KEYS = ("layers_block_type", "layer_types", "hybrid_override_pattern")  # one entry for each layer
 _TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
@@ -162,6 +163,10 @@ def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
         value = config.get(key)
         if type(value) is int and 0 < value <= MAX_LAYERS:
             return value
+    for key in _LAYER_TYPES_KEYS:  # hybrid models whose config states no number
+        value = config.get(key)
+        if isinstance(value, list | str) and 0 < len(value) <= MAX_LAYERS:
+            return len(value)
     return None
 
 
