@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -18,6 +19,8 @@ from click.testing import CliRunner, Result
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("untimed")
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
