@@ -5,13 +5,16 @@ STAMP := .venv/.installed
 
 VLLM := .venv-vllm/.installed
 
-.PHONY: demo test numerics lint format bench peers vllm clean
+.PHONY: demo test matrix numerics lint format bench peers vllm clean
 
 demo: $(STAMP)  ## the whole story on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
 
 test: $(STAMP) lint  ## lint, types and every test
 	$(BIN)/pytest -n 2 --dist loadfile
+
+matrix: $(STAMP)  ## every architecture × kind of adapters × operation against plain torch, of which `make test` runs a sample
+	MATRIX=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/matrix
 
 numerics: $(STAMP)  ## the numerical tests with all kernels that this processor has, and with 1, 2 and 4 threads
 	$(BIN)/python scripts/numerics.py -n 2 --dist loadfile

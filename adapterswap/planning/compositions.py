@@ -258,9 +258,15 @@ class Composition(StrictModel):
             last = scaled_default(last, num_layers, _PARTITION_LAYERS)
         outer = format_layers([*range(first), *range(num_layers - last, num_layers)])
         inside, outside = (self.language, self.task) if self.partition == "Z" else (self.task, self.language)
-        attention = [Rule(modules=("attention",), **_Side(self.language).owning)] if self.partition == "A" else []
-        rules = [Rule(layers=outer, **_Side(outside).owning, optional=outer == NO_LAYER)] if outer != NO_LAYER else []
-        return (self._non_layer_rule(), *attention, *rules, Rule(**_Side(inside).owning))
+        # Experts may adapt attention alone, or some layers: then a rule that the user did not write matches nothing.
+        attention = [Rule(modules=("attention",), **_Side(self.language).owning, optional=True)]
+        rules = [Rule(layers=outer, **_Side(outside).owning, optional=True)] if outer != NO_LAYER else []
+        return (
+            self._non_layer_rule(),
+            *(attention if self.partition == "A" else []),
+            *rules,
+            Rule(**_Side(inside).owning, optional=True),
+        )
 
     def _non_layer_rule(self) -> Rule:
         """Embeddings and heads are averaged, as the first paper found best; a reset leaves them to the expert."""

@@ -2,11 +2,14 @@
 
 transformers 5 renamed the modules of multimodal models and fused the experts of most mixtures of experts into one
 parameter per layer. PEFT converts such adapters when it loads them, but not the full names and the per-module patterns
-that a composed config needs. Knows plans and names; reads no tensor.
+that a composed config needs. Knows plans and names, and asks PEFT; reads no tensor.
 """
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +17,11 @@ from typing import TypeVar
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.peft_config import is_fused
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.adapters import FullModule, LoraModule
 from adapterswap.experts.checkpoints import MODEL_CONFIG
-from adapterswap.experts.sources import find_source
+from adapterswap.experts.layers import language_config
+from adapterswap.experts.sources import base_config, find_source
 from adapterswap.planning.modules import ModulePlan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.plan_checks import TASK_HEADS
@@ -26,6 +31,8 @@ __all__ = ["check_heads", "loadable_form", "with_loadable_names"]
 _Module = TypeVar("_Module", LoraModule, FullModule)
 
 _OLD_PREFIX = "language_model."  # of multimodal models in transformers 4; a few audio models still have it
+
+_PARTS = re.compile(r"(^|\.)(language_model|text_model|model\.visual)\.")
 
 # The projections that PEFT takes for parts of fused experts, wherever they are in the model.
 _FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -58,9 +65,10 @@ def with_loadable_names(plan: Plan) -> Plan:
             has no modules of these names.
     """
     names = [*plan.modules, *plan.saved]
-    if not any(name.startswith(_OLD_PREFIX) for name in names):
-        return plan
     reference = plan.base_reference
+    old = any(name.startswith(_OLD_PREFIX) for name in names)
+    if not old and not _may_be_old(names, reference):
+        return plan
     if reference is None:
         raise AdapterswapError(
             f"The experts name their modules {names[-1]}, which may be a name of transformers 4, and no base model is "
@@ -70,12 +78,32 @@ def with_loadable_names(plan: Plan) -> Plan:
     from adapterswap.bases import names_in_memory
 
     folder: Path = find_source(reference, [MODEL_CONFIG], what="base model").folder
-    renamed = names_in_memory(folder, reference, names)
+    try:
+        renamed = names_in_memory(folder, reference, names)
+    except AdapterswapError:
+        if old:
+            raise
+        return plan  # the names of the text-only model with the same decoder, which PEFT loads into that
     return replace(
         plan,
         modules={renamed[name]: _renamed(module, renamed[name]) for name, module in plan.modules.items()},
         saved={renamed[name]: _renamed(module, renamed[name]) for name, module in plan.saved.items()},
     )
+
+
+def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
+    """Whether transformers may have other names for these modules now: it is asked, which takes seconds.
+
+    In transformers 4 Qwen2-VL's modules were `model.layers.N` and `visual.blocks.N`, as if nothing else were in the
+    model, and Nemotron-H's were `backbone.layers.N`, as Mamba's still are.
+    """
+    if reference is None or any(_PARTS.search(name) for name in names):
+        return False
+    try:
+        config = base_config(reference)
+    except AdapterswapError:  # it is not at hand, and nothing else needs it
+        return False
+    return language_config(config) is not config or any(name.startswith("backbone.") for name in names)
 
 
 def _renamed(module: ModulePlan[_Module], name: str) -> ModulePlan[_Module]:
@@ -90,7 +118,7 @@ def loadable_form(plan: Plan, form: Form) -> Form:
 
     Raises:
         AdapterswapError: the plan has LoRA on a module that PEFT would take for a part of the fused experts, or on only
-            some of the experts of a layer.
+            some of the experts of a layer; PEFT does not fuse the experts of this base, or its config is not at hand.
     """
     fused = [name for name in plan.modules if is_fused(name)]
     if not any(plan.modules[name].terms for name in fused):
@@ -117,4 +145,45 @@ def loadable_form(plan: Plan, form: Form) -> Form:
                 "a layer, fused into one parameter, all together or not at all",
                 remedy,
             )
+    _check_fusing(plan, next(name for name in fused if plan.modules[name].terms), remedy)
     return replace(form, layout="portable")
+
+
+def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
+    """Whether PEFT fuses LoRA on experts for this base: it does so for some types of models, and drops it for others.
+
+    PEFT is asked: it loads factors of rank 1 for the layer of `module` into the model, built without weights.
+    """
+    reference = plan.base_reference
+    if reference is None:
+        raise AdapterswapError(
+            f"The experts have LoRA on {module}, which PEFT loads into some base models only, and no base model is "
+            "named",
+            "Pass `base_model`",
+        )
+    import torch
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    from adapterswap.bases import empty_model_as_saved
+
+    model = empty_model_as_saved(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = f"{module.partition('.experts.')[0]}.experts."
+        held = {name: part for adapter in plan.experts.values() for name, part in adapter.modules.items()}
+        parts = [part for name, part in held.items() if name.startswith(layer)]
+        tensors = {}
+        for part in parts:
+            tensors[factor_key(part.name, "A", embedding=False)] = torch.empty(1, part.in_features)
+            tensors[factor_key(part.name, "B", embedding=False)] = torch.empty(part.out_features, 1)
+        try:
+            adapted = get_peft_model(model, LoraConfig(r=1, target_modules=[part.name for part in parts]))
+            lost = set_peft_model_state_dict(adapted, tensors, low_cpu_mem_usage=True).unexpected_keys
+        except Exception:  # PEFT has no class of error for what it refuses
+            lost = list(tensors)
+    if lost:
+        raise AdapterswapError(
+            f"PEFT cannot load LoRA on {module} into {reference}: transformers 5 fuses the experts of a layer, and "
+            "PEFT does not convert adapters for this type of model",
+            remedy,
+        )

@@ -1,0 +1,84 @@
+"""Which cells of the matrix are refused, and why; every other cell has to be exact.
+
+A refusal counts only if its message gives the reason that stands here for this cell. No cell may be wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from matrix.adapters import KINDS
+from matrix.architectures import ARCHITECTURES
+from matrix.operations import OPERATIONS
+
+__all__ = ["CELLS", "REFUSALS", "SAMPLE", "Cell", "reason_of"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    architecture: str
+    kind: str
+    operation: str
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.kind}-{self.operation}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reason to refuse, a regex for its message, and the cells that may give it: those in every list given."""
+
+    reason: str
+    words: str
+    architectures: Collection[str] = tuple(ARCHITECTURES)
+    kinds: Collection[str] = tuple(KINDS)
+    operations: Collection[str] = tuple(OPERATIONS)
+
+    def may_be(self, cell: Cell) -> bool:
+        return cell.architecture in self.architectures and cell.kind in self.kinds and cell.operation in self.operations
+
+
+_V4 = ("v4", "v4_beside_v5")
+_TWO_WORLDS = ("v4_beside_v5", "text_only_beside")
+_HYBRID = [name for name, architecture in ARCHITECTURES.items() if architecture.family == "hybrid"]
+
+# PEFT 0.21 fuses the experts of these to `target_parameters` whenever all linear layers are asked for.
+_FUSED = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
+
+REFUSALS = [
+    Refusal("fused experts (target_parameters)", "target_parameters", _FUSED, ["linear"]),
+    Refusal("PEFT blends no modules_to_save live", "modules_to_save", kinds=["modules_to_save"], operations=["live"]),
+    # Experts of attention alone leave the task nothing in partition A, and some hybrids have no attention in a zone.
+    Refusal("a side or a zone has no module", "gives no module", operations=["partition_a"]),
+    Refusal("a side or a zone has no module", "matches no module", _HYBRID),
+    Refusal("names of two worlds", "two names of", kinds=_TWO_WORLDS),
+    Refusal("the running model lacks the names", "does not have", kinds=[*_V4, *_TWO_WORLDS], operations=["live"]),
+    Refusal("PEFT fuses no experts of this model", "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
+    Refusal("a bias beside the head's LoRA", r"base_layer\.bias", ["phi", "gptj"], ["embeddings"]),
+]  # fmt: skip
+
+
+def reason_of(cell: Cell, error: Exception) -> str | None:
+    """The expected reason that the error gives for this cell; None where it is not expected."""
+    return next((one.reason for one in REFUSALS if one.may_be(cell) and re.search(one.words, str(error))), None)
+
+
+CELLS = [
+    Cell(name, kind, operation)
+    for name, architecture in ARCHITECTURES.items()
+    for kind, made in KINDS.items()
+    if made.applies(architecture)
+    for operation in OPERATIONS
+]
+
+# All kinds for an architecture of each family; for the others linear layers, and one more kind in turn.
+_THOROUGHLY = ("llama", "gpt2", "qwen3_moe", "nemotron_h", "gemma3")
+SAMPLE = [
+    cell
+    for index, name in enumerate(ARCHITECTURES)
+    for cell in CELLS
+    if cell.architecture == name
+    and (name in _THOROUGHLY or cell.kind in ("linear", list(KINDS)[1 + index % (len(KINDS) - 1)]))
+]

@@ -1,0 +1,173 @@
+"""What the result of every operation has to be, in plain torch: PEFT's own ΔW of each expert alone, added up.
+
+Nothing of the library is used here. The rules for layers are the table in docs/compose.md, written out by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import PeftModel, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper, load_peft_weights
+from tolerances import close
+from transformers import PreTrainedModel
+
+from matrix.adapters import Expert
+from matrix.architectures import LAYERS, VOCABULARY, Architecture
+
+__all__ = [
+    "SHARES",
+    "Changes",
+    "changes_in",
+    "expected",
+    "expert_changes",
+    "load_with_peft",
+    "logits",
+    "untied",
+    "with_changes",
+]
+
+Changes = dict[str, torch.Tensor]  # ΔW in float64, by parameter of the base
+
+Share = tuple[float, float]  # of the task expert and of the language expert
+
+
+def swap(layer: int | None, is_attention: bool) -> Share:
+    """bottom=1, top=1, bottom_transition=1, task_weight=1, language_weight=3."""
+    if layer is None:
+        return 0.25, 0.75
+    if layer < 1 or layer > LAYERS - 1 - 1:
+        return 0, 1
+    if layer > 1 - 1 + 1 and layer < LAYERS - 1 - 0:
+        return 1, 0
+    return 0.25, 0.75
+
+
+def soup(layer: int | None, is_attention: bool) -> Share:
+    """task_weight=1, language_weight=3."""
+    return 0.25, 0.75
+
+
+def partition_a(layer: int | None, is_attention: bool) -> Share:
+    """Attention is the language's, and so are the first 6 and the last 2 of 28 layers: 1 and 0 of 5 in proportion."""
+    if layer is None:
+        return 0.5, 0.5
+    return (0, 1) if is_attention or layer < 1 else (1, 0)
+
+
+SHARES: dict[str, Callable[[int | None, bool], Share]] = {"swap": swap, "soup": soup, "partition_a": partition_a}
+
+
+def expected(architecture: Architecture, composition: str, task: Changes, language: Changes) -> Changes:
+    """Σ c_i ΔW_i of every parameter that either expert changes; an expert that lacks it does not change it."""
+    combined: Changes = {}
+    for name in task.keys() | language.keys():
+        shares = SHARES[composition](architecture.layer_of(name), architecture.is_attention(name))
+        parts = [
+            share * changes[name] for share, changes in zip(shares, (task, language), strict=True) if name in changes
+        ]
+        combined[name] = torch.stack(parts).sum(dim=0)
+    return combined
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[set[str]]:
+    """Everything that Python's warnings and transformers' and PEFT's loggers say inside the block."""
+    said: set[str] = set()
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.add(record.getMessage())
+
+    loggers, recorder = [logging.getLogger(name) for name in ("transformers", "peft")], Recorder(logging.WARNING)
+    for logger in loggers:
+        logger.addHandler(recorder)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield said
+        said |= {str(warning.message) for warning in caught if "is_gradient_checkpointing" not in str(warning.message)}
+    finally:
+        for logger in loggers:
+            logger.removeHandler(recorder)
+
+
+def load_with_peft(base: PreTrainedModel, folder: Path) -> tuple[PeftModel, set[str]]:
+    """The adapter in a copy of the base as PEFT loads it, and all that PEFT said meanwhile."""
+    with recorded_warnings() as said:
+        model = PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
+        found = set_peft_model_state_dict(model, load_peft_weights(str(folder)))  # which returns what is left over
+    if found.unexpected_keys:
+        said.add(f"unexpected keys: {found.unexpected_keys}")
+    return model, said
+
+
+def changes_in(model: PeftModel) -> Changes:
+    """ΔW of every parameter as PEFT computes it for the active adapters, with their present scalings."""
+    changes: Changes = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            # A layer around a parameter of a module, such as fused experts, may stand around another one.
+            parameter = f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}"
+            own = {*module.lora_A, *module.lora_embedding_A}
+            for adapter in (adapter for adapter in module.active_adapters if adapter in own):
+                delta = module.get_delta_weight(adapter).detach().double()
+                changes[parameter] = changes[parameter] + delta if parameter in changes else delta
+        elif isinstance(module, ModulesToSaveWrapper):
+            original = dict(module.original_module.named_parameters())
+            for adapter in (adapter for adapter in module.active_adapters if adapter in module.modules_to_save):
+                for key, parameter in module.modules_to_save[adapter].named_parameters():
+                    changes[f"{name}.{key}"] = (parameter.double() - original[key].double()).detach()
+    return changes
+
+
+def expert_changes(base: PreTrainedModel, expert: Expert) -> tuple[Changes, set[str]]:
+    """An expert's ΔW, and what PEFT says when it loads the expert. First PEFT has to agree with the ΔW that it gives.
+
+    Experts of v4 names also hold what PEFT did not make; that is added. What PEFT says of their names counts only if it
+    loads them.
+    """
+    model, said = load_with_peft(base, expert.made)
+    changes = changes_in(model)
+    reference = logits(with_changes(base, changes))
+    close(logits(model), reference, depth=LAYERS)
+    if expert.folder != expert.made:
+        with contextlib.suppress(RuntimeError, ValueError):
+            _, more = load_with_peft(base, expert.folder)
+            said |= {text for text in more if not re.search("missing|unexpected", text)}
+    return {**changes, **expert.extra}, said
+
+
+def untied(base: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose head has a weight of its own: PEFT's LoRA on an embedding leaves the head alone, and vice versa."""
+    model = copy.deepcopy(base)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    return model
+
+
+def with_changes(base: PreTrainedModel, changes: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The base with W + ΔW in place of W."""
+    model = untied(base)
+    parameters = dict(model.named_parameters())
+    for name, change in changes.items():
+        parameter = parameters[name]
+        parameter.data = (parameter.data.double() + change).to(parameter.dtype)
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    tokens = torch.arange(24).reshape(2, 12) * 7 % (VOCABULARY - 4) + 1  # not the image tokens, nor padding
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    return result

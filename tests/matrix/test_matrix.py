@@ -1,0 +1,134 @@
+"""Every architecture × every kind of adapters × every operation: exact against plain torch, or refused as expected.
+
+`make test` runs the cells of `SAMPLE`, `make matrix` all of them (MATRIX=all).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from tolerances import tolerance
+from transformers import PreTrainedModel
+
+from adapterswap import AdapterswapError
+from matrix.adapters import KINDS, Pair
+from matrix.architectures import ARCHITECTURES, LAYERS, build
+from matrix.expectations import CELLS, SAMPLE, Cell, reason_of
+from matrix.operations import OPERATIONS, Result, Subject
+from matrix.reference import Changes, expected, expert_changes, logits, untied, with_changes
+
+CHOSEN = CELLS if os.environ.get("MATRIX") == "all" else SAMPLE
+
+
+class Prepared(NamedTuple):
+    """A pair of experts with their ΔW, by PEFT and torch alone."""
+
+    base: PreTrainedModel
+    pair: Pair
+    task: Changes
+    language: Changes
+    said: set[str]
+
+
+class Workshop:
+    """Makes each base and each pair of experts once; the cells come sorted by them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._bases: dict[str, PreTrainedModel] = {}
+        self._prepared: dict[tuple[str, str], Prepared] = {}
+
+    def base(self, name: str) -> PreTrainedModel:
+        if name not in self._bases:
+            self._bases = {}
+            architecture, folder = ARCHITECTURES[name], self._folder / name / "base"
+            build(architecture).save_pretrained(folder)
+            self._bases[name] = architecture.model_class.from_pretrained(folder).eval()
+        return self._bases[name]
+
+    def prepare(self, name: str, kind: str) -> Prepared:
+        if (name, kind) not in self._prepared:
+            self._prepared = {}
+            base = self.base(name)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                pair = KINDS[kind].make(ARCHITECTURES[name], base, self._folder / name / kind)
+                (task, said), (language, more) = (expert_changes(base, one) for one in (pair.task, pair.language))
+            self._prepared[name, kind] = Prepared(base, pair, task, language, said | more)
+        return self._prepared[name, kind]
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=str(cell), marks=pytest.mark.xdist_group(cell.architecture)) for cell in CHOSEN]
+)
+def test_exact_or_refused(
+    cell: Cell, workshop: Workshop, tmp_path: Path, record_property: Callable[[str, str], None]
+) -> None:
+    prepared = workshop.prepare(cell.architecture, cell.kind)
+    outcome = _outcome(cell, prepared, tmp_path / "out")
+    record_property("outcome", outcome if len(outcome) <= 300 else f"{outcome[:300]}…")  # for the table at the end
+    assert not outcome.startswith("failed"), outcome
+
+
+def _outcome(cell: Cell, prepared: Prepared, out: Path) -> str:
+    """`exact`, `refused: REASON` or `failed: WHAT`."""
+    architecture, operation = ARCHITECTURES[cell.architecture], OPERATIONS[cell.operation]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the library's own; what loading the result says is in `result.said`
+            result = operation.run(Subject(architecture, prepared.base, prepared.pair, out))
+    except AdapterswapError as error:
+        reason = reason_of(cell, error)
+        return f"failed: refused unexpectedly: {error}" if reason is None else f"refused: {reason}"
+    except Exception as error:  # of PEFT or transformers, which could not load the result, or of the library
+        return f"failed: {type(error).__name__}: {error}"
+    changes = expected(architecture, operation.composition, prepared.task, prepared.language)
+    wrong = _differences(prepared, changes, result)
+    return f"failed: {'; '.join(wrong)}" if wrong else "exact"
+
+
+def _differences(prepared: Prepared, changes: Changes, result: Result) -> list[str]:
+    """What is wrong with a result: warnings that its experts did not cause, a ΔW, the logits."""
+    found = [f"loading it says: {text}" for text in sorted(result.said - prepared.said)]
+    weights = dict(untied(prepared.base).named_parameters())
+    for name in sorted(changes.keys() | result.changes.keys()):
+        zero = torch.zeros_like(weights[name], dtype=torch.float64)
+        terms = [one[name] for one in (prepared.task, prepared.language) if name in one]
+        size = max(float(term.abs().max()) for term in [weights[name].detach(), *terms])
+        error = float((changes.get(name, zero) - result.changes.get(name, zero)).abs().max())
+        if not error <= tolerance(zero, scale=size):
+            found.append(f"ΔW of {name} is wrong by {error:.2g}")
+    reference = logits(with_changes(prepared.base, changes))
+    error = float((reference - result.logits).abs().max())
+    if not error <= tolerance(reference, depth=LAYERS):
+        found.append(f"logits are wrong by {error:.2g} of {float(reference.abs().max()):.2g}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "nemotron_h", "gemma3"])
+def test_the_matrix_would_notice(name: str, workshop: Workshop) -> None:
+    """Experts, compositions and the base differ by thousands of tolerances: a mistake cannot hide in one."""
+    prepared = workshop.prepare(name, "attention")
+    compositions = {operation.composition for operation in OPERATIONS.values()}
+    results = {
+        composition: logits(
+            with_changes(prepared.base, expected(ARCHITECTURES[name], composition, prepared.task, prepared.language))
+        )
+        for composition in compositions
+    }
+    results |= {"task": logits(with_changes(prepared.base, prepared.task)), "base": logits(prepared.base)}
+    for one in results:
+        for other in results.keys() - {one}:
+            error = float((results[one] - results[other]).abs().max())
+            assert error > 100 * tolerance(results[one], depth=LAYERS), (one, other)
