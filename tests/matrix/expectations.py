@@ -57,6 +57,8 @@ REFUSALS = [
     Refusal("the running model lacks the names", "does not have", kinds=[*_V4, *_TWO_WORLDS], operations=["live"]),
     Refusal("PEFT fuses no experts of this model", "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
     Refusal("a bias beside the head's LoRA", r"base_layer\.bias", ["phi", "gptj"], ["embeddings"]),
+    # `vision_tower.vision_model.` became `vision_tower.`, in the model and in its files.
+    Refusal("merge knows no older name of the tower", "stores no such", ["gemma3", "llava"], ["v4"], ["merge"]),
 ]  # fmt: skip
 
 
