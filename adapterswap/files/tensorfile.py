@@ -62,7 +62,7 @@ class TensorFile:
         data_start: where the tensor data begins, in bytes from the start of the file.
         size: the file's size in bytes.
         header: the header's raw bytes (length prefix included).
-        stamp: the file's size and when it was last written to; see `open_tensors`.
+        stamp: what changes when the file is replaced or written to: its size, times and inode; see `open_tensors`.
     """
 
     path: Path
@@ -139,8 +139,9 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
 
 
 def _stamp(file: BufferedReader) -> tuple[int, ...]:
+    # Size and modification time are not enough: images, archives and `cp -p` set the latter. No program sets ctime.
     found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def _check_stamp(file: BufferedReader, source: TensorFile) -> None:

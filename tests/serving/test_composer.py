@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -92,6 +94,38 @@ def test_the_folder_follows_the_content_not_the_place(
     config = json.loads((experts / "math" / "adapter_config.json").read_text())
     (experts / "math" / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3}))
     assert served.folder("math+swahili") not in (before, after)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_expert_replaced_under_the_same_size_and_time_is_noticed(
+    in_place: bool, composer: Compose, experts: Path
+) -> None:
+    """As images, reproducible archives and `cp -p` replace files. Another name must not copy it with the old hash."""
+    served = composer()
+    before = served.folder("math+swahili")
+    file = experts / "math" / "adapter_model.safetensors"
+    stamp, content = file.stat(), bytearray(file.read_bytes())
+    content[-4:] = b"\x00\x00\x80\x3f"
+    target = file if in_place else file.with_suffix(".new")
+    target.write_bytes(content)
+    os.utime(target, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    target.replace(file)
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (stamp.st_size, stamp.st_mtime_ns)
+    assert served.folder("math+swahili") != before
+    for server in (served, composer()):
+        record = json.loads((server.folder("math") / "adapterswap.json").read_text())
+        assert record["experts"]["math"]["sha256"][file.name] == hashlib.sha256(content).hexdigest()
+
+
+def test_hashes_kept_by_an_older_version_are_not_used(composer: Compose, experts: Path) -> None:
+    """They were kept by size and modification time alone."""
+    served = composer()
+    served.cache.open()
+    file = experts / "math" / "adapter_model.safetensors"
+    stamp = (file.stat().st_size, file.stat().st_mtime_ns)
+    served.cache.memo.put(f"sha256 {os.path.realpath(file)} {stamp}", "0" * 64)
+    record = json.loads((composer().folder("math") / "adapterswap.json").read_text())
+    assert record["experts"]["math"]["sha256"][file.name] == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_an_expert_that_is_put_back_finds_its_folder_again(composer: Compose, experts: Path, tmp_path: Path) -> None:
