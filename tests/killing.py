@@ -73,17 +73,21 @@ def count_steps(prefix: str, work: Callable[[], int | None]) -> int:
     return found
 
 
-def killed_at(step: int, prefix: str, work: Callable[[], int | None], how: How) -> int:
+def killed_at(
+    step: int, prefix: str, work: Callable[[], int | None], how: How, ready: Callable[[], bool] = lambda: True
+) -> int:
     """Do `work` in a child that is killed at its `step`-th touch; return how it ended, as `result` does.
 
     It kills itself, or this process kills it: while it is held there, or as soon as this process hears of it, wherever
-    the child has got to by then.
+    the child has got to by then. Touches count once it is `ready`.
     """
     heard, told = os.pipe()
     left = step
 
     def act() -> None:
         nonlocal left
+        if not ready():
+            return
         left -= 1
         if left == 0 and how == "itself":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -27,11 +27,16 @@ def count_cells(folder: Path) -> int:
 
 
 def kill(work: Callable[[], None], folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Kills at random touches of the folder. The last ones come while the process goes on, and may come too late."""
+    """Kills at random touches of the folder: from the start, or once another cell is written, so that it gets on.
+
+    The last two come while the process goes on, and may come too late.
+    """
     chosen, killed = random.Random(seed), []
     for number in range(kills):
         how: How = "going on" if number >= kills - 2 else "held" if number % 2 else "itself"
-        code = killed_at(chosen.randint(10, 40), str(folder), work, how)
+        until = count_cells(folder) + (how != "itself")
+        step = chosen.randint(1, 5) if how != "itself" else chosen.randint(4, 25)
+        code = killed_at(step, str(folder), work, how, lambda until=until: count_cells(folder) >= until)
         killed.append((code, count_cells(folder)))
     last = forked(work)
     return {"killed_at": killed, "last": result(last)}
