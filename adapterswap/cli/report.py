@@ -56,10 +56,17 @@ def command(
 
 
 def _print(report: Report) -> None:
+    from adapterswap.reporting.statistics import MIN_LEVELS, MIN_UNITS
+
     print_table(*(_table(report, target) for target in report.targets), width=140)
-    if report.ranking is not None and report.ranking.ranks.p is not None:
-        ranks = report.ranking.ranks
+    ranks = report.ranking.ranks if report.ranking is not None else None
+    if ranks is not None and ranks.p is not None:
         click.echo(f"Friedman over {ranks.settings} settings: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}")
+    elif ranks is not None and ranks.statistic is not None:
+        note(f"No p-values: {ranks.settings} settings are fewer than {MIN_UNITS}")
+    if any(row.difference is not None and row.difference.low is None and row.difference.units > 1
+           for target in report.targets for row in target.rows):  # fmt: skip
+        note(f"No intervals (–) where fewer than {MIN_LEVELS} {'seeds' if report.kind == 'lab' else 'experts'} vary")
     if report.missing:
         note(f"{sum(report.missing.values())} of {report.cells} cells are not finished")
 

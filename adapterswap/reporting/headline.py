@@ -51,7 +51,8 @@ class Difference:
         to: the reference's row.
         units: how many units both have.
         mean: the mean difference.
-        low, high: its 95 % interval over units and documents; None where documents have no scores of their own.
+        low, high: its 95 % interval over units and documents; over documents alone for one unit. None where documents
+            have no scores of their own, and where a side has two experts (or there are two seeds).
     """
 
     to: str

@@ -16,6 +16,7 @@ from adapterswap import __version__
 from adapterswap.reporting import charts
 from adapterswap.reporting.relations import Indicator
 from adapterswap.reporting.report import Report
+from adapterswap.reporting.statistics import MIN_UNITS
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -43,6 +44,7 @@ def render_page(report: Report) -> str:
         ranked=_ranked(report),
         lead_labels=_labels(report, report.lead),
         disagreements=[each for each in report.disagreements if each.examples],
+        min_units=MIN_UNITS,
         recipe=_yaml(report.recipe),
         width=charts.WIDTH, height=charts.HEIGHT, left=charts.LEFT, bottom=charts.BOTTOM,
     )  # fmt: skip
@@ -123,7 +125,7 @@ def _p_value(value: float | None) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _p_text(value: float) -> str:
+def _p_text(value: float | None) -> str:
     """In running text, on one line."""
     text = _p_value(value)
     return f"p\u00a0{text}".replace("< ", "<\u00a0") if text.startswith("<") else f"p\u00a0=\u00a0{text}"

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from adapterswap.reporting.statistics import MIN_UNITS
+
 __all__ = ["Comparison", "Ranks", "holm", "rank"]
 
 
@@ -26,9 +28,10 @@ class Comparison:
     Attributes:
         one, other: the methods.
         difference: the mean score of `one` minus that of `other`.
-        nemenyi: p for their mean ranks; None for two methods only, which need no correction.
+        nemenyi: p for their mean ranks; None for two methods only, which need no correction, and for few settings.
         wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm over the comparisons with
-            the reference, or over all where there is none; None for comparisons without the reference.
+            the reference, or over all where there is none; None for comparisons without the reference, and for few
+            settings.
     """
 
     one: str
@@ -45,8 +48,9 @@ class Ranks:
     Attributes:
         settings: how many.
         mean_ranks: method → its mean rank; 1 is best, ties share the mean of their ranks.
-        statistic, p: Friedman's χ² and its p with k - 1 degrees of freedom; None for fewer than three methods.
-        critical_difference: mean ranks that are further apart differ at 0.05 by Nemenyi's test; None likewise.
+        statistic, p: Friedman's χ² and its p with k - 1 degrees of freedom; None for fewer than three methods, and p
+            below `MIN_UNITS` settings, where χ² is a poor approximation and Wilcoxon's p cannot fall below 0.125.
+        critical_difference: mean ranks that are further apart differ at 0.05 by Nemenyi's test; None where `p` is.
         comparisons: of every two methods.
     """
 
@@ -76,14 +80,17 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
         return None
     mean_ranks = stats.rankdata(-table, axis=1).mean(0)
     statistic, p, step = None, None, None
+    enough = settings >= MIN_UNITS
     if number > 2:
         tied_throughout = bool((np.ptp(table, axis=1) == 0).all())  # scipy would divide 0 by 0
         found = (0.0, 1.0) if tied_throughout else stats.friedmanchisquare(*table.T)
-        statistic, p = float(found[0]), float(found[1])
-        step = (number * (number + 1) / (6 * settings)) ** 0.5
+        statistic, p = float(found[0]), float(found[1]) if enough else None
+        step = (number * (number + 1) / (6 * settings)) ** 0.5 if enough else None
     pairs = list(combinations(range(number), 2))
     methods = list(methods)
-    tested = [pair for pair in pairs if reference not in methods or reference in (methods[pair[0]], methods[pair[1]])]
+    tested = [
+        (i, j) for i, j in pairs if enough and (reference not in methods or reference in (methods[i], methods[j]))
+    ]
     corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
     wilcoxon = dict(zip(tested, corrected, strict=True))
     comparisons = [

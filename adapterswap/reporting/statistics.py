@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Correlation", "Interval", "bootstrap", "correlate", "standard_error"]
+__all__ = [
+    "MIN_LEVELS", "MIN_UNITS", "Correlation", "Interval", "bootstrap", "correlate", "standard_error",
+]  # fmt: skip
+
+MIN_LEVELS = 3  # of a factor that is resampled: with two, 95 % intervals held the mean in 85 % of simulated runs
+MIN_UNITS = 5  # for a p-value: with four units no order of them has a two-sided p below 0.08
 
 _EXACT = 7  # up to so many points, Spearman's p is taken from all orders of them: 5,040 at most
 _CHUNK = 1000  # draws at once, which bounds the memory
@@ -25,12 +30,12 @@ class Interval:
 
     Attributes:
         mean: of all values, as they are.
-        low, high: between which the mean lies with the level asked for.
+        low, high: between which the mean lies with the level asked for; None where a factor has two levels only.
     """
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Correlation:
         points: how many things were measured.
         pearson, pearson_p: the linear correlation, and its two-sided p (exact for normal values).
         spearman, spearman_p: the correlation of ranks, and its two-sided p: over all orders up to 7 points, by
-            Student's t beyond. All four are None below 3 points, or where one measure is the same everywhere.
+            Student's t beyond. All four are None below 3 points, or where one measure is the same everywhere. Both p
+            are None below `MIN_UNITS` different points.
     """
 
     points: int
@@ -72,7 +78,7 @@ def bootstrap(
     as often as its documents and all levels of its unit were drawn together. So experts that occur in several pairs,
     and documents that all pairs are asked, count as what they are: one draw. This is the pigeonhole bootstrap (Owen
     2007, Annals of Applied Statistics 1(2)). A factor with one level is not resampled: the interval then speaks of that
-    level only.
+    level only. A factor with two levels cannot be resampled: there is no interval.
 
     Percentiles of few levels lie too close together: by √((n-1)/n) of a factor's part, and as if its spread were known.
     The interval is stretched about the mean for both, by t_ν / z · √(Σ V_f n_f/(n_f - 1) / Σ V_f), where V_f is the
@@ -92,6 +98,9 @@ def bootstrap(
     number, documents = array.shape
     units = units or [(str(index),) for index in range(number)]
     places = [np.unique([str(unit[i]) for unit in units], return_inverse=True)[1] for i in range(len(units[0]))]
+    mean = float(array.mean())
+    if any(1 < place.max() + 1 < MIN_LEVELS for place in places):
+        return Interval(mean, None, None)
     generator = np.random.default_rng(seed)
     means: list[NDArray[np.float64]] = []
     for start in range(0, draws, _CHUNK):
@@ -103,7 +112,6 @@ def bootstrap(
         total = weights.sum(1)
         drawn = total > 0  # where the grid of units has holes, a draw may hit nothing but them
         means.append((weights * per_unit).sum(1)[drawn] / total[drawn])
-    mean = float(array.mean())
     per_level = [np.bincount(place, array.mean(1)) / np.bincount(place) for place in places]
     apart = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2]) - mean
     low, high = mean + _stretch([*per_level, array.mean(0)], level) * apart
@@ -141,6 +149,8 @@ def correlate(one: ArrayLike, other: ArrayLike) -> Correlation:
     pearson = stats.pearsonr(x, y)
     ranks = stats.rankdata(x), stats.rankdata(y)
     spearman = stats.pearsonr(*ranks)
+    if len(set(zip(x.tolist(), y.tolist(), strict=True))) < MIN_UNITS:
+        return Correlation(points, float(pearson.statistic), None, float(spearman.statistic), None)
     spearman_p = _over_all_orders(*ranks) if points <= _EXACT else stats.spearmanr(x, y).pvalue
     return Correlation(
         points, float(pearson.statistic), float(pearson.pvalue), float(spearman.statistic), float(spearman_p)

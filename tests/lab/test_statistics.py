@@ -20,6 +20,14 @@ def test_summary() -> None:
     assert (one.mean, one.spread, one.interval) == (0.5, None, None)
 
 
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_the_interval_of_few_seeds_covers_as_often_as_it_says(seeds: int) -> None:
+    drawn = np.random.default_rng(seeds).normal(0.3, 0.1, (400, seeds))
+    found = [summarize(values) for values in drawn]
+    hits = sum(abs(each.mean - 0.3) <= (each.interval or 0) for each in found)
+    assert 0.92 <= hits / len(found) <= 0.98
+
+
 def test_difference_is_paired() -> None:
     rng = np.random.default_rng(0)
     other = [rng.random(400) < 0.4 for _ in range(3)]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from adapterswap import AdapterswapError
 from adapterswap.reporting import open_source
+from adapterswap.reporting.page import render_page
+from adapterswap.reporting.tables import latex_tables
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.results import read_run
 from adapterswap.sweeps.values import RungResult
@@ -68,6 +70,21 @@ def test_one_pair(tmp_path: Path) -> None:
     found = row(report, "layer_swap, default")
     assert (found.english, found.all_languages) == (None, None)
     assert report.targets[0].languages == ()
+    strict(report)
+
+
+def test_two_experts_on_a_side_have_no_interval(tmp_path: Path) -> None:
+    asked = recipe(task_experts={"m1": "m", "m2": "m"}, language_experts={"s1": "s", "s2": "s"}, retention=[])
+    report = reported(craft(tmp_path / "run", asked, documents=10))
+    found = row(report, "layer_swap, default").difference
+    assert found is not None
+    assert (found.units, found.low, found.high) == (4, None, None)
+    assert report.ranking is not None
+    assert (report.ranking.ranks.settings, report.ranking.ranks.p) == (4, None)
+    page = render_page(report)
+    assert "With fewer than 5 settings" in page
+    assert "there is none (–)" in page
+    assert " -- " in latex_tables(report)
     strict(report)
 
 

@@ -67,13 +67,25 @@ def test_wilcoxon_is_scipys_with_holm() -> None:
 
 
 def test_by_hand() -> None:
-    # Three settings, all with the same order: χ² = 12/(3·3·4)·(9² + 6² + 3²) - 3·3·4 = 42 - 36 = 6.
-    found = rank([[3, 2, 1], [30, 20, 10], [0.3, 0.2, 0.1]], "abc")
+    # Five settings, all with the same order: χ² = 12/(5·3·4)·(15² + 10² + 5²) - 3·5·4 = 70 - 60 = 10.
+    found = rank([[3 * k, 2 * k, k] for k in (1, 10, 0.1, 2, 5)], "abc")
     assert found is not None
     assert found.mean_ranks == {"a": 1, "b": 2, "c": 3}
-    assert found.statistic == pytest.approx(6)
-    assert found.p == pytest.approx(math.exp(-3))
-    assert {each.wilcoxon for each in found.comparisons} == {0.75}  # 2/2³ each, times three
+    assert found.statistic == pytest.approx(10)
+    assert found.p == pytest.approx(math.exp(-5))
+    assert {each.wilcoxon for each in found.comparisons} == {0.1875}  # 2/2⁵ each, times three
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_few_settings_have_no_p_values(number: int) -> None:
+    scores = [[0.3, 0.2, 0.1][:number], [3, 2, 1][:number], [4, 1, 2][:number], [5, 3, 1][:number]]
+    found = rank(scores, "abc"[:number], "a")
+    assert found is not None
+    assert found.mean_ranks["a"] == 1
+    assert found.statistic == (None if number == 2 else pytest.approx(stats.friedmanchisquare(*np.array(scores).T)[0]))
+    assert (found.p, found.critical_difference) == (None, None)
+    assert {(each.nemenyi, each.wilcoxon) for each in found.comparisons} == {(None, None)}
+    assert found.comparisons[0].difference == pytest.approx(np.mean([row[0] - row[1] for row in scores]))
 
 
 def test_holm() -> None:
@@ -98,7 +110,7 @@ def test_what_cannot_be_ranked() -> None:
 
 
 def test_all_equal() -> None:
-    found = rank([[0.1 + 0.2, 0.3, 0.3]] * 4, "abc")
+    found = rank([[0.1 + 0.2, 0.3, 0.3]] * 5, "abc")
     assert found is not None
     assert (found.statistic, found.p) == (0, 1)
     assert set(found.mean_ranks.values()) == {2}
