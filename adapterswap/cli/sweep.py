@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @click.command("sweep")
 @click.argument("recipe", type=PATH)
-@click.option("-o", "--out-path", type=PATH, required=True, metavar="RUN", help="Folder to write, or to go on with.")
+@click.option("-o", "--out-path", type=PATH, required=True, metavar="RUN", help="Folder to write, or to continue.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value: settings.num_fewshot=2.")
 @click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base, instead of the recipe's.")
 @click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")

@@ -177,7 +177,7 @@ EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("kind", EDITS)
 def test_edited_results_are_refused(kind: str, run: Path, recipe: Recipe) -> None:
-    """By whoever reads them: a report, and the same sweep when it is resumed."""
+    """Both by a report and by the same sweep when it is resumed."""
     reason, edit = EDITS[kind]
     edit(run)
     for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
