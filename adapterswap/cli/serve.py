@@ -119,7 +119,7 @@ def _print(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapte
         note(f"Warning: {line}")
     manifest = composer.manifest
     served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE of them"
-    note(f"served: {served}; at most {manifest.max_compositions} names, kept in {composer.cache.root}")
+    note(f"served: {served}; at most {manifest.max_compositions} compositions, kept in {composer.cache.root}")
     note(f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch")
     note("The environment and the command; then how to call it once it says ready:")
     click.echo(" ".join(f"{name}={join([value])}" for name, value in launch.env.items()) + " " + join(launch.command))

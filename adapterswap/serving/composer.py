@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -63,7 +64,7 @@ class NamedComposer:
         self.num_layers = num_layers
         self._shapes = base_shapes(base_model, cache.memo)
         self._from_hub: dict[str, Adapter] = {}
-        self._served: set[str] = set()
+        self._served: dict[str, set[str]] = {}  # what is served, and the names by which it was requested
         self._lock = threading.Lock()
         self._allowed = None if manifest.allow is None else {self._rules(name) for name in manifest.allow}
 
@@ -77,13 +78,20 @@ class NamedComposer:
         """
         with self._hidden_paths():
             plan = self.plan(name)
-            self._admit(name)
+            self._admit(name, _what(plan))
             try:
                 return self.cache.get(self.key(plan), lambda path: self._write(plan, path))
             except BaseException:
-                with self._lock:
-                    self._served.discard(name)
+                self.release(name)
                 raise
+
+    def release(self, name: str) -> None:
+        """Stop counting a name, because it was unloaded or could not be composed. Its folder stays until a restart.
+
+        A composition counts as long as one of its names does.
+        """
+        with self._lock:
+            self._forget(name)
 
     def plan(self, name: str) -> Plan:
         """What `name` means, checked against all that can be known before a tensor is read; errors as for `folder`."""
@@ -133,8 +141,7 @@ class NamedComposer:
             "adapterswap": __version__,
             "format": FORMAT,
             "num_layers": plan.num_layers,
-            "rules": [rule.model_dump(mode="json") for rule in plan.rules],
-            "row_threshold": plan.composition.row_threshold,
+            "what": _what(plan),
             "experts": self._hashes(plan),
             "configs": {name: adapter.config.sha256 for name, adapter in plan.experts.items()},
         }
@@ -160,22 +167,43 @@ class NamedComposer:
             raise AdapterswapError(_without(names, problem) for problem in error.problems) from error
 
     def _rules(self, name: str) -> str:
-        """Two names mean the same composition exactly when this is the same."""
+        """What `allow` compares: known before an expert is opened."""
         composition = composition_of(name, self.manifest.experts)
         return json.dumps([rule.model_dump(mode="json") for rule in composition.rules(self.num_layers)])
 
     def _of_this_base(self, composition: Composition) -> Composition:
         return composition.model_copy(update={"base_model": self.base_model})
 
-    def _admit(self, name: str) -> None:
-        """Count the name, so that requests cannot fill the disk."""
+    def _admit(self, name: str, what: str) -> None:
+        """Count what is composed, so that requests cannot fill the disk. Names that mean the same count once."""
         with self._lock:
-            if name not in self._served and len(self._served) >= self.manifest.max_compositions:
+            self._forget(name)  # it means something else since an expert changed
+            if what not in self._served and len(self._served) >= self.manifest.max_compositions:
                 raise AdapterswapError(
-                    f"this server already serves {len(self._served)} compositions, and max_compositions allows no more",
-                    "Ask for one of those, or raise max_compositions in experts.yaml",
+                    f"This server already serves {len(self._served)} compositions; max_compositions allows no more",
+                    "Request one of those, unload one, or raise max_compositions in experts.yaml",
                 )
-            self._served.add(name)
+            self._served.setdefault(what, set()).add(name)
+
+    def _forget(self, name: str) -> None:
+        for what, names in list(self._served.items()):
+            names.discard(name)
+            if not names:
+                del self._served[what]
+
+
+def _what(plan: Plan) -> str:
+    """What the plan makes of every module: equal for all spellings of one composition, whatever the experts hold."""
+    modules = {}
+    for module in [*plan, *plan.saved.values()]:
+        rule, weights = module.rule, module.weights
+        # Coefficients that wait for magnitudes or angles are divided by the sum of all weights later.
+        total = (math.fsum(weights.values()) or 1.0) if rule.combines_sides and rule.normalizes else 1.0
+        terms = [(term.expert, term.side, term.coefficient / total) for term in module.terms]
+        sides = {side: weight / total for side, weight in weights.items()}
+        modules[module.name] = [terms, [rule.method, rule.weights, sides] if rule.combines_sides else None]
+    content = {"modules": modules, "experts": list(plan.experts), "row_threshold": plan.composition.row_threshold}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _for_any_engine(plan: Plan) -> Written:

@@ -30,7 +30,9 @@ class Manifest(StrictModel):
         description="The only names that are served, such as math+swahili, math. Absent: all there can be.",
     )
     max_compositions: int = Field(
-        default=DEFAULT_LIMIT, ge=1, description="How many names one server serves; each takes an adapter's disk space."
+        default=DEFAULT_LIMIT,
+        ge=1,
+        description="How many compositions one server serves; each takes an adapter's space.",
     )
 
 

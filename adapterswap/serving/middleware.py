@@ -3,6 +3,7 @@
 * Runtime LoRA updating, which resolvers need, also lets any client load an adapter from any path of the server
   (`POST /v1/load_lora_adapter`, `POST /adapters`). Such requests get a 403, so that nothing outside the manifest can be
   reached. Unloading by `POST /v1/unload_lora_adapter` stays: it is how a name is composed anew after an expert changed.
+  What was unloaded no longer counts towards `max_compositions`.
 * vLLM answers as the base where a request names no model. Here every request for a model must name one, else a 400.
 * The server starts to listen only after it has decoded a token; see `readiness`.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 __all__ = ["ManifestOnly"]
@@ -50,7 +52,8 @@ class ManifestOnly:
             if _lacks_model(body, self._declares_model(scope)):
                 await _refuse(send, 400, "BadRequestError", _NO_MODEL, "model")
             else:
-                await self._app(scope, _replay(messages, receive), send)
+                unloads = "unload_lora_adapter" in scope["path"].split("/")
+                await self._app(scope, _replay(messages, receive), _unloading(body, send) if unloads else send)
         else:
             await self._app(scope, receive, send)
 
@@ -83,6 +86,19 @@ def _checked(app: Any, send: _Send) -> _Send:
 def _loads(path: str) -> bool:
     parts = [part for part in path.split("/") if part]
     return "load_lora_adapter" in parts or "adapters" in parts
+
+
+def _unloading(body: bytes, send: _Send) -> _Send:
+    """`send`, which reports a successful unloading to the composer."""
+    from adapterswap.serving.plugin import unloaded
+
+    async def reported(message: _Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            with suppress(ValueError, RecursionError, TypeError, KeyError):
+                unloaded(str(json.loads(body)["lora_name"]))
+        await send(message)
+
+    return reported
 
 
 async def _read(receive: _Receive) -> tuple[list[_Message], bytes]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from adapterswap.serving.composer import NamedComposer
 
-__all__ = ["BASE_MODEL", "CACHE", "EXPERTS", "MAX_LORA_RANK", "NAME", "register"]
+__all__ = ["BASE_MODEL", "CACHE", "EXPERTS", "MAX_LORA_RANK", "NAME", "register", "unloaded"]
 
 NAME = "adapterswap"  # the plugin's, as VLLM_PLUGINS names it, and the resolver's
 BASE_MODEL = "ADAPTERSWAP_BASE_MODEL"  # as adapterswap names it, with a revision; what vLLM has as --model if unset
@@ -22,6 +22,8 @@ EXPERTS = "ADAPTERSWAP_EXPERTS"  # a folder of adapter folders, or experts.yaml
 CACHE = "ADAPTERSWAP_CACHE"  # the folder for compositions; default_cache() if unset
 MAX_LORA_RANK = "ADAPTERSWAP_MAX_LORA_RANK"  # what vLLM was given as --max-lora-rank
 _VLLM_DEFAULT_RANK = 16
+
+_composer: NamedComposer | None = None  # of this process
 
 
 def register() -> None:
@@ -49,4 +51,12 @@ def _start(base_model: str) -> NamedComposer:
     cache = Cache(os.environ.get(CACHE) or default_cache())
     cache.hold()
     rank = int(os.environ.get(MAX_LORA_RANK) or _VLLM_DEFAULT_RANK)
-    return NamedComposer(manifest, os.environ.get(BASE_MODEL) or base_model, cache, rank)
+    global _composer
+    _composer = NamedComposer(manifest, os.environ.get(BASE_MODEL) or base_model, cache, rank)
+    return _composer
+
+
+def unloaded(name: str) -> None:
+    """Tell the composer that a name was unloaded: vLLM does not tell resolvers."""
+    if _composer is not None:
+        _composer.release(name)

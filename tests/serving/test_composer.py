@@ -185,6 +185,75 @@ def test_compositions_are_counted(composer: Compose) -> None:
     assert len(entries(served)) == 2
 
 
+SPELLINGS = {
+    "math+swahili": ["task_weight=1.0", "task_weight=1.00", "task_weight=3", "bottom=1,top=0", "method=layer_swap"],
+    "math+swahili@method=soup": ["method=soup,task_weight=2,language_weight=2", "language_weight=1e0,method=soup"],
+    "math+swahili@method=soup,weights=magnitude": [
+        "method=soup,weights=magnitude,task_weight=2,language_weight=2", "weights=magnitude,method=soup",
+    ],
+    "math+swahili@method=slerp": ["method=slerp,task_weight=4,language_weight=4"],
+    "math+swahili@method=task_arithmetic,scale=0.5": [
+        "method=task_arithmetic,task_weight=0.5,language_weight=0.5", "method=task_arithmetic,scale=5e-1",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_of_one_composition_count_once(composer: Compose, name: str) -> None:
+    served = composer(max_compositions=1)
+    folder = served.folder(name)
+    for settings in SPELLINGS[name]:
+        assert served.folder(f"math+swahili@{settings}") == folder
+    with pytest.raises(AdapterswapError, match="max_compositions"):
+        served.folder("math+swahili@method=soup,task_weight=2")
+    assert entries(served) == {folder.name}
+
+
+def test_weights_of_experts_without_a_common_module_count(
+    composer: Compose, experts: Path, served_base: Callable[[str], Path]
+) -> None:
+    """Each module is then one expert's alone, but its coefficient follows from both weights."""
+    served = composer()
+    for name, module in (("math", "q_proj"), ("swahili", "v_proj")):
+        make_expert(served_base("llama"), experts / name, seed=1, target_modules=[module])
+    for method in ("soup", "soup,weights=magnitude", "slerp"):
+        name = f"math+swahili@method={method}"
+        assert served.folder(name) != served.folder(f"{name},language_weight=3")
+
+
+def test_spellings_of_what_is_allowed_count_once(composer: Compose) -> None:
+    served = composer(max_compositions=1, allow=("math+swahili", "math"))
+    folder = served.folder("math+swahili")
+    assert {served.folder(f"math+swahili@bottom=1,top={zero}") for zero in ("0", "00", "000")} == {folder}
+    with pytest.raises(AdapterswapError, match="max_compositions"):
+        served.folder("math")
+
+
+def test_what_is_unloaded_frees_its_place(composer: Compose) -> None:
+    served = composer(max_compositions=1)
+    for name in ("math+swahili", "math+swahili@bottom=1,top=0"):
+        served.folder(name)
+    served.release("never served")
+    served.release("math+swahili")
+    with pytest.raises(AdapterswapError, match="max_compositions"):  # the other name is still served
+        served.folder("math")
+    served.release("math+swahili@bottom=1,top=0")
+    assert served.folder("math").is_dir()
+    with pytest.raises(AdapterswapError, match="max_compositions"):
+        served.folder("swahili")
+
+
+def test_a_name_is_counted_once_when_its_expert_changes(
+    composer: Compose, experts: Path, served_base: Callable[[str], Path]
+) -> None:
+    served = composer(max_compositions=1)
+    before = served.folder("math")
+    make_expert(served_base("llama"), experts / "math", seed=99, target_modules=["q_proj"])
+    assert served.folder("math") != before
+    with pytest.raises(AdapterswapError, match="max_compositions"):
+        served.folder("swahili")
+
+
 def break_width(experts: Path, base: Path) -> None:
     wide = load(base).config
     wide.hidden_size, wide.head_dim = 128, 32

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from adapterswap import AdapterswapError
+from adapterswap.serving import plugin
 from adapterswap.serving.launch import value_of
 from adapterswap.serving.middleware import ManifestOnly
 
@@ -74,7 +76,7 @@ def test_people_get_the_command_and_a_call(serve: Serve) -> None:
     assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_PLUGINS=adapterswap ADAPTERSWAP_BASE_MODEL=")
     assert curl.startswith("curl http://0.0.0.0:8123/v1/completions")
     assert "math: math, rank 8" in result.stderr
-    assert "at most 256 names" in result.stderr
+    assert "at most 256 compositions" in result.stderr
     assert "nothing started" in result.stderr
     assert "Warning" not in result.stderr
 
@@ -259,7 +261,7 @@ class Application:
         }  # fmt: skip
 
 
-def ask(path: str, *parts: bytes) -> tuple[list[Any], bytes | None]:
+def ask(path: str, *parts: bytes, status: int = 200) -> tuple[list[Any], bytes | None]:
     """What the middleware sends for a POST of these parts of a body, and the body that it handed on."""
     sent: list[Any] = []
     handed_on: list[bytes] = []
@@ -275,7 +277,7 @@ def ask(path: str, *parts: bytes) -> tuple[list[Any], bytes | None]:
             body, more = body + message["body"], message["more_body"]
         handed_on.append(body)
         assert (await receive())["type"] == "http.disconnect"
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": status, "headers": []})
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -286,6 +288,30 @@ def ask(path: str, *parts: bytes) -> tuple[list[Any], bytes | None]:
     scope = {"type": "http", "method": "POST", "path": path, "app": Application()}
     asyncio.run(ManifestOnly(application)(scope, receive, send))
     return sent, handed_on[0] if handed_on else None
+
+
+def test_an_unloaded_name_no_longer_counts(
+    served_base: Callable[[str], Path], experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = tmp_path / "experts.yaml"
+    lines = "".join(f"  {name}: {experts / name}\n" for name in ("math", "swahili"))
+    manifest.write_text(f"experts:\n{lines}max_compositions: 1\n")
+    monkeypatch.setattr(plugin, "_composer", None)
+    unload = b'{"lora_name": "math"}'
+    ask("/v1/unload_lora_adapter", unload)  # nothing was served yet
+    monkeypatch.setenv(plugin.EXPERTS, str(manifest))
+    monkeypatch.setenv(plugin.CACHE, str(tmp_path / "cache"))
+    composer = plugin._start(str(served_base("llama")))
+    composer.folder("math")
+    for path, body, status in (
+        ("/v1/unload_lora_adapter", unload, 404), ("/v1/unload_lora_adapter", b'{"lora_name": "swahili"}', 200),
+        ("/v1/unload_lora_adapter", b"[]", 200), ("/v1/completions", b'{"lora_name": "math", "model": "math"}', 200),
+    ):  # fmt: skip
+        ask(path, body, status=status)
+        with pytest.raises(AdapterswapError, match="max_compositions"):
+            composer.folder("swahili")
+    ask("/v1/unload_lora_adapter", unload[:5], unload[5:])
+    assert composer.folder("swahili").is_dir()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/prefix//v1/completions/", "/tokenize", "/invocations"])
