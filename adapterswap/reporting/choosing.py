@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo
+from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, best_of
 
 __all__ = [
     "Choice",
@@ -105,7 +105,9 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
             found.append(Choice(family, "only", only, only, len(units)))
             continue
         best = _best(done, task, "all")
-        default = {unit: cell for unit, cells in done.items() for cell in cells if cell.cell.default}
+        # Older sweeps marked several configurations of a family (partitions A and B): then none is the default.
+        several = any(sum(cell.default for cell in cells) > 1 for cells in units.values())
+        default = {unit: cell for unit, cells in done.items() for cell in cells if cell.cell.default and not several}
         if default:
             found.append(Choice(family, "default", default, default, len(units)))
         selected = _best(done, task, "select") if has_split(task) else {}
@@ -117,14 +119,13 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
 
 
 def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> dict[Unit, CellResult]:
-    """Each unit's best cell on a part of the documents; of equals the default, then the first in the run's order."""
-    found = {}
+    """Each unit's best cell on a part of the documents, see `best_of`; `units` hold cells in the run's order."""
     sign = 1 if task.higher_is_better else -1
-    for unit, cells in units.items():
-        scored = [(value, cell) for cell in cells if (value := score(cell, task, part)) is not None]
-        if scored:
-            found[unit] = max(scored, key=lambda each: (sign * round(each[0], 12), each[1].cell.default))[1]
-    return found
+    found = {
+        unit: best_of(((score(cell, task, part), cell.cell.default, cell) for cell in cells), sign)
+        for unit, cells in units.items()
+    }
+    return {unit: cell for unit, cell in found.items() if cell is not None}
 
 
 def table_choice(found: list[Choice], family: str, kind: str = "selected") -> Choice | None:

@@ -11,7 +11,7 @@ from adapterswap.sweeps.preparing import prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.results import Run, read_prompts, read_run, read_samples
 from adapterswap.sweeps.running import Progress, sweep
-from adapterswap.sweeps.summary import Row, summarize
+from adapterswap.sweeps.summary import Row, best_of, summarize
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SweepRecipe",
     "TaskInfo",
     "TaskValue",
+    "best_of",
     "prepare",
     "read_prompts",
     "read_run",

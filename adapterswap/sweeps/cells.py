@@ -24,7 +24,7 @@ class Cell:
         composition: the fields of a `Composition` that are not its defaults; empty for the base.
         output: `max_rank` or `max_error`, where the composition is reduced to an adapter before it is judged.
         short: its short name: `math1+sw1@bottom=3,top=1`; an expert's name; `base`.
-        default: whether it is the papers' default configuration of its family; see `defaults.is_default`.
+        default: whether it is the papers' default configuration of its family; see `defaults.default_of`.
         tasks: what it is judged on: target tasks, then retention.
     """
 

@@ -5,21 +5,29 @@ Knows compositions; knows nothing of recipes, experts or results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from adapterswap.planning.compositions import Composition, scaled_default
 
-__all__ = ["is_default", "overlaps"]
+__all__ = ["default_of", "overlaps"]
 
 _PAPER_TIES_DENSITY = 0.2  # Yadav et al. 2023 keep the top 20 % and take λ = 1 where nothing is tuned
 
 
-def is_default(composition: Composition, num_layers: int, *, alone: bool) -> bool:
-    """Whether a composition is the papers' default of its family.
+def default_of(configurations: Sequence[Composition], num_layers: int) -> int | None:
+    """Which of the configurations that one pair has in one row of a table is the papers' default: its index.
 
     A layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, no transitions. TIES: density 0.2, λ = 1. The others:
-    whatever leaves nothing to choose. Weights are equal in all of them; of a family with one configuration (`alone`),
-    and no zones, that one is it.
+    whatever leaves nothing to choose. Weights are equal in all of them; a single configuration without zones is the
+    default. None if no configuration is, or more than one (partitions A and B, TIES at two ranks).
     """
-    free = {"task_weight", "language_weight", "scale", "row_threshold", "seed"}
+    alone = len(configurations) == 1
+    found = [index for index, one in enumerate(configurations) if _is_default(one, num_layers, alone=alone)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_default(composition: Composition, num_layers: int, *, alone: bool) -> bool:
+    free = {"task_weight", "language_weight", "weights", "scale", "row_threshold", "seed"}
     changed = composition.model_dump(exclude_defaults=True).keys() & free
     if _has_zones(composition):
         return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed

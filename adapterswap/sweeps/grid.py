@@ -17,7 +17,7 @@ from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE, SPARSE_METHODS
 from adapterswap.planning.compositions import Composition
 from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.defaults import is_default, overlaps
+from adapterswap.sweeps.defaults import default_of, overlaps
 from adapterswap.sweeps.families import BASELINES, GRID_FIELDS, Family
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.sides import Asked, extra_experts, pairs_of
@@ -39,6 +39,23 @@ class Space:
 
     family: str | None
     trials: tuple[Trial, ...]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A composition of a pair, before it is known whether it is its row's default; `trial` is where its id goes."""
+
+    row: str
+    composition: Composition
+    output: Mapping[str, Any]
+    short: str
+    tasks: tuple[str, ...]
+    trial: list[str]
+
+    @property
+    def setting(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """Its row and its pair: of the compositions that share them, one at most is the default."""
+        return self.row, self.composition.task, self.composition.language
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,8 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
         for number, name in enumerate(adapters, 1):
             short = row if len(adapters) == 1 else f"{row} {number}"
             add(_alone(row, (), (), name, everything, short=short))
+    wanted: list[_Wanted] = []
+    asked_families: list[tuple[Family, list[dict[str, Any]], list[list[str]]]] = []
     for family in _families(recipe):
         configurations = []
         for content in _configurations(family):
@@ -108,24 +127,41 @@ def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
                     if overlaps(composition, num_layers):
                         left_out += 1
                         continue
-                    cell = _make_cell(
-                        _row(family, composition),
-                        task,
-                        language,
-                        _as_data(composition),
-                        family.output,
-                        _short(task, language, content, family.output),
-                        asked.of(language or recipe.language_experts),
-                        default=is_default(composition, num_layers, alone=len(configurations) == 1),
-                    )
-                    ids.append(add(cell))
+                    short = _short(task, language, content, family.output)
+                    tasks = asked.of(language or recipe.language_experts)
+                    row = _row(family, composition)
+                    wanted.append(_Wanted(row, composition, family.output, short, tasks, ids))
+        asked_families.append((family, configurations, held))
+    problems.raise_if_any()
+    for one, default in _with_defaults(wanted, num_layers):
+        task, language = one.composition.task, one.composition.language
+        sides = task, () if language == (BASE,) else language
+        data = _as_data(one.composition)
+        cell = _make_cell(one.row, *sides, data, dict(one.output), one.short, one.tasks, default=default)
+        one.trial.append(add(cell))
+    for family, configurations, held in asked_families:
         found = zip(configurations, held, strict=True)
         spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in found if ids)))
-    problems.raise_if_any()
     if not cells:
         raise AdapterswapError("nothing is left to judge: all zones overlap", "Lower bottom, top and the transitions")
     ordered = sorted(cells.values(), key=lambda cell: _order(cell, everything))
     return Grid(tuple(ordered), left_out, repeated, tuple(spaces))
+
+
+def _with_defaults(wanted: list[_Wanted], num_layers: int) -> Iterator[tuple[_Wanted, bool]]:
+    """Every composition, and whether it is the papers' default of its row; of two spellings of it, the first is."""
+    rows: dict[Any, list[_Wanted]] = {}
+    for one in wanted:
+        row = rows.setdefault(one.setting, [])
+        if not any((one.composition, one.output) == (other.composition, other.output) for other in row):
+            row.append(one)
+    defaults = set()
+    for setting, row in rows.items():
+        index = default_of([one.composition for one in row], num_layers)
+        if index is not None:
+            defaults.add((setting, row[index].short))
+    for one in wanted:
+        yield one, (one.setting, one.short) in defaults
 
 
 def composition_of(cell: Cell) -> Composition | None:

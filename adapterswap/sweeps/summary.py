@@ -1,19 +1,22 @@
 """A sweep in a few rows: per family how its cells did, and its best configuration.
 
-The best configuration is chosen on the documents set apart for that, and reported on the others; min, mean and max are
-over cells, on all documents. Intervals and tests are not this module's. Knows results; knows nothing of models.
+The best configuration is chosen on the documents set apart for that, and reported on the others; of equals it is the
+papers' default, then the first of the recipe (`best_of`, which reports use too). Min, mean and max are over cells, on
+all documents. Intervals and tests are not this module's. Knows results; knows nothing of models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from adapterswap.sweeps.results import Run
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo
 
-__all__ = ["Row", "better", "cell_value", "half_value", "sign_of", "summarize"]
+__all__ = ["Row", "best_of", "better", "cell_value", "half_value", "sign_of", "summarize"]
+
+_Candidate = TypeVar("_Candidate")
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Row:
         n: its finished cells.
         minimum, mean, maximum: of the cells' values, see `cell_value`; None where there are none.
         configurations: how many it has.
-        best: the configuration with the best mean over its pairs on the documents to choose on, the first of several;
-            None where there is nothing to choose.
+        best: the configuration with the best mean over its pairs on the documents to choose on, see `best_of`; None
+            where there is nothing to choose.
         chosen_at: its mean there.
         reported_at: its mean on the other documents; of the only configuration, if there is one.
     """
@@ -50,19 +53,32 @@ def cell_value(result: CellResult, tasks: Mapping[str, TaskInfo]) -> float | Non
     return _mean(result.results[task.name].value for task in _targets(result, tasks))
 
 
+def best_of(candidates: Iterable[tuple[float | None, bool, _Candidate]], sign: int) -> _Candidate | None:
+    """The candidate with the best score; of equals the papers' default, then the first. None if none has a score.
+
+    Scores are equal if they agree to 12 decimals: means of the same numbers in another order differ in their last bits.
+
+    Args:
+        candidates: (score, whether it is the default, candidate), in the order of the recipe.
+        sign: -1 where less is better.
+    """
+    known = [(sign * round(score, 12), default, one) for score, default, one in candidates if score is not None]
+    return max(known, key=lambda entry: entry[:2])[2] if known else None
+
+
 def better(one: CellResult | None, other: CellResult, tasks: Mapping[str, TaskInfo]) -> CellResult | None:
-    """The cell with the better value; `one`, if they are equal; None if neither has a value."""
-    value, rival = (None if cell is None else cell_value(cell, tasks) for cell in (one, other))
-    if rival is None or value is None:
-        return one if rival is None else other
-    return other if sign_of([other], tasks) * (rival - value) > 0 else one
+    """The cell with the better value, see `best_of`; `one`, if neither has a value."""
+    cells = [cell for cell in (one, other) if cell is not None]
+    found = best_of(((cell_value(cell, tasks), cell.cell.default, cell) for cell in cells), sign_of([other], tasks))
+    return one if found is None else found
 
 
 def summarize(run: Run) -> list[Row]:
     """A row for each family that has a finished cell, in the order in which they began."""
-    families: dict[str, list[CellResult]] = {}
-    for result in run.results:
-        families.setdefault(result.cell.family, []).append(result)
+    families: dict[str, list[CellResult]] = {result.cell.family: [] for result in run.results}
+    places = {cell.cell: place for place, cell in enumerate(run.cells)}
+    for result in sorted(run.results, key=lambda result: places.get(result.cell.cell, len(places))):
+        families[result.cell.family].append(result)
     return [_row(family, results, run.tasks) for family, results in families.items()]
 
 
@@ -74,9 +90,10 @@ def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) 
     scores = {
         name: _mean(half_value(result, tasks, "select") for result in found) for name, found in configurations.items()
     }
-    known = {name: score for name, score in scores.items() if score is not None}
-    sign = sign_of(results, tasks)
-    best = max(known, key=lambda name: sign * known[name]) if known else None
+    candidates = [
+        (score, all(result.cell.default for result in configurations[name]), name) for name, score in scores.items()
+    ]
+    best = best_of(candidates, sign_of(results, tasks))
     return Row(
         family=family,
         n=len(results),
@@ -85,7 +102,7 @@ def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) 
         maximum=max(values, default=None),
         configurations=len(configurations),
         best=best if len(configurations) > 1 else None,
-        chosen_at=known[best] if best is not None else None,
+        chosen_at=scores[best] if best is not None else None,
         reported_at=_mean(half_value(r, tasks, "report") for r in configurations[best]) if best is not None else None,
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +15,7 @@ from adapterswap import AdapterswapError
 from adapterswap.reporting import open_source
 from adapterswap.reporting.page import render_page
 from adapterswap.reporting.tables import latex_tables
+from adapterswap.sweeps import summarize
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.results import read_run
 from adapterswap.sweeps.values import RungResult
@@ -99,6 +102,45 @@ def test_all_scores_equal(tmp_path: Path) -> None:
     default, selected = (row(report, f"layer_swap, {kind}").chosen for kind in ("default", "selected"))
     assert default == selected  # of equals the default is taken
     strict(report)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"name": "partitions", "partition": ["A", "B", "C"]},
+        {"name": "partitions", "method": "soup", "weights": ["equal", "magnitude"]},
+    ],
+    ids=["partitions", "weights"],
+)
+def test_a_default_row_has_one_configuration(tmp_path: Path, family: dict[str, Any]) -> None:
+    def rows() -> dict[str, set[str]]:
+        found = reported(folder).targets[0].rows
+        return {each.label: {one.configuration for one in each.chosen} for each in found if each.family == "partitions"}
+
+    folder = craft(tmp_path / "run", recipe(compositions=[family], retention=[]), documents=12)
+    if "weights" in family:
+        assert rows().keys() == {"partitions, default", "partitions, selected"}
+        assert rows()["partitions, default"] == {"method=soup,weights=equal"}
+    else:
+        assert rows().keys() == {"partitions, selected"}
+    for path in (folder / "sweep.json", folder / "cells.jsonl"):  # as older sweeps flagged them
+        path.write_text(path.read_text().replace('"default": false', '"default": true'))
+    assert rows().keys() == {"partitions, selected"}
+
+
+def test_a_sweep_and_its_report_break_ties_alike(tmp_path: Path) -> None:
+    folder = craft(tmp_path / "run", documents=6, values=lambda cell, task: [0.1, 0.2, 0.3, 0.1 + 0.2, 0.7, 0.3])
+    run = read_run(folder)
+    backwards = replace(run, results=tuple(reversed(run.results)))
+    for each in (run, backwards):
+        (swaps,) = (one for one in summarize(each) if one.family == "layer_swap")
+        assert swaps.best == "bottom=5,top=2"
+    chosen = row(reported(folder), "layer_swap, selected").chosen
+    assert {one.configuration for one in chosen} == {"bottom=5,top=2"}
+    free = craft(tmp_path / "free", recipe(compositions=[{"bottom": [4, 3]}]), values=lambda cell, task: [0.5] * 40)
+    (swaps,) = (one for one in summarize(read_run(free)) if one.family == "layer_swap")
+    chosen = row(reported(free), "layer_swap, selected").chosen
+    assert {swaps.best} == {one.configuration for one in chosen} == {"bottom=4"}  # no default: the first
 
 
 def test_missing_cells_are_told_and_left_out(tmp_path: Path) -> None:

@@ -133,12 +133,28 @@ def test_families_may_have_names_as_keys() -> None:
         ),
         ({"method": "dare_ties", "density": [0.2, 0.5], "max_rank": 4}, set()),
         ({"method": "dare_ties", "density": [0.3], "max_rank": 4}, {"method=dare_ties,density=0.3,max_rank=4"}),
-        ({"partition": ["A", "B"]}, {"partition=A", "partition=B"}),
+        ({"partition": ["A", "B"]}, {"partition=A", "partition=B"}),  # two rows, each with one configuration
+        ({"name": "partitions", "partition": ["A", "B", "C"]}, set()),
+        ({"name": "partitions", "partition": "A"}, {"partition=A"}),
+        ({"name": "soups", "method": "soup", "weights": ["equal", "magnitude"]}, {"method=soup,weights=equal"}),
+        ({"name": "swaps", "bottom": 5, "weights": ["equal", "magnitude"]}, {"bottom=5,weights=equal"}),
+        ({"name": "swaps", "bottom": 5, "weights": "magnitude"}, set()),
+        ({"method": "soup", "weights": "magnitude"}, {"method=soup,weights=magnitude"}),
     ],
 )
 def test_which_configuration_is_the_papers_default(family: dict[str, Any], defaults: set[str]) -> None:
     cells = grid_of(compositions=[family]).cells
     assert {cell.configuration for cell in cells if cell.default} == defaults
+
+
+def test_a_row_of_several_families_has_one_default_at_most() -> None:
+    ties = [{"method": "ties", "density": 0.2, "max_rank": rank} for rank in (4, 8)]
+    assert not any(cell.default for cell in grid_of(compositions=ties).cells)
+    soups = [{"method": "soup"}, {"method": "soup", "task_weight": [1, 2]}]
+    # Twice the default, of which the second one is left out.
+    found = grid_of(compositions=soups, baselines=["soup"])
+    assert {cell.configuration for cell in found.cells if cell.default} == {"method=soup"}
+    assert sum(cell.default for cell in found.cells) == 6
 
 
 def test_sides_are_souped_as_rows_of_their_own() -> None:
