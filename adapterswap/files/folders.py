@@ -38,6 +38,8 @@ __all__ = [
     "locked",
     "refuse_strangers",
     "strangers",
+    "sync_folder",
+    "sync_one",
 ]
 
 _LIST = "files"  # the key of a record that lists what was written
@@ -98,7 +100,7 @@ def atomic_folder(
             yield building
             if kind is not None and kind.record is not None:
                 _add_list(building, kind.record)
-            _sync(building)
+            sync_folder(building)
             if overwrite:
                 check_target(target, kind=kind, overwrite=True, inputs=inputs)  # again: this may have taken hours
             _publish(building, place, target, overwrite=overwrite)
@@ -268,16 +270,17 @@ def _add_list(folder: Path, record: str) -> None:
     write_json(folder / record, {**content, _LIST: names}, allow_nan=True)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Force `folder` and all that it holds to the disk: after a power loss a renamed file could be empty otherwise."""
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(place, name)):
-                _sync_one(path)
-        _sync_one(place)
+                sync_one(path)
+        sync_one(place)
 
 
-def _sync_one(path: str | Path) -> None:
+def sync_one(path: str | Path) -> None:
+    """Force a file, or the list of names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -304,10 +307,10 @@ def atomic_file(
     with _os_errors(target):
         try:
             yield building
-            _sync_one(building)
+            sync_one(building)
             check_file(target, overwrite=overwrite, inputs=inputs)
             building.replace(place)
-            _sync_one(place.parent)
+            sync_one(place.parent)
         finally:
             building.unlink(missing_ok=True)
 
@@ -356,7 +359,7 @@ def _parents(parent: Path) -> Iterator[None]:
         parent.mkdir(parents=True, exist_ok=True)
         yield
         for folder in made:
-            _sync_one(folder.parent)
+            sync_one(folder.parent)
     except BaseException:
         with suppress(OSError):
             for folder in made:
@@ -416,7 +419,7 @@ def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> N
         elif error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise AdapterswapError(f"{target} appeared while it was being written", "Choose another path") from None
         raise
-    _sync_one(place.parent)
+    sync_one(place.parent)
     if retired is not None:
         shutil.rmtree(retired.rename(building), ignore_errors=True)
 

@@ -21,7 +21,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.smallfiles import check_pointer, open_regular, parse_json, shown
 
-__all__ = ["DTYPE_BYTES", "FLOATS", "Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header"]
+__all__ = ["DTYPE_BYTES", "FLOATS", "Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header", "stamp"]
 
 # Bytes per element of every dtype that a safetensors file may hold and that is a whole number of bytes.
 DTYPE_BYTES = {
@@ -84,8 +84,8 @@ def read_header(path: str | Path) -> TensorFile:
     path = Path(path)
     with open_regular(path, "Give the path of a readable file") as file:
         try:
-            stamp = _stamp(file)
-            size = os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno())
+            size = found.st_size
             prefix = file.read(8)
             check_pointer(prefix + file.peek(100), path)
             length = int.from_bytes(prefix, "little")
@@ -101,7 +101,7 @@ def read_header(path: str | Path) -> TensorFile:
     tensors = {name: _tensor(name, entry, data_start, path) for name, entry in content.items()}
     ordered = sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop))
     _check_ranges(ordered, data_start, size, path)
-    return TensorFile(path, {tensor.name: tensor for tensor in ordered}, data_start, size, prefix + raw, stamp)
+    return TensorFile(path, {tensor.name: tensor for tensor in ordered}, data_start, size, prefix + raw, stamp(found))
 
 
 @contextmanager
@@ -138,14 +138,14 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     return len(raw).to_bytes(8, "little") + raw, moved
 
 
-def _stamp(file: BufferedReader) -> tuple[int, ...]:
+def stamp(found: os.stat_result) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
     # Size and modification time are not enough: images, archives and `cp -p` set the latter. No program sets ctime.
-    found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def _check_stamp(file: BufferedReader, source: TensorFile) -> None:
-    if _stamp(file) != source.stamp:
+    if stamp(os.fstat(file.fileno())) != source.stamp:
         raise AdapterswapError(f"{source.path} changed since it was opened", "Start again once it is complete")
 
 

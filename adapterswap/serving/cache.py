@@ -2,12 +2,15 @@
 
 A folder appears by a rename, whole, and stays as long as any server lives that may load it again: vLLM reads an evicted
 adapter a second time, and dies where its folder is gone. Requests that meet, also in several processes, make a folder
-once. Knows nothing of what the folders hold.
+once. The SHA-256 of its files are kept beside it: every process compares them when it first uses the folder, and again
+when a file has another stamp, so that a damaged folder is made again. Folders are flat; what their files are, this
+module does not know.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import uuid
@@ -16,8 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.smallfiles import expand
+from adapterswap.files.folders import sync_folder, sync_one
+from adapterswap.files.smallfiles import expand, read_json
+from adapterswap.files.tensorfile import stamp
 from adapterswap.serving.memo import Memo
+from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Cache", "default_cache"]
 
@@ -41,9 +47,10 @@ class Cache:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(os.path.abspath(expand(root)))
         self.memo = Memo(self.root / _MEMO)
-        self._entries, self._building, self._locks = (
-            self.root / name for name in ("compositions", "building", "locks")
+        self._entries, self._building, self._locks, self._hashes = (
+            self.root / name for name in ("compositions", "building", "locks", "hashes")
         )
+        self._sound: dict[str, dict[str, tuple[int, ...]]] = {}  # the stamps of files whose hashes were compared
         self._in_use: int | None = None
 
     def open(self) -> int:
@@ -64,7 +71,7 @@ class Cache:
                         "Choose an empty or new folder with `cache`",
                     )
                 self._in_use = os.open(in_use, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                for folder in (self._entries, self._building, self._locks):
+                for folder in (self._entries, self._building, self._locks, self._hashes):
                     folder.mkdir(exist_ok=True)
             except OSError as error:
                 raise self._told(error) from None
@@ -75,7 +82,7 @@ class Cache:
         fcntl.flock(self.open(), fcntl.LOCK_SH)
 
     def get(self, key: str, make: Callable[[Path], object]) -> Path:
-        """The folder named `key`; where it is not there, `make(path)` writes it.
+        """The folder named `key`; where it is not there or damaged, `make(path)` writes it.
 
         Raises:
             AdapterswapError: another process takes longer than ten minutes to make it, or the disk does not take it;
@@ -85,18 +92,12 @@ class Cache:
 
         self.open()
         entry = self._entries / key
-        if self._found(entry):
+        if self._found(entry) and _stamps(entry) == self._sound.get(key):
             return entry
         try:
             with FileLock(self._locks / key, timeout=_WAIT_S):
-                if self._found(entry):
-                    return entry
-                building = self._building / uuid.uuid4().hex
-                try:
-                    make(building)
-                    building.rename(entry)
-                finally:
-                    shutil.rmtree(building, ignore_errors=True)
+                if not (self._found(entry) and self._is_sound(key)):
+                    self._make(key, make)
         except Timeout:
             raise AdapterswapError(
                 f"another process has been composing this for {_WAIT_S} seconds", "Look whether it is stuck"
@@ -124,6 +125,7 @@ class Cache:
             for entry in entries[keep:]:
                 # First out of sight, so that an entry is never seen half removed.
                 shutil.rmtree(entry.rename(self._building / entry.name))
+                (self._hashes / entry.name).unlink(missing_ok=True)
             return len(entries[keep:])
         finally:
             fcntl.flock(in_use, fcntl.LOCK_UN)
@@ -134,8 +136,61 @@ class Cache:
             "Look at its disk, or give `cache` another folder",
         )
 
+    def _make(self, key: str, make: Callable[[Path], object]) -> None:
+        """Write the folder named `key`, whatever is in its place."""
+        building = self._building / uuid.uuid4().hex
+        hashes = building.with_suffix(".json")
+        try:
+            make(building)
+            stamps = _stamps(building)
+            hashes.write_text(json.dumps({name: sha256_of(building / name) for name in stamps}), encoding="utf-8")
+            sync_folder(building)
+            sync_one(hashes)
+            hashes.replace(self._hashes / key)
+            _put(building, self._entries / key)
+            sync_one(self._hashes)
+            sync_one(self._entries)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+            hashes.unlink(missing_ok=True)
+        self._sound[key] = _stamps(self._entries / key)
+
+    def _is_sound(self, key: str) -> bool:
+        """Whether the files of the folder named `key` are those that were written."""
+        entry = self._entries / key
+        with suppress(OSError, AdapterswapError):  # what cannot be read is damaged
+            stamps = _stamps(entry)
+            if read_json(self._hashes / key) == {name: sha256_of(entry / name) for name in stamps}:
+                self._sound[key] = stamps
+                return True
+        return False
+
     def _found(self, entry: Path) -> bool:
         with suppress(OSError):
             os.utime(entry)  # it was used just now
             return True
         return False
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The stamps of the files in a folder, by name, without hidden ones; nothing if it cannot be read."""
+    with suppress(OSError):  # NFS keeps replaced files that are still open under hidden names
+        return {name: stamp((folder / name).stat()) for name in os.listdir(folder) if not name.startswith(".")}
+    return {}
+
+
+def _put(building: Path, entry: Path) -> None:
+    """Move a new folder into its place. A damaged one is repaired file by file, since a server may be reading it."""
+    if entry.is_symlink() or entry.is_file():
+        entry.unlink()
+    if not entry.exists():
+        building.rename(entry)
+        return
+    for old in entry.iterdir():
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        elif not (building / old.name).exists():
+            old.unlink()
+    for new in building.iterdir():
+        new.replace(entry / new.name)
+    sync_one(entry)

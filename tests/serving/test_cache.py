@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -136,6 +138,90 @@ def test_what_was_used_last_is_kept(tmp_path: Path) -> None:
     cache.get("a", lambda path: pytest.fail("it is there"))  # now it is the youngest
     assert cache.collect(keep=2) == 2
     assert {entry.name for entry in (tmp_path / "cache" / "compositions").iterdir()} == {"a", "d"}
+
+
+def write(path: Path) -> None:
+    path.mkdir()
+    (path / "weights").write_bytes(bytes(range(256)) * 64)
+    (path / "config").write_text("{}")
+
+
+def flip(entry: Path) -> None:
+    content, stamp = bytearray((entry / "weights").read_bytes()), (entry / "weights").stat()
+    content[5000] ^= 1
+    (entry / "weights").write_bytes(content)
+    os.utime(entry / "weights", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+
+
+def replace_by_a_file(entry: Path) -> None:
+    shutil.rmtree(entry)
+    entry.write_text("a file")
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "a bit": flip,
+    "truncated": lambda entry: os.truncate(entry / "weights", 100),
+    "empty": lambda entry: os.truncate(entry / "config", 0),
+    "missing": lambda entry: (entry / "config").unlink(),
+    "another file": lambda entry: (entry / "new_embeddings").write_text("?"),
+    "another folder": lambda entry: (entry / "weights").rename(entry.with_name("kept")) and write(entry / "weights"),
+    "no folder": shutil.rmtree,
+    "a file": replace_by_a_file,
+    "no hashes": lambda entry: (entry.parents[1] / "hashes" / entry.name).unlink(),
+    "damaged hashes": lambda entry: (entry.parents[1] / "hashes" / entry.name).write_text("{"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_folder_is_made_again(harm: str, tmp_path: Path) -> None:
+    write(tmp_path / "whole")
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    running = Cache(tmp_path / "cache")
+    entry = running.get("key", write)
+    made: list[Path] = []
+
+    def make(path: Path) -> None:
+        made.append(path)
+        write(path)
+
+    for count, cache in enumerate((Cache(tmp_path / "cache"), running), start=1):  # at first use, and later
+        HARMS[harm](entry)
+        assert cache.get("key", make) == entry
+        # A process that has compared the hashes needs them no more.
+        assert len(made) == (1 if "hashes" in harm else count)
+        assert {file.name: file.read_bytes() for file in entry.iterdir()} == whole
+    assert list((tmp_path / "cache" / "building").iterdir()) == []
+
+
+def test_a_sound_folder_is_not_made_again(tmp_path: Path) -> None:
+    running = Cache(tmp_path / "cache")
+    entry = running.get("key", write)
+    for cache in (running, Cache(tmp_path / "cache")):
+        for _ in range(2):
+            assert cache.get("key", lambda path: pytest.fail("it is there")) == entry
+        os.utime(entry / "weights")  # touched, with the same content
+        (entry / ".nfs01").write_text("a file that another process has open")
+
+
+def test_a_damaged_folder_that_cannot_be_made_again_is_not_served(tmp_path: Path) -> None:
+    flip(Cache(tmp_path / "cache").get("key", write))
+
+    def fail(path: Path) -> None:
+        raise AdapterswapError("no", "Try again")
+
+    cache = Cache(tmp_path / "cache")
+    for _ in range(2):
+        with pytest.raises(AdapterswapError, match="no"):
+            cache.get("key", fail)
+
+
+def test_hashes_go_with_their_folder(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    for key in "ab":
+        os.utime(cache.get(key, write), (ord(key), ord(key)))
+    assert cache.collect(keep=1) == 1
+    assert [path.name for path in (tmp_path / "cache" / "hashes").iterdir()] == ["b"]
+    assert cache.get("b", lambda path: pytest.fail("it is there")).is_dir()
 
 
 def test_a_cache_is_its_owners_alone_and_made_when_needed(tmp_path: Path) -> None:

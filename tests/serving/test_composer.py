@@ -128,6 +128,14 @@ def test_hashes_kept_by_an_older_version_are_not_used(composer: Compose, experts
     assert record["experts"]["math"]["sha256"][file.name] == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+def test_a_damaged_composition_is_composed_again(composer: Compose) -> None:
+    folder = composer().folder("math+swahili")
+    whole = (folder / "adapter_model.safetensors").read_bytes()
+    (folder / "adapter_model.safetensors").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert composer().folder("math+swahili") == folder
+    assert (folder / "adapter_model.safetensors").read_bytes() == whole
+
+
 def test_an_expert_that_is_put_back_finds_its_folder_again(composer: Compose, experts: Path, tmp_path: Path) -> None:
     served = composer()
     before = served.folder("math")
