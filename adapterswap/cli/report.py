@@ -67,6 +67,8 @@ def _print(report: Report) -> None:
     if any(row.difference is not None and row.difference.low is None and row.difference.units > 1
            for target in report.targets for row in target.rows):  # fmt: skip
         note(f"No intervals (–) where fewer than {MIN_LEVELS} {'seeds' if report.kind == 'lab' else 'experts'} vary")
+    for remark in report.remarks if report.kind == "sweep" else ():
+        note(remark)
     if report.missing:
         note(f"{sum(report.missing.values())} of {report.cells} cells are not finished")
 
@@ -80,10 +82,12 @@ def _table(report: Report, target: Target) -> Table:
     )
     table.add_column("method")
     heads = (report.units, "min", "mean", "max", f"minus {report.reference}", "95 %", "English", "all", "papers' mean")
-    for head in heads:
+    reduced = any(row.is_reduced for row in target.rows)
+    for head in (*heads, *["ΔW error"] * reduced):
         table.add_column(head, justify="right")
     for row in target.rows:
-        table.add_row(*(Text(text) for text in _cells(row)))
+        error = ["unknown" if row.is_reduced and row.relative_error is None else _text(row.relative_error)] * reduced
+        table.add_row(*(Text(text) for text in (*_cells(row), *error)))
     return table
 
 

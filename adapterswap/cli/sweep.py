@@ -68,7 +68,7 @@ def command(
     """
     from adapterswap.bases import choose_device
     from adapterswap.shipped import find_recipe
-    from adapterswap.sweeps import prepare, read_sweep_recipe, summarize, sweep
+    from adapterswap.sweeps import prepare, read_sweep_recipe, remarks, summarize, sweep
     from adapterswap.sweeps.estimating import estimate
     from adapterswap.sweeps.recording import check_out_path
 
@@ -97,9 +97,12 @@ def command(
     if as_json:
         finished_rows = [row.as_json() for row in rows]
         counts = {"cells": len(run.results), "given_up": len(run.given_up)}
-        print_json({"dry_run": False, **counts, "families": finished_rows, "out_path": out_path})
+        content = {"dry_run": False, **counts, "families": finished_rows, "remarks": remarks(run), "out_path": out_path}
+        print_json(content)
     else:
         _print(rows, run)
+    for remark in remarks(run):
+        note(remark)
     if run.given_up:
         note(f"{len(run.given_up)} cells were given up after a part of their documents")
     note(f"written to {out_path}: adapterswap report {out_path} shows it")
@@ -169,15 +172,20 @@ def _print(rows: list[Row], run: Run) -> None:
     table.add_column("best configuration", overflow="fold")
     table.add_column("chosen at", justify="right")
     table.add_column("reported at", justify="right")
+    reduced = any(row.relative_error is not None for row in rows)
+    if reduced:
+        table.add_column("ΔW error", justify="right")
     for row in rows:
         values = [_number(value) for value in (row.minimum, row.mean, row.maximum)]
         halves = [_number(value) for value in (row.chosen_at, row.reported_at)]
         chosen = ["", "", halves[1]] if row.best is None else [row.best or "(defaults)", *halves]
-        table.add_row(row.family, str(row.n), *values, *chosen)
+        table.add_row(row.family, str(row.n), *values, *chosen, *[_number(row.relative_error)] * reduced)
     print_table(table)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     click.echo(f"\nMeans over {', '.join(targets)}.")
     click.echo("Configurations are chosen on one part of the documents, and reported on the other.")
+    if reduced:
+        click.echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
 
 
 def _number(value: Any) -> str:

@@ -86,6 +86,8 @@ class Row:
         all_languages: their mean over all languages of the target's benchmark; None where it has but one.
         papers: the papers' protocol: on all documents, and the best configuration chosen on the same.
         chosen: the cells.
+        is_reduced: whether cells were reduced to a rank before they were judged, so that they are not exact.
+        relative_error: the largest of these, see `CellResult`; None where there are none, and where it is not recorded.
     """
 
     family: str
@@ -99,6 +101,8 @@ class Row:
     all_languages: float | None
     papers: Spread | None
     chosen: tuple[Chosen, ...]
+    is_reduced: bool
+    relative_error: float | None
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,8 @@ def _row(
     draws: int, seed: int,
 ) -> Row:  # fmt: skip
     cells = list(choice.cells.values())
+    bounded = [cell for cell in cells or choice.best.values() if cell.cell.output]
+    errors = [cell.relative_error for cell in bounded if cell.relative_error is not None]
     tasks = {each.name: spread for each in run.tasks.values() if (spread := _spread(cells, each)) is not None}
     english = [tasks[each.name].mean for each in languages if is_english(each) and each.name in tasks]
     over = [tasks[each.name].mean for each in languages if each.name in tasks]
@@ -190,6 +196,8 @@ def _row(
             Chosen(unit, result.cell.cell, result.cell.configuration, score(result, task))
             for unit, result in choice.cells.items()
         ),
+        bool(bounded),
+        max(errors) if errors and len(errors) == len(bounded) else None,
     )
 
 

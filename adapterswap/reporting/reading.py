@@ -14,7 +14,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
-from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, read_run
+from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, read_run, remarks
 
 __all__ = ["RESULTS", "Source", "lab_source", "open_source"]
 
@@ -60,7 +60,12 @@ def open_source(folder: str | Path) -> Source:
             raise AdapterswapError(f"no cell of {folder} is finished", "Run the sweep; it goes on where it was")
         name = folder.resolve().name
         return Source(
-            run, "sweep", name, "pairs", (f"adapterswap sweep recipe.yaml --out-path {name}",), tuple(_searched(run))
+            run,
+            "sweep",
+            name,
+            "pairs",
+            (f"adapterswap sweep recipe.yaml --out-path {name}",),
+            (*_searched(run), *remarks(run)),
         )
     if exists(folder / RESULTS) and exists(folder / ANSWERS):
         content = read_json(folder / RESULTS, _MEND)

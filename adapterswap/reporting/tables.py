@@ -17,7 +17,8 @@ __all__ = ["csv_table", "latex_tables"]
 
 _HEAD = (
     "target", "method", "choice", "task", "units", "expected_units", "min", "mean", "stderr", "max", "reference",
-    "difference", "low", "high", "papers_min", "papers_mean", "papers_max",
+    "difference", "low", "high", "papers_min", "papers_mean", "papers_max", "reduced",
+    "relative_error",
 )  # fmt: skip
 # What LaTeX reads as commands, as text.
 _SPECIAL = {
@@ -49,6 +50,7 @@ def _line(target: Target, row: Row, task: str, spread: Spread | None) -> list[ob
         *((spread.min, spread.mean, spread.stderr, spread.max) if spread else [None] * 4),
         *((_harmless(apart.to), apart.mean, apart.low, apart.high) if apart else [None] * 4),
         *((papers.min, papers.mean, papers.max) if papers else [None] * 3),
+        "yes" if row.is_reduced else "no", row.relative_error,
     ]  # fmt: skip
 
 
@@ -76,6 +78,7 @@ def _latex(report: Report, target: Target) -> str:
     caption = (
         f"{_tex(target.task)}: {_tex(target.metric)} over {report.units}. {half}s.e.: over documents. "
         f"95\\,\\%: bootstrap over {report.units} and documents. Papers' protocol: best configuration on all documents."
+        f"{_reduced(target)}"
     )
     lines = [
         "% needs \\usepackage{booktabs}",
@@ -107,6 +110,16 @@ def _latex_row(row: Row, *, languages: bool) -> str:
         _number(papers.mean if papers else None), _number(papers.max if papers else None),
     )  # fmt: skip
     return f"{' & '.join(cells)} \\\\"
+
+
+def _reduced(target: Target) -> str:
+    """A sentence on methods whose compositions were reduced to a rank; empty if there are none."""
+    rows = [row for row in target.rows if row.is_reduced]
+    errors = "; ".join(
+        f"{_tex(row.label)} {'not recorded' if row.relative_error is None else _number(row.relative_error)}"
+        for row in rows
+    )
+    return f" Reduced to low rank, with the largest relative error of a module's $\\Delta W$: {errors}." if rows else ""
 
 
 def _number(value: float | None) -> str:

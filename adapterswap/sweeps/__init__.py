@@ -11,7 +11,7 @@ from adapterswap.sweeps.preparing import prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.results import Run, read_prompts, read_run, read_samples
 from adapterswap.sweeps.running import Progress, sweep
-from adapterswap.sweeps.summary import Row, best_of, summarize
+from adapterswap.sweeps.summary import Row, best_of, remarks, summarize
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "read_run",
     "read_samples",
     "read_sweep_recipe",
+    "remarks",
     "summarize",
     "sweep",
 ]

@@ -129,7 +129,7 @@ class LocalJudge:
         cell, documents = assignment.cell, assignment.documents
         tasks = cell.tasks if documents is None else tuple(documents)
         started = time.perf_counter()
-        with self._composed(cell):
+        with self._composed(cell) as relative_error:
             switched = time.perf_counter()
             found = evaluate(
                 model, tokenizer, tasks, prepared.settings,
@@ -141,24 +141,30 @@ class LocalJudge:
         for sample in found.samples:
             target = sample.as_json()["target"]
             questions[sample.task].append({"doc_id": sample.doc_id, "prompt": sample.prompt, "target": target})
-        return Judged(CellResult(cell, _values(found, prepared), rounded), list(_samples(found)), questions)
+        result = CellResult(cell, _values(found, prepared), rounded, relative_error)
+        return Judged(result, list(_samples(found)), questions)
 
     @contextmanager
-    def _composed(self, cell: Cell) -> Iterator[None]:
-        from adapterswap.writing import write_adapter
+    def _composed(self, cell: Cell) -> Iterator[float | None]:
+        """Put a cell's composition into the model; yields its relative error, see `CellResult`."""
+        from adapterswap.arithmetic.outputs import Form
+        from adapterswap.writing import prepare, write_prepared
 
         plan = self._prepared.plans[cell.cell]
         if plan is None or is_live(self._prepared, cell):
             with self._composer.use(plan):
-                yield
+                yield None
             return
+        written = prepare(plan, Form(**cell.output))
+        errors = (reduced.error for reduced in written.reduced.values())
+        relative_error = round(float(max(errors, default=0.0)), 6) if cell.output else None
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
             place = Path(stack.enter_context(TemporaryDirectory()))
-            self._composer.load_expert(write_adapter(plan, place / "composed", **cell.output), name)
+            self._composer.load_expert(write_prepared(written, place / "composed"), name)
             try:
                 with self._composer.use(name):
-                    yield
+                    yield relative_error
             finally:
                 self._composer.model.delete_adapter(name)
 
@@ -176,9 +182,8 @@ def _values(found: EvaluationResult, prepared: Prepared) -> dict[str, TaskValue]
             for sample in found.samples
             if sample.task == task.name and metric in sample.scores.get(filter_name, {})
         }
-        values[name] = TaskValue(
-            primary["value"], primary["stderr"], {key: score["value"] for key, score in scores.items()}, docs
-        )
+        plain_scores = {key: score["value"] for key, score in scores.items()}
+        values[name] = TaskValue(primary["value"], primary["stderr"], plain_scores, docs, task.cut)
     return values
 
 

@@ -123,7 +123,7 @@ def _check(run: Run) -> None:
             reason = f"it has results on {', '.join(sorted(result.results))}, not on {', '.join(result.cell.tasks)}"
         else:
             reasons = (_why_unsound(run.tasks[task], value) for task, value in result.results.items())
-            reason = next(filter(None, reasons), None) or _why_not_sampled(run, result)
+            reason = next(filter(None, reasons), None) or _why_no_error(result) or _why_not_sampled(run, result)
         seen.add(name)
         if reason is not None:
             problems.add(
@@ -156,6 +156,8 @@ def _why_unsound(task: TaskInfo, value: TaskValue, *, documents: int | None = No
         return f"{len(value.docs)} documents of {task.name} have a score, not the {len(expected)} that were asked"
     if value.docs.keys() - expected or (documents is not None and len(value.docs) > documents):
         return f"it has a score on documents of {task.name} that were not asked"
+    if value.cut is not None and (type(value.cut) is not int or not 0 <= value.cut <= (documents or task.num_docs)):
+        return f"{value.cut!r} outputs on {task.name} were cut, of {documents or task.num_docs}"
     metric, _ = task.primary
     primary = value.scores.get(",".join(task.primary))
     if value.value != primary and documents is None:
@@ -165,6 +167,15 @@ def _why_unsound(task: TaskInfo, value: TaskValue, *, documents: int | None = No
         if not math.isclose(mean, value.value, rel_tol=1e-9, abs_tol=1e-9):
             return f"the score on {task.name} is {value.value:g}, and its documents have a mean of {mean:g}"
     return None
+
+
+def _why_no_error(result: CellResult) -> str | None:
+    """What is wrong with a cell's relative error; None if nothing is, or if an older version left it out."""
+    error = result.relative_error
+    if error is None or (result.cell.output and _is_finite(error) and error >= 0):
+        return None
+    rule = "a finite number of 0 or more" if result.cell.output else "known for cells with a bound on their rank only"
+    return f"the relative error is {error!r}, and it is {rule}"
 
 
 def _is_finite(number: object) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from adapterswap.sweeps.results import Run
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo
 
-__all__ = ["Row", "best_of", "better", "cell_value", "half_value", "sign_of", "summarize"]
+__all__ = ["Row", "best_of", "better", "cell_value", "half_value", "remarks", "sign_of", "summarize"]
 
 _Candidate = TypeVar("_Candidate")
 
@@ -32,6 +32,7 @@ class Row:
             where there is nothing to choose.
         chosen_at: its mean there.
         reported_at: its mean on the other documents; of the only configuration, if there is one.
+        relative_error: the largest of its cells, see `CellResult`; None where all of them are exact.
     """
 
     family: str
@@ -43,6 +44,7 @@ class Row:
     best: str | None
     chosen_at: float | None
     reported_at: float | None
+    relative_error: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,7 +106,29 @@ def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) 
         best=best if len(configurations) > 1 else None,
         chosen_at=scores[best] if best is not None else None,
         reported_at=_mean(half_value(r, tasks, "report") for r in configurations[best]) if best is not None else None,
+        relative_error=max((r.relative_error for r in results if r.relative_error is not None), default=None),
     )
+
+
+def remarks(run: Run) -> list[str]:
+    """What a reader of a sweep's scores should know: outputs that were cut, and tasks on which all cells score zero."""
+    lines = []
+    for task in run.tasks.values():
+        values = [result.results[task.name] for result in run.results if task.name in result.results]
+        if cut := sum(value.cut or 0 for value in values):
+            outputs = sum(task.num_docs for value in values if value.cut is not None)
+            cells = sum(bool(value.cut) for value in values)
+            lines.append(
+                f"{task.name}: {cut:,} of {outputs:,} outputs were cut at the token limit, in {cells:,} of "
+                f"{len(values):,} cells. Raise max_gen_toks if answers come late."
+            )
+        if values and task.higher_is_better and all(value.value == 0 for value in values):
+            cells_text = f"all {len(values):,} cells" if len(values) > 1 else "the only cell"
+            lines.append(
+                f"{task.name}: {cells_text} scored 0, so their scores cannot tell compositions apart. Check the "
+                "outputs in samples/, the score in `primary` and the token limit."
+            )
+    return lines
 
 
 def _targets(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo]) -> list[TaskInfo]:

@@ -72,12 +72,15 @@ class TaskValue:
         stderr: its standard error; None where it is not known.
         scores: every score, by `metric,filter`.
         docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++).
+        cut: how many outputs ended at the limit of tokens; None for tasks that compare likelihoods, and in sweeps of
+            older versions, which did not record it.
     """
 
     value: float | None
     stderr: float | None
     scores: Mapping[str, float | None]
     docs: Mapping[int, float]
+    cut: int | None = None
 
     def mean_over(self, doc_ids: tuple[int, ...]) -> float | None:
         """The mean of the primary score over these documents; None where documents have no scores of their own."""
@@ -90,11 +93,12 @@ class TaskValue:
 
     def as_json(self) -> dict[str, Any]:
         docs = [[doc_id, score] for doc_id, score in self.docs.items()]
-        return {"value": self.value, "stderr": self.stderr, "scores": dict(self.scores), "docs": docs}
+        cut = {} if self.cut is None else {"cut": self.cut}
+        return {"value": self.value, "stderr": self.stderr, "scores": dict(self.scores), **cut, "docs": docs}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> TaskValue:
-        return cls(content["value"], content["stderr"], content["scores"], dict(content["docs"]))
+        return cls(content["value"], content["stderr"], content["scores"], dict(content["docs"]), content.get("cut"))
 
 
 @dataclass(frozen=True)
@@ -105,20 +109,25 @@ class CellResult:
         cell: what was judged.
         results: by task.
         seconds: `switch`, from one composition to this one, and `evaluate`.
+        relative_error: of a cell with a bound on its rank, the largest ‖ΔW − ΔW'‖ / ‖ΔW‖ of a module (Frobenius norm),
+            ΔW' being what was judged; 0 if nothing was truncated. None for cells without a bound, which are exact, and
+            in sweeps of older versions, which did not record it.
     """
 
     cell: Cell
     results: Mapping[str, TaskValue]
     seconds: Mapping[str, float] = field(compare=False)
+    relative_error: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         results = {task: value.as_json() for task, value in self.results.items()}
-        return {**self.cell.as_json(), "results": results, "seconds": dict(self.seconds)}
+        error = {} if self.relative_error is None else {"relative_error": self.relative_error}
+        return {**self.cell.as_json(), **error, "results": results, "seconds": dict(self.seconds)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> CellResult:
         results = {task: TaskValue.from_json(value) for task, value in content["results"].items()}
-        return cls(Cell.from_json(content), results, content["seconds"])
+        return cls(Cell.from_json(content), results, content["seconds"], content.get("relative_error"))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adapterswap import AdapterswapError
+from adapterswap.cli import main
 from adapterswap.reporting import open_source
 from adapterswap.reporting.page import render_page
-from adapterswap.reporting.tables import latex_tables
+from adapterswap.reporting.tables import csv_table, latex_tables
 from adapterswap.sweeps import summarize
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.results import read_run
@@ -141,6 +143,53 @@ def test_a_sweep_and_its_report_break_ties_alike(tmp_path: Path) -> None:
     (swaps,) = (one for one in summarize(read_run(free)) if one.family == "layer_swap")
     chosen = row(reported(free), "layer_swap, selected").chosen
     assert {swaps.best} == {one.configuration for one in chosen} == {"bottom=4"}  # no default: the first
+
+
+def test_compositions_of_a_lower_rank_say_so_everywhere(tmp_path: Path) -> None:
+    ties = {"method": "ties", "density": [0.2, 0.5], "max_rank": 8}
+    folder = craft(tmp_path / "run", recipe(compositions=[ties], retention=[]), documents=12)
+    lines = [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
+    assert not any("relative_error" in line for line in lines)
+    older = reported(folder)  # which did not record it
+    assert (row(older, "ties, default").is_reduced, row(older, "ties, default").relative_error) == (True, None)
+    assert "not recorded" in render_page(older)
+    assert "ties, default not recorded" in latex_tables(older)
+
+    for number, line in enumerate(lines):
+        if line["family"] == "ties":
+            line["relative_error"] = 0.33 + number / 1000
+    (folder / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = reported(folder)
+    errors = {line["cell"]: line["relative_error"] for line in lines if line["family"] == "ties"}
+    for each in report.targets[0].rows:
+        expected = max((errors[one.cell] for one in each.chosen), default=0.0) if each.family == "ties" else None
+        assert (each.is_reduced, each.relative_error) == (each.family == "ties", expected)
+        if expected is not None:
+            assert f'<td data-value="{expected}">{expected:.3f}</td>' in render_page(report)
+            assert f"{each.label} {expected:.3f}" in latex_tables(report)
+    table = [line.rsplit(",", 2)[1:] for line in csv_table(report).splitlines()]
+    assert table[0] == ["reduced", "relative_error"]
+    assert ["no", ""] in table
+    assert ["yes", str(row(report, "ties, default").relative_error)] in table
+    shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
+    assert "ΔW error" in shown.stdout
+    assert "ΔW error" not in render_page(reported(craft(tmp_path / "exact", documents=6)))
+    strict(report)
+
+
+def test_cut_outputs_and_scores_of_zero_are_remarks(tmp_path: Path) -> None:
+    folder = craft(tmp_path / "run", recipe(retention=[]), documents=6, values=lambda cell, task: [0.0] * 6)
+    lines = [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["results"][SW]["cut"] = 0
+    lines[3]["results"][SW]["cut"] = 5
+    (folder / "cells.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cut, floor = reported(folder).remarks
+    assert f"5 of {6 * len(lines)} outputs were cut at the token limit, in 1 of {len(lines)} cells" in cut
+    assert f"all {len(lines)} cells scored 0" in floor
+    assert cut in render_page(reported(folder))
+    shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
+    assert "were cut at the token limit" in shown.stderr
 
 
 def test_missing_cells_are_told_and_left_out(tmp_path: Path) -> None:

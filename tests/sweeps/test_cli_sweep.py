@@ -55,6 +55,9 @@ def test_a_sweep_prints_a_table_and_goes_on(run: Call, file: Path, tmp_path: Pat
     ]  # fmt: skip
     assert "Means over mgsm_direct_sw (exact_match, normalized)" in whole.stdout
     assert "6 of 6 cells, best" in whole.stderr
+    assert "mgsm_direct_sw: 18 of 18 outputs were cut at the token limit, in 6 of 6 cells" in whole.stderr
+    assert "mgsm_direct_sw: all 6 cells scored 0" in whole.stderr
+    assert "ΔW error" in whole.stdout.splitlines()[0]
     lines = (tmp_path / "run" / "cells.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "run" / "cells.jsonl").write_bytes(b"".join(lines[:-1]))
     dry = run("sweep", file, "-o", tmp_path / "run", "--dry-run")
@@ -64,6 +67,8 @@ def test_a_sweep_prints_a_table_and_goes_on(run: Call, file: Path, tmp_path: Pat
     told = json.loads(again.stdout)
     assert (told["cells"], told["dry_run"]) == (6, False)
     assert [row["n"] for row in told["families"]] == [1, 1, 1, 2, 1]
+    assert [row["relative_error"] is None for row in told["families"]] == [True, True, True, True, False]
+    assert len(told["remarks"]) == 2
     refused = run("sweep", file, "-o", tmp_path / "run", "--batch-size", 2)
     assert refused.exit_code == 1
     assert "begun with other settings.batch_size" in refused.stderr

@@ -170,6 +170,9 @@ EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an unknown task": ("results on", edited(lambda cell: cell["results"].update(t=scores(cell)))),
     "an unknown cell": ("not a cell", edited(lambda cell: cell.update(cell="0123456789ab"))),
     "another composition": ("not a cell", edited(lambda cell: cell.update(short="math1+sw1"))),
+    "an error of an exact cell": ("relative error", edited(lambda cell: cell.update(relative_error=0.1))),
+    "more cut than asked": ("were cut", edited(lambda cell: scores(cell).update(cut=99))),
+    "cut in part": ("were cut", edited(lambda cell: scores(cell).update(cut=0.5))),
     "no samples": ("missing in", lambda run: next((run / "samples").iterdir()).unlink()),
     "fewer samples": ("documents, not", lambda run: next((run / "samples").iterdir()).write_text("{}\n")),
 }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from adapterswap import AdapterswapError, write_adapter
 from adapterswap.evaluation import EvaluationResult, evaluate
@@ -83,6 +86,7 @@ def test_every_cell_is_what_it_would_be_alone(swept: tuple[Prepared, Run], tmp_p
         for name, value in result.results.items():
             score = alone.tasks[name].score("normalized")
             assert (value.value, value.stderr) == (score.value, score.stderr)
+            assert value.cut == alone.tasks[name].cut
             scores = {f"{score.metric},{score.filter}": score.value for score in alone.tasks[name].scores}
             assert value.scores == scores
             assert list(value.docs.values()) == [
@@ -147,6 +151,39 @@ def test_a_composition_in_two_families_is_judged_once(recipe: Recipe, tmp_path: 
     assert read_samples(run.folder, same.cell.cell) == read_samples(run.folder, first.cell.cell)
     assert {progress.cell for progress in told if progress.requests} == {run.cells[0].short, run.cells[1].short}
     assert (told[-1].done, told[-1].total) == (3, 3)
+
+
+def test_a_truncated_cell_records_its_relative_error(world: Path, recipe: Recipe, tmp_path: Path) -> None:
+    """Against numpy's singular values of the experts' own average, and against what `compose` records for TIES."""
+    families = [
+        {"method": "soup", "max_rank": 2},
+        {"name": "whole", "method": "soup", "max_rank": 8},
+        {"method": "ties", "density": 0.4, "max_rank": 4},
+        {"bottom": 1},
+    ]
+    prepared = prepare(recipe(baselines=[], compositions=families, settings={**SETTINGS, "limit": 2}))
+    run = sweep(prepared, tmp_path / "run", device="cpu")
+    found = {result.cell.family: result for result in run.results}
+
+    experts = [load_file(world / name / "adapter_model.safetensors") for name in ("math1", "sw1")]
+    lost = []  # both have rank 4 and alpha 8, so one scale, which the relative error does not depend on
+    for key in (key for key in experts[0] if "lora_A" in key):
+        deltas = [(tensors[key.replace("_A", "_B")] @ tensors[key]).astype(np.float64) for tensors in experts]
+        singular = np.linalg.svd(sum(deltas), compute_uv=False)
+        lost.append(np.linalg.norm(singular[2:]) / np.linalg.norm(singular))
+    assert found["soup"].relative_error == pytest.approx(max(lost), rel=1e-4)
+    assert 0.1 < max(lost) < 1
+    assert found["whole"].relative_error == pytest.approx(0, abs=1e-5)
+    assert found["layer_swap"].relative_error is None
+
+    ties = found["ties"].cell
+    folder = write_adapter(prepared.plans[ties.cell], tmp_path / "ties", **ties.output)
+    reduced = json.loads((folder / "adapterswap.json").read_text())["reduced"]
+    assert found["ties"].relative_error == pytest.approx(
+        max(module["relative_error"] for module in reduced.values()), rel=1e-4
+    )
+    errors = {row.family: row.relative_error for row in summarize(run)}
+    assert errors == {family: result.relative_error for family, result in found.items()}
 
 
 def test_each_pair_is_asked_in_its_own_language(world: Path, recipe: Recipe, tmp_path: Path) -> None:
