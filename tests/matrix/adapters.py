@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from matrix.architectures import LAYERS, Architecture
+from matrix.architectures import LAYERS, NOTHING, Architecture
 
 __all__ = ["KINDS", "Expert", "Kind", "Pair"]
 
@@ -318,7 +318,7 @@ def _is_v4(architecture: Architecture) -> bool:
 
 KINDS: dict[str, Kind] = {
     "linear": Kind(_linear),
-    "attention": Kind(_attention_only),
+    "attention": Kind(_attention_only, lambda a: a.attention != NOTHING),
     "embeddings": Kind(_embeddings),
     "modules_to_save": Kind(_modules_to_save),
     "mixed": Kind(_mixed),

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "LAYERS", "VOCABULARY", "Architecture", "build"]
+__all__ = ["ARCHITECTURES", "LAYERS", "NOTHING", "VOCABULARY", "Architecture", "build"]
 
 LAYERS, WIDTH, VOCABULARY = 5, 32, 64
 
@@ -98,7 +98,7 @@ _V4_LLAVA = (*_V4_LANGUAGE, (r"^model\.vision_tower\.", "vision_tower.vision_mod
 _V4_MISTRAL3 = (*_V4_LANGUAGE, (r"^model\.", ""))
 _V4_QWEN_VL = ((r"^model\.language_model\.", "model."), (r"^model\.visual\.", "visual."))
 _TEXT_ONLY = (r"^model\.language_model\.", "model.")
-_NOTHING = r"(?!)"  # a regex that matches nothing: state-space blocks are no attention
+NOTHING = r"(?!)"  # a regex that matches nothing: state-space blocks are no attention
 _JAMBA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "x_proj", "out_proj")
 _NEMOTRON = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "in_proj")
 
@@ -175,11 +175,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba": Architecture(
         "hybrid", _own("Mamba", vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=LAYERS,
                        conv_kernel=4, time_step_rank=4, **_TOKENS),
-        layers=r"backbone\.layers\.(\d+)\.", attention=_NOTHING, linear=("in_proj", "x_proj")),
+        layers=r"backbone\.layers\.(\d+)\.", attention=NOTHING, linear=("in_proj", "x_proj")),
     "falcon_mamba": Architecture(
         "hybrid", _own("FalconMamba", vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=LAYERS,
                        conv_kernel=4, time_step_rank=4, **_TOKENS),
-        layers=r"backbone\.layers\.(\d+)\.", attention=_NOTHING, linear=("in_proj", "x_proj")),
+        layers=r"backbone\.layers\.(\d+)\.", attention=NOTHING, linear=("in_proj", "x_proj")),
     "jamba": Architecture(
         "hybrid", _moe("Jamba", attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
                        mamba_d_state=4, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=4),
