@@ -231,6 +231,21 @@ def test_max_rank_bounds_copies_too(pair: list[Path], tmp_path: Path) -> None:
             assert np.linalg.norm(delta - whole[name]) == near(sigma[2], scale=sigma[0])
 
 
+def test_the_card_says_what_a_bound_on_the_rank_loses(pair: list[Path], tmp_path: Path) -> None:
+    plan = adapterswap.layer_swap(*pair, num_layers=3, bottom=1, top=0)
+    whole, sides = [deltas(folder) for folder in pair], {"0": 1}
+    lost = []
+    for name in whole[0]:
+        sigma = np.linalg.svd(whole[sides.get(name.split(".")[2], 0)][name], compute_uv=False)
+        lost.append(np.linalg.norm(sigma[2:]) / np.linalg.norm(sigma))
+    card = (adapterswap.write_adapter(plan, tmp_path / "cut", max_rank=2) / "README.md").read_text(encoding="utf-8")
+    (told,) = (line for line in card.splitlines() if "reduced to rank 2" in line)
+    assert float(told.rsplit(" ", 1)[1]) == pytest.approx(max(lost), abs=6e-4)
+    assert told.startswith(f"- {sum(error > 1e-6 for error in lost)} modules")
+    exact = adapterswap.write_adapter(plan, tmp_path / "exact")
+    assert "reduced to" not in (exact / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("rank", "error"), [(5, None), (None, 0.2), (4, 0.05)])
 def test_randomized_svd_is_as_good_as_the_dense_one(rank: int | None, error: float | None) -> None:
     dense = np.random.default_rng(0).standard_normal((60, 40)).astype(np.float32)

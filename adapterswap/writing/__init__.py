@@ -104,5 +104,5 @@ def write_prepared(
         found = write_tensors(written.plan, written.layout, folder / WEIGHTS, hashes)
         write_json(folder / CONFIG, written.layout.config)
         write_json(folder / PROVENANCE, provenance(written, found))
-        (folder / CARD).write_text(model_card(written.plan), encoding="utf-8")
+        (folder / CARD).write_text(model_card(written.plan, written.reduced), encoding="utf-8")
     return out_path

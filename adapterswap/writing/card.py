@@ -1,13 +1,16 @@
 """The model card (README.md) of a composed adapter: what it is made of, as a picture in text, and how to load it.
 
-Knows plans. Says nothing that the plan does not know: no scores, no claims.
+Knows plans, and which modules were truncated. Says nothing else: no scores, no claims.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import yaml
 
 from adapterswap import __version__
+from adapterswap.arithmetic.outputs import Reduced
 from adapterswap.experts.sources import public_name
 from adapterswap.planning.describe import strip, unusual
 from adapterswap.planning.plan import Plan
@@ -26,8 +29,8 @@ METHODS = {
 }
 
 
-def model_card(plan: Plan) -> str:
-    """The card as Markdown with the Hub's YAML front matter."""
+def model_card(plan: Plan, reduced: Mapping[str, Reduced]) -> str:
+    """The card as Markdown with the Hub's YAML front matter; `reduced` are the modules that were truncated."""
     base = public_name(plan.base_model)
     sources = [str(adapter.source) for adapter in plan.experts.values()]
     front = {
@@ -36,7 +39,7 @@ def model_card(plan: Plan) -> str:
         **({"base_model": base} if base and "/" in base else {}),
     }
     experts = "\n".join(f"| {name} | {source} |" for name, source in zip(plan.experts, sources, strict=True))
-    remarks = "".join(f"- {line}\n" for line in unusual(plan))
+    remarks = "".join(f"- {line}\n" for line in [*unusual(plan), *_truncation(reduced)])
     return f"""---
 {yaml.safe_dump(front, sort_keys=True).strip()}
 ---
@@ -66,3 +69,14 @@ model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 
 `adapterswap.json` says which expert every module came from, with the SHA-256 of the experts' files.
 """
+
+
+def _truncation(reduced: Mapping[str, Reduced]) -> list[str]:
+    """A line on modules whose ΔW is not exact, if there are any."""
+    if not reduced:
+        return []
+    worst = max(module.error for module in reduced.values())
+    ranks = sorted({module.rank for module in reduced.values()})
+    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
+    count = "1 module was" if len(reduced) == 1 else f"{len(reduced)} modules were"
+    return [f"{count} reduced to {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst:.3f}"]
