@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tolerances import near, tolerance
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.checking.verifying import verify
+from adapterswap.checking.verifying import Verification, verify
 
 ZONES = ["--bottom", 2, "--top", 1, "--bottom-transition", 1]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -125,8 +126,82 @@ def test_verify_names_the_module_that_differs(run: Callable[..., Result], compos
     result = run("verify", composed["swap"], *sources, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout) == {
-        "equal": False, "changed_sources": {}, "differing": [key], "config_differs": False, "unchecked": []
+        "equal": False, "changed_sources": {}, "differing": [key], "config_differs": False,
+        "record_differs": [], "unchecked": [],
     }  # fmt: skip
+
+
+def swap_owners(record: dict[str, Any]) -> None:
+    other = {"math": "swahili", "swahili": "math"}
+    record["modules"] = {name: other.get(str(owner), owner) for name, owner in record["modules"].items()}
+
+
+def double(key: str) -> Callable[[dict[str, Any]], None]:
+    def lie(record: dict[str, Any]) -> None:
+        record[key] = {name: 2 * value for name, value in record[key].items()}
+
+    return lie
+
+
+LIES: dict[str, tuple[str, str, Callable[[dict[str, Any]], object]]] = {
+    "swapped owners": ("swap", "modules", swap_owners),
+    "no modules": ("swap", "modules", lambda record: record.pop("modules")),
+    "a module less": ("ties", "modules", lambda record: record["modules"].popitem()),
+    "no rules": ("swap", "rules", lambda record: record.update(rules=[])),
+    "other rules": ("ties", "rules", lambda record: record["rules"][0].update(density=0.25)),
+    "a slice": ("swap", "slice", lambda record: record.update(slice={"layers": "0-99999999999"})),
+    "another base": ("swap", "base_model", lambda record: record.update(base_model="org/other")),
+    "another revision": ("swap", "base_revision", lambda record: record.update(base_revision="R9")),
+    "an expert's base": ("swap", "experts", lambda record: record["experts"]["math"].update(base_model="org/other")),
+    "more of an expert": ("swap", "experts", lambda record: record["experts"]["math"].update(license="mit")),
+    "magnitudes": ("portable", "magnitudes", double("magnitudes")),
+    "no magnitudes": ("portable", "magnitudes", lambda record: record.pop("magnitudes")),
+    "a composition's depth": ("swap", "composition", lambda record: record["composition"].update(num_layers=7)),
+    "ranks": ("portable", "reduced", lambda record: next(iter(record["reduced"].values())).update(rank=1)),
+    "errors": ("ties", "reduced", lambda record: next(iter(record["reduced"].values())).update(relative_error=0.0)),
+    "files": ("swap", "files", lambda record: record["files"].append("thesis.txt")),
+    "something else": ("swap", "award", lambda record: record.update(award="best paper")),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_verify_names_what_is_wrong_in_the_record(
+    lie: str, run: Callable[..., Result], composed: dict[str, Path]
+) -> None:
+    name, key, change = LIES[lie]
+    path = composed[name] / "adapterswap.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    found = verify(composed[name], {expert: composed[expert] for expert in ("math", "swahili")})
+    assert (found.equal, found.record_differs) == (False, (key,))
+    if lie == "swapped owners":
+        sources = ["--expert", f"math={composed['math']}", "--expert", f"swahili={composed['swahili']}"]
+        shown = run("verify", composed[name], *sources)
+        assert shown.exit_code == 1
+        assert shown.stdout == "differs: modules in adapterswap.json\n"
+        assert json.loads(run("verify", composed[name], *sources, "--json").stdout)["record_differs"] == ["modules"]
+
+
+def test_verify_accepts_a_declared_revision_of_the_base(composed: dict[str, Path], tmp_path: Path) -> None:
+    """Also where the experts agree on another revision."""
+    experts = {name: composed[name] for name in ("math", "swahili")}
+    for folder in experts.values():
+        content = json.loads((folder / CONFIG).read_text()) | {"base_model_name_or_path": "org/name", "revision": "R1"}
+        (folder / CONFIG).write_text(json.dumps(content))
+    for base in ("org/name@R2", "org/name@R1", "org/name", None):
+        opened = {name: adapterswap.open_adapter(folder) for name, folder in experts.items()}
+        composition = adapterswap.Composition(
+            task="math", language="swahili", bottom=2, top=1, num_layers=6, base_model=base
+        )
+        out = adapterswap.write_adapter(
+            adapterswap.make_plan(composition, opened), tmp_path / str(base).replace("/", "")
+        )
+        record = json.loads((out / "adapterswap.json").read_text())
+        assert record["base_revision"] == ("R2" if base == "org/name@R2" else "R1")
+        assert verify(out, experts) == Verification()
+        (out / "adapterswap.json").write_text(json.dumps(record | {"base_revision": "R9"}))
+        assert not verify(out, experts).equal
 
 
 def test_verify_names_the_source_that_changed(run: Callable[..., Result], composed: dict[str, Path]) -> None:

@@ -23,6 +23,7 @@ class Verification:
         config_differs: the config is not what the sources give, or not the one that was extracted.
         config: the config's file name.
         extracted: it is an adapter that was cut out of a full fine-tune.
+        record_differs: the keys of adapterswap.json whose values are not what the sources give.
         unchecked: what an extracted adapter was cut out of, where nothing says where it lies.
     """
 
@@ -32,7 +33,8 @@ class Verification:
     config: str = CONFIG
     extracted: bool = False
     unchecked: tuple[str, ...] = ()
+    record_differs: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
-        return not (self.changed_sources or self.differing or self.config_differs)
+        return not (self.changed_sources or self.differing or self.config_differs or self.record_differs)

@@ -7,6 +7,7 @@ of how a composition is asked for.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,6 @@ from adapterswap.planning.model_plan import AnyPlan
 from adapterswap.planning.model_planning import make_model_plan
 from adapterswap.planning.plan import make_plan
 from adapterswap.writing import write_adapter
-from adapterswap.writing.copying import sha256_of
 from adapterswap.writing.provenance import FORMAT
 
 __all__ = ["Verification", "verify"]
@@ -45,6 +45,13 @@ _MEND = "Give a folder that `adapterswap compose`, `adapterswap merge` or `adapt
 
 _SINCE_FORMAT_2 = ("auto_mapping",)  # keys of adapter_config.json that no result of format 1 has
 
+# Not compared in format 1: its rules are followed, as today's methods give other ones, and it knew no revisions.
+_NOT_IN_FORMAT_1 = {"format", "composition", "rules", "base_revision"}
+
+_FILES = "files"  # the list that `atomic_folder` adds
+_ABSENT = object()
+_RELATIVE = 1e-5  # how far a recorded number may be from the recomputed one
+
 _BLOCK = 2**24  # bytes compared at a time
 
 
@@ -52,6 +59,9 @@ def verify(
     path: str | Path, experts: Mapping[str, str | Path] | None = None, *, base_model: str | None = None
 ) -> Verification:
     """Recompute the composed adapter, or the full weights, in `path` and compare them, byte for byte.
+
+    The record is compared too, except for the version of adapterswap, the names of sources and, in format 1, the
+    composition. Numbers in it may differ by rounding.
 
     Full weights are written anew to the folder for temporary files, and take their own size there. An extracted adapter
     is compared as `verify_extracted` says.
@@ -101,9 +111,11 @@ def _adapter(
 ) -> Verification:
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
     named = {(adapter.config.base_model, adapter.config.revision) for adapter in adapters.values()}
-    if composition.base_model is None and record["base_model"] is not None and len(named) > 1:
-        # The experts were declared to be of one base when they were composed, which is not judged again.
-        declared = at_revision(record["base_model"], record.get("base_revision"))
+    revision = record.get("base_revision")
+    another = len(named) > 1 or revision not in (None, *(of_expert for _, of_expert in named))
+    if composition.base_model is None and record["base_model"] is not None and another:
+        # A base was declared when they were composed, which is not judged again.
+        declared = at_revision(record["base_model"], revision)
         composition = composition.model_copy(update={"base_model": declared})
     form = Form(**record.get("output", {}))
     write_adapter(
@@ -117,8 +129,13 @@ def _adapter(
     ours, theirs = read_json(folder / CONFIG, _MEND), read_json(again / CONFIG, _MEND)
     if record["format"] == 1:
         theirs = {key: value for key, value in theirs.items() if key in ours or key not in _SINCE_FORMAT_2}
-    config_differs = ours != theirs
-    return Verification(_changed(record, opened), differing, config_differs)
+    recomputed = read_json(again / PROVENANCE)
+    return Verification(
+        _changed(record["experts"], recomputed["experts"]),
+        differing,
+        ours != theirs,
+        record_differs=_record_differs(record, recomputed),
+    )
 
 
 def _model(
@@ -134,15 +151,13 @@ def _model(
         else make_model_plan(composition, opened, recorded=True)
     )
     write_model(prepare_model(plan, form, composition.base_model), again)
-    told = read_json(again / PROVENANCE)
-    changed = dict(_changed(record, opened))
-    entered = {**told["experts"], BASE: told["base_model"] or {}}
-    for name, source in {**record["experts"], BASE: record["base_model"] or {}}.items():
-        if source.get("entered") != entered[name].get("entered"):
-            changed.setdefault(name, "weights")
+    recomputed = read_json(again / PROVENANCE)
+    changed = _changed(*({**found["experts"], BASE: found["base_model"] or {}} for found in (record, recomputed)))
     differing = _differing(read_shards(folder), read_shards(again))
     config_differs = read_json(folder / MODEL_CONFIG, _MEND) != read_json(again / MODEL_CONFIG, _MEND)
-    return Verification(changed, differing, config_differs, MODEL_CONFIG)
+    return Verification(
+        changed, differing, config_differs, MODEL_CONFIG, record_differs=_record_differs(record, recomputed)
+    )
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -208,16 +223,57 @@ def _base(record: Mapping[str, Any], given: str | None) -> str | None:
     return found
 
 
-def _changed(record: Mapping[str, Any], opened: Mapping[str, Expert]) -> dict[str, str]:
-    """Adapters of which a file is not the one that was composed, by its SHA-256: name → the first such file."""
+def _changed(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, str]:
+    """Sources that are not those that were composed, by SHA-256: name → the first file that differs, or `weights`."""
     changed = {}
-    for name, expert in opened.items():
-        hashes = record["experts"][name]["sha256"]
-        files = (WEIGHTS, CONFIG) if isinstance(expert, Adapter) else ()
-        found = next((file for file in files if sha256_of(expert.source.folder / file) != hashes.get(file)), None)
-        if found:
-            changed[name] = found
+    for name in found:
+        ours, theirs = recorded[name].get("sha256", {}), found[name].get("sha256", {})
+        if odd := [file for file in {**theirs, **ours} if ours.get(file) != theirs.get(file)]:
+            changed[name] = odd[0]
+        elif recorded[name].get("entered") != found[name].get("entered"):
+            changed[name] = "weights"
     return changed
+
+
+def _record_differs(record: Mapping[str, Any], recomputed: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a record whose values are not those of the recomputed one."""
+    ours, theirs = (_comparable(content, record) for content in (record, recomputed))
+    return tuple(key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT)))
+
+
+def _comparable(content: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be compared of a record, or of what was recomputed for it."""
+    unlike = {"adapterswap_version"}
+    if record["format"] == 1:
+        unlike |= _NOT_IN_FORMAT_1
+    if _FILES not in record:
+        unlike.add(_FILES)  # no list before edition 0.2
+    compared = {key: value for key, value in content.items() if key not in unlike}
+    if "composition" in compared:  # the depth is a key of its own, whether or not it was requested
+        compared["composition"] = {"num_layers": record["num_layers"], **compared["composition"]}
+    where = {"source", "revision", "sha256", "entered"}  # a source may lie elsewhere; `_changed` compares its files
+    if record["format"] == 1:
+        where |= {"base_model", "base_revision"}
+    for name, sources in (("experts", compared["experts"]), ("base_model", {BASE: compared["base_model"]})):
+        if isinstance(compared[name], dict):
+            plain = {
+                source: {key: value for key, value in entry.items() if key not in where}
+                for source, entry in sources.items()
+            }
+            compared[name] = plain
+    return compared
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal; numbers up to the rounding of another processor."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float) or isinstance(other, float):
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (one, other))
+        return numbers and math.isclose(one, other, rel_tol=_RELATIVE)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _differing(one: Sequence[TensorFile], other: Sequence[TensorFile]) -> tuple[str, ...]:

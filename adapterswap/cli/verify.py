@@ -46,6 +46,7 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
                 "changed_sources": dict(found.changed_sources),
                 "differing": list(found.differing),
                 "config_differs": found.config_differs,
+                "record_differs": list(found.record_differs),
                 "unchecked": list(found.unchecked),
             }
         )
@@ -61,7 +62,7 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
 
 def _print(found: Verification) -> None:
     if found.equal and not found.extracted:
-        click.echo("equal: every tensor and the config are what the sources give")
+        click.echo("equal: every tensor, the config and the record are what the sources give")
     elif found.equal:
         more = "" if found.unchecked else ", and every module comes as near to its ΔW"
         click.echo(f"equal: the files are those that were recorded{more}")
@@ -74,3 +75,5 @@ def _print(found: Verification) -> None:
         click.echo(f"differs: {len(found.differing) - _SHOWN} more, which --json lists")
     if found.config_differs:
         click.echo(f"differs: {found.config}")
+    if found.record_differs:
+        click.echo(f"differs: {', '.join(found.record_differs)} in adapterswap.json")

@@ -51,6 +51,38 @@ def test_bytes_that_changed_are_named(merged: tuple[Path, dict[str, Path], Path]
     assert not found.changed_sources
 
 
+def swap_owners(record: dict[str, Any]) -> None:
+    other = {"math": "swahili", "swahili": "math"}
+    record["tensors"] = {name: other.get(str(owner), owner) for name, owner in record["tensors"].items()}
+
+
+@pytest.mark.parametrize(
+    ("key", "lie"),
+    [
+        ("tensors", swap_owners),
+        ("tensors", lambda record: record["tensors"].popitem()),
+        ("rules", lambda record: record.update(rules=[])),
+        ("base_model", lambda record: record["base_model"].update(license="mit")),
+        ("experts", lambda record: record["experts"]["math"].update(base_revision="R9")),
+        ("files", lambda record: record["files"].pop()),
+        ("magnitudes", lambda record: record.update(magnitudes={"math": 1.0})),
+        (None, lambda record: record["experts"]["swahili"]["sha256"].update({"config.json": "0" * 64})),
+    ],
+)
+def test_what_is_wrong_in_the_record_is_named(
+    key: str | None, lie: Callable[[dict[str, Any]], object], merged: tuple[Path, dict[str, Path], Path]
+) -> None:
+    out, sources, base = merged
+    record = json.loads((out / "adapterswap.json").read_text())
+    lie(record)
+    (out / "adapterswap.json").write_text(json.dumps(record))
+    found = verify(out, sources, base_model=str(base))
+    assert found.record_differs == ((key,) if key else ())
+    assert found.changed_sources == ({} if key else {"swahili": "config.json"})
+    assert not found.equal
+    assert not found.differing
+
+
 def test_sources_that_changed_are_named(
     merged: tuple[Path, dict[str, Path], Path], expert: Make, model: Make, run: Callable[..., Result]
 ) -> None:
