@@ -22,7 +22,7 @@ from adapterswap.reporting.choosing import (
 from adapterswap.reporting.statistics import bootstrap, standard_error
 from adapterswap.sweeps import CellResult, Run, TaskInfo
 
-__all__ = ["Chosen", "Difference", "Row", "Spread", "Target", "benchmark_of", "is_english", "target_table"]
+__all__ = ["Chosen", "Difference", "Row", "Spread", "Target", "benchmark_of", "is_english", "resampled", "target_table"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,19 @@ def benchmark_of(task: TaskInfo) -> str | None:
         return None
     place = task.name.rfind(task.language)
     return task.name if place < 0 else task.name[:place] + task.name[place + len(task.language) :]
+
+
+def resampled(target: Target) -> str:
+    """What the intervals of a table are over: `task experts, language experts and documents`.
+
+    A side with a single expert is not resampled, so it is not named: intervals then speak of that expert only.
+    """
+    units = [chosen.unit for row in target.rows for chosen in row.chosen]
+    tasks, languages = ({unit[side] for unit in units} - {None} for side in (0, 1))
+    seeds = {unit[2] for unit in units} if not tasks and not languages else set()
+    sides = (("task experts", tasks), ("language experts", languages), ("seeds", seeds))
+    *names, last = [*(name for name, levels in sides if len(levels) > 1), "documents"]
+    return f"{', '.join(names)} and {last}" if names else last
 
 
 def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: int) -> Target:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap import __version__
 from adapterswap.reporting import charts
+from adapterswap.reporting.headline import resampled
 from adapterswap.reporting.relations import Indicator
 from adapterswap.reporting.report import Report
 from adapterswap.reporting.statistics import MIN_UNITS
@@ -43,6 +44,7 @@ def render_page(report: Report) -> str:
         scatters=[charts.scatter(each) for each in _lead_indicators(report)],
         ranked=_ranked(report),
         lead_labels=_labels(report, report.lead),
+        resampled=[resampled(target) for target in report.targets],
         disagreements=[each for each in report.disagreements if each.examples],
         min_units=MIN_UNITS,
         recipe=_yaml(report.recipe),

@@ -10,7 +10,7 @@ import io
 from collections.abc import Sequence
 
 from adapterswap.errors import printable
-from adapterswap.reporting.headline import Row, Spread, Target
+from adapterswap.reporting.headline import Row, Spread, Target, resampled
 from adapterswap.reporting.report import Report
 
 __all__ = ["csv_table", "latex_tables"]
@@ -77,7 +77,7 @@ def _latex(report: Report, target: Target) -> str:
     half = f"Chosen on {target.select} documents, reported on {target.report}. " if target.select else ""
     caption = (
         f"{_tex(target.task)}: {_tex(target.metric)} over {report.units}. {half}s.e.: over documents. "
-        f"95\\,\\%: bootstrap over {report.units} and documents. Papers' protocol: best configuration on all documents."
+        f"95\\,\\%: bootstrap over {resampled(target)}. Papers' protocol: best configuration on all documents."
         f"{_reduced(target)}"
     )
     lines = [

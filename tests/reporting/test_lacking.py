@@ -88,9 +88,29 @@ def test_two_experts_on_a_side_have_no_interval(tmp_path: Path) -> None:
     assert (report.ranking.ranks.settings, report.ranking.ranks.p) == (4, None)
     page = render_page(report)
     assert "With fewer than 5 settings" in page
-    assert "there is none (–)" in page
+    assert "there is no interval (–)" in page
     assert " -- " in latex_tables(report)
     strict(report)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "languages", "over"),
+    [
+        (1, 1, "documents"),
+        (1, 3, "language experts and documents"),
+        (3, 1, "task experts and documents"),
+        (3, 3, "task experts, language experts and documents"),
+    ],
+)
+def test_tables_name_what_their_intervals_are_over(tmp_path: Path, tasks: int, languages: int, over: str) -> None:
+    sides = {
+        "task_experts": {f"m{i}": "m" for i in range(tasks)},
+        "language_experts": {f"s{i}": "s" for i in range(languages)},
+    }
+    asked = recipe(**sides, retention=[], compositions=[{"bottom": 5}])
+    report = reported(craft(tmp_path / "run", asked, documents=8))
+    assert f"bootstrap over {over}. " in latex_tables(report)
+    assert f"interval, over {over} together" in render_page(report)
 
 
 def test_all_scores_equal(tmp_path: Path) -> None:
