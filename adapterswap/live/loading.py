@@ -19,7 +19,7 @@ from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
-from adapterswap.live.inventory import factors, find_layers, layers_of_base
+from adapterswap.live.inventory import can_be_named, factors, find_layers, layers_of_base
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.model_plan import AnyPlan, adapters_only
@@ -124,7 +124,7 @@ def _check_name(name: str, taken: Any) -> None:
     problems = Problems()
     if name in taken:
         problems.add(f"an adapter named {name!r} is loaded already", "Choose another name, or delete_adapter it first")
-    if not name or "." in name or name == BASE or name in "lora_":  # PEFT's prefix of keys
+    if not can_be_named(name):
         problems.add(
             f"{name!r} cannot name an expert in PEFT", f"Choose a name without dots that is not {BASE!r} or like 'lora'"
         )

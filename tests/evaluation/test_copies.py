@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from adapterswap import AdapterswapError
+from adapterswap import AdapterswapError, layer_swap, write_adapter
 from adapterswap.bases import open_base, quiet_peft
 from adapterswap.evaluation.subjects import find_adapter, load_subject
 
@@ -75,3 +75,21 @@ def test_the_bases_own_copy_changes_nothing(dtype: torch.dtype, byte_base: Path,
     assert not torch.equal(found, logits(base))
     if dtype == torch.float32:
         assert torch.equal(found, logits(PeftModel.from_pretrained(base, folder)))
+
+
+def test_experts_may_have_names_that_peft_cannot_hold(byte_base: Path, tmp_path: Path) -> None:
+    """`lora` is part of PEFT's keys and a dot separates modules; such a composition is written first, and loaded."""
+    folders = []
+    for seed, name in enumerate(("lora", "swahili-v1.5")):
+        torch.manual_seed(seed)
+        config = LoraConfig(target_modules=["q_proj", "up_proj"], r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+        with quiet_peft():
+            get_peft_model(base_model(byte_base), config).save_pretrained(tmp_path / name)
+        folders.append(tmp_path / name)
+    plan = layer_swap(*folders, bottom=1, top=1, base_model=str(byte_base))
+    assert list(plan.experts) == ["lora", "swahili-v1.5"]
+    composed = write_adapter(plan, tmp_path / "composed")
+    with quiet_peft():
+        expected = logits(PeftModel.from_pretrained(base_model(byte_base), composed))
+    with load_subject(open_base(str(byte_base)), plan=plan, device="cpu") as model:
+        assert torch.equal(logits(model), expected)
