@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import close
 
 import adapterswap
+from adapterswap import AdapterswapError
 
 PREFIX = "base_model.model."
 
@@ -188,3 +189,36 @@ def test_a_reader_that_ignores_patterns_is_right_where_scales_agree(
         if isinstance(module, LoraLayer):
             module.scaling["default"] = config["lora_alpha"] / mathematics.sqrt(config["r"])
     close(logits(model), expected, depth=LAYERS)
+
+
+@pytest.mark.parametrize("alpha", [1e-9, -1e-9])
+def test_a_copy_whose_alpha_would_be_too_small_is_refused(alpha: float, tmp_path: Path) -> None:
+    """The plain expert's scale α/r takes a smaller α in the rank-stabilized form, α'/√r."""
+    tiny = handmade(tmp_path / "tiny", layers=2, rank=16, alpha=alpha, rslora=False, seed=1)
+    other = handmade(tmp_path / "other", layers=2, rank=16, alpha=16, rslora=True, seed=2)
+    plan = adapterswap.layer_swap(tiny, other, num_layers=2, bottom=1, top=0)
+    with pytest.raises(AdapterswapError, match="alpha"):
+        adapterswap.write_adapter(plan, tmp_path / "exact")
+    assert not (tmp_path / "exact").exists()
+    adapterswap.open_adapter(adapterswap.write_adapter(plan, tmp_path / "portable", layout="portable"))
+    name = "model.layers.1.self_attn.q_proj"
+    close(deltas(tmp_path / "portable")[name], deltas(tiny)[name])
+
+
+def test_a_blend_whose_alpha_would_be_too_large_is_refused(tmp_path: Path) -> None:
+    experts = [handmade(tmp_path / name, layers=2, rank=4, alpha=8e8, rslora=False, seed=len(name)) for name in "ab"]
+    plan = adapterswap.soup(*experts, num_layers=2)
+    with pytest.raises(AdapterswapError, match="lora_alpha"):
+        adapterswap.write_adapter(plan, tmp_path / "exact")
+    portable = adapterswap.write_adapter(plan, tmp_path / "portable", layout="portable")
+    assert adapterswap.open_adapter(portable).config.rank == 8
+
+
+def test_an_overflow_in_float32_does_not_advise_float32(tmp_path: Path) -> None:
+    experts = [handmade(tmp_path / name, layers=1, rank=2, alpha=1e9, rslora=False, seed=1) for name in ("a", "b")]
+    for folder in experts:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        save_file({key: tensor * 1e30 for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    with pytest.raises(AdapterswapError, match="overflows F32") as caught:
+        adapterswap.write_adapter(adapterswap.soup(*experts, num_layers=1), tmp_path / "out", layout="portable")
+    assert "float32" not in str(caught.value)

@@ -407,3 +407,20 @@ def test_what_peft_cannot_fuse_is_refused(case: str, moe: Path, tmp_path: Path) 
     plan = adapterswap.layer_swap(*folders, **ZONES)
     with pytest.raises(AdapterswapError, match="PEFT on transformers 5"):
         adapterswap.write_adapter(plan, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["a|b", "*bold*", "[x](javascript:y)", "<b>x</b>", "__x__", "`x`", "a\\b", "~~x~~", "&amp;", "snake_case"]
+)
+def test_names_in_a_model_card_are_no_markup(name: str, math: Path, swahili: Path, tmp_path: Path) -> None:
+    """Read as CommonMark with tables, the heading and the table hold the names as they are."""
+    markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    experts = {name: adapterswap.open_adapter(math), "swahili": adapterswap.open_adapter(swahili)}
+    composition = adapterswap.Composition.model_validate({"allocation": [{"blend": {name: 1, "swahili": 1}}]})
+    out = adapterswap.write_adapter(adapterswap.compose(composition, experts), tmp_path / "out")
+    tokens = markdown.parse((out / "README.md").read_text().split("---", 2)[2])
+    texts = ("text", "text_special", "softbreak")
+    inline = [token.children for token in tokens if token.type == "inline"]
+    shown = ["".join(c.content for c in line) for line in inline if all(child.type in texts for child in line)]
+    assert f"{name} + swahili" in shown
+    assert name in shown

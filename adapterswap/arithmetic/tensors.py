@@ -96,7 +96,9 @@ def finite_bytes(values: npt.NDArray[np.float32], dtype: str, key: str) -> Bytes
     """`encode`, with an `AdapterswapError` where a number does not fit the dtype."""
     encoded = encode(values, dtype)
     if not check_finite(encoded, dtype):
-        raise AdapterswapError(f"{key} overflows {dtype} when it is blended", "Save the experts in bfloat16 or float32")
+        if dtype != "F16":  # bfloat16 and float32 have one range
+            raise too_large(key, dtype)
+        raise AdapterswapError(f"{key} overflows F16 when it is blended", "Save the experts in bfloat16 or float32")
     return encoded
 
 
@@ -180,5 +182,9 @@ def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
     return Factors(read_numbers(expert, file, module.a), b)
 
 
-def too_large(module: str) -> AdapterswapError:
-    return AdapterswapError(f"the numbers of {module} overflow float32", "No training gives such: check the experts")
+def too_large(name: str, dtype: str = "F32") -> AdapterswapError:
+    """The error for numbers that no wider dtype would hold."""
+    return AdapterswapError(
+        f"{name} overflows {dtype} when it is computed",
+        "Check the experts' weights and lora_alpha, and the composition's weights: one of them is far too large",
+    )

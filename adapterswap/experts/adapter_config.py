@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import Problems
+from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.patterns import Patterns
 from adapterswap.experts.targets import Targets, read_targets
 from adapterswap.files.smallfiles import parse_json, read_small, shown
 
-__all__ = ["AdapterConfig", "read_adapter_config", "scale"]
+__all__ = ["AdapterConfig", "check_written", "read_adapter_config", "scale"]
 
 # Keys that do not change what a trained LoRA computes (or do so only where the tensors show it).
 _HARMLESS = {
@@ -220,6 +220,24 @@ def _is_rank(value: Any) -> bool:
 
 def _is_alpha(value: Any) -> bool:
     return type(value) in (int, float) and 1e-9 <= abs(value) <= 1e9
+
+
+def check_written(config: Mapping[str, Any]) -> None:
+    """Check that the ranks and alphas of a config to be written are those that `read_adapter_config` accepts.
+
+    Raises:
+        AdapterswapError: one is out of bounds.
+    """
+    for key, pattern, fits, bounds in (
+        ("r", "rank_pattern", _is_rank, _RANK),
+        ("lora_alpha", "alpha_pattern", _is_alpha, _ALPHA),
+    ):
+        for value in (config[key], *config[pattern].values()):
+            if not fits(value):
+                raise AdapterswapError(
+                    f"The result would have the {key} {value:g}, but an adapter's {key} must be {bounds}",
+                    "Pass `layout=portable`, which scales the weights instead, or use experts with usual scales",
+                )
 
 
 def _is_bool(value: Any) -> bool:

@@ -26,6 +26,7 @@ from adapterswap.extracting.pairing import Pair, Selection
 from adapterswap.extracting.result import Extracted, Extraction, shortened
 from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
+from adapterswap.writing.card import escaped
 from adapterswap.writing.copying import sha256_of, write_at
 from adapterswap.writing.folder import CARD
 
@@ -145,16 +146,16 @@ def _card(pair: Pair, found: Extraction, base: str | None) -> str:
     }
     rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", found.modules, layer)
                      for layer in dict.fromkeys(m.layer for m in found.modules))  # fmt: skip
-    lost = "".join(f"- {line}\n" for line in lost_lines(found))
+    lost = "".join(f"- {escaped(line)}\n" for line in lost_lines(found))
     return f"""---
 {yaml.safe_dump(front, sort_keys=True).strip()}
 ---
 
-# {pair.full.source.name} as an adapter
+# {escaped(pair.full.source.name)} as an adapter
 
-An rsLoRA adapter for {base}, cut out of the full fine-tune {pair.full.name} with adapterswap {__version__}.
-Its relative error is {found.error:.4f} over the weights that it adapts, and {found.whole_error:.4f} over everything
-that the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
+An rsLoRA adapter for {escaped(str(base))}, cut out of the full fine-tune {escaped(pair.full.name)} with
+adapterswap {__version__}. Its relative error is {found.error:.4f} over the weights that it adapts, and
+{found.whole_error:.4f} over everything that the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
 
 | | modules | rank | relative error |
 |---|---|---|---|

@@ -141,7 +141,9 @@ def _averaged(block: Block) -> Bytes:
 
 
 def _overflow(name: str, dtype: str) -> AdapterswapError:
-    return AdapterswapError(f"{name} overflows {dtype} when it is computed", "Pass `dtype=bfloat16` or `dtype=float32`")
+    if dtype != "F16":  # bfloat16 and float32 have one range
+        return too_large(name, dtype)
+    return AdapterswapError(f"{name} overflows F16 when it is computed", "Pass `dtype=bfloat16` or `dtype=float32`")
 
 
 def _linear(block: Block, product: _Product | None, device: str) -> Bytes:

@@ -20,7 +20,7 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.planning.model_describe import model_strip, model_unusual
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.modules import coefficients
-from adapterswap.writing.card import METHODS
+from adapterswap.writing.card import METHODS, escaped
 from adapterswap.writing.copying import sha256_of
 from adapterswap.writing.provenance import FORMAT, named_base
 
@@ -70,15 +70,15 @@ def merged_card(plan: ModelPlan) -> str:
         **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
     }
     kinds = {name: "LoRA adapter" if name in plan.adapters else "full checkpoint" for name in plan.experts}
-    experts = "\n".join(f"| {name} | {sources[name]} | {kinds[name]} |" for name in plan.experts)
-    remarks = "".join(f"- {line}\n" for line in model_unusual(plan))
+    experts = "\n".join(f"| {escaped(name)} | {escaped(sources[name])} | {kinds[name]} |" for name in plan.experts)
+    remarks = "".join(f"- {escaped(line)}\n" for line in model_unusual(plan))
     return f"""---
 {yaml.safe_dump(front, sort_keys=True).strip()}
 ---
 
-# {" + ".join(plan.experts)}
+# {" + ".join(map(escaped, plan.experts))}
 
-Full weights{f" of {base}" if base else ""}, composed from {len(sources)} expert{"s" * (len(sources) > 1)} by
+Full weights{f" of {escaped(base)}" if base else ""}, composed from {len(sources)} expert{"s" * (len(sources) > 1)} by
 {METHODS[plan.composition.method]} with adapterswap {__version__}.
 
 | expert | from | kind |

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from adapterswap import __version__
@@ -212,9 +212,11 @@ def _for_any_engine(plan: Plan) -> Written:
     Where all modules have one rank and scale, as in a swap of experts that were trained alike, that is the exact
     layout, and its tensors are copied byte for byte; elsewhere it is the portable one, which must be computed.
     """
-    exact = prepare(plan, Form("exact"))
-    uniform = not exact.layout.config["rank_pattern"] and not exact.layout.config["alpha_pattern"]
-    return exact if uniform else prepare(plan, Form("portable"))
+    with suppress(AdapterswapError):  # an alpha out of bounds, which the other layout avoids; other errors come again
+        exact = prepare(plan, Form("exact"))
+        if not exact.layout.config["rank_pattern"] and not exact.layout.config["alpha_pattern"]:
+            return exact
+    return prepare(plan, Form("portable"))
 
 
 def largest_rank(plan: Plan) -> int:

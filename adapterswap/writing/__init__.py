@@ -16,6 +16,7 @@ from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.reduction import reduce
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.experts.adapter_config import check_written
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
@@ -88,7 +89,9 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     form = loadable_form(plan, form)
     resolved = resolve(with_loadable_names(plan))
     reduced = reduce(resolved, form, progress)
-    return Written(resolved, form, lay_out(resolved, form, reduced), reduced)
+    layout = lay_out(resolved, form, reduced)
+    check_written(layout.config)
+    return Written(resolved, form, layout, reduced)
 
 
 def write_prepared(

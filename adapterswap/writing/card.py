@@ -5,6 +5,7 @@ Knows plans, and which modules were truncated. Says nothing else: no scores, no 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import yaml
@@ -15,7 +16,7 @@ from adapterswap.experts.sources import public_name
 from adapterswap.planning.describe import strip, unusual
 from adapterswap.planning.plan import Plan
 
-__all__ = ["METHODS", "model_card"]
+__all__ = ["METHODS", "escaped", "model_card"]
 
 METHODS = {
     "layer_swap": "layer swapping (Bandarkar et al. 2025)",
@@ -29,6 +30,14 @@ METHODS = {
 }
 
 
+_MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
+
+
+def escaped(text: str) -> str:
+    """Text that may hold any characters, such as a folder's name, as Markdown that shows it on one line."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+
+
 def model_card(plan: Plan, reduced: Mapping[str, Reduced]) -> str:
     """The card as Markdown with the Hub's YAML front matter; `reduced` are the modules that were truncated."""
     base = public_name(plan.base_model)
@@ -38,15 +47,17 @@ def model_card(plan: Plan, reduced: Mapping[str, Reduced]) -> str:
         "tags": ["adapterswap", "lora", "merge"],
         **({"base_model": base} if base and "/" in base else {}),
     }
-    experts = "\n".join(f"| {name} | {source} |" for name, source in zip(plan.experts, sources, strict=True))
-    remarks = "".join(f"- {line}\n" for line in [*unusual(plan), *_truncation(reduced)])
+    experts = "\n".join(
+        f"| {escaped(name)} | {escaped(source)} |" for name, source in zip(plan.experts, sources, strict=True)
+    )
+    remarks = "".join(f"- {line}\n" for line in [*map(escaped, unusual(plan)), *_truncation(reduced)])
     return f"""---
 {yaml.safe_dump(front, sort_keys=True).strip()}
 ---
 
-# {" + ".join(plan.experts)}
+# {" + ".join(map(escaped, plan.experts))}
 
-A LoRA adapter{f" for {base}" if base else ""}, composed from {len(sources)} experts by
+A LoRA adapter{f" for {escaped(base)}" if base else ""}, composed from {len(sources)} experts by
 {METHODS[plan.composition.method]} with adapterswap {__version__}.
 
 | expert | from |

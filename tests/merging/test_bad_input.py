@@ -15,6 +15,7 @@ from crafting import edit_header, snapshot
 from peft import PeftModel
 
 import adapterswap
+from adapterswap import AdapterswapError
 from adapterswap.bases import quiet_peft
 from adapterswap.live import load_experts
 from merging.conftest import save_like, weights
@@ -124,6 +125,18 @@ def test_a_result_that_overflows(run: Run, pair: tuple[Path, Path], tmp_path: Pa
     told = refused(run, pair, tmp_path, "--dtype", "float16")
     assert f"{name} overflows F16" in told
     assert "--dtype bfloat16" in told
+
+
+def test_an_overflow_that_no_dtype_helps_against(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    change(pair[1], name, weights(pair[1])[name] * 1e37)
+    allocation = [{"blend": {"a": 1e9, "b": -999_999_999}}]
+    composition = adapterswap.Composition.model_validate({"allocation": allocation, "allow_negative": True})
+    plan = adapterswap.compose(composition, dict(zip("ab", pair, strict=True)))
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(AdapterswapError, match=f"{name} overflows") as caught:
+            adapterswap.merge(plan, out_path=tmp_path / "out", dtype=dtype)
+        assert "dtype" not in str(caught.value)
 
 
 def test_whole_numbers_cannot_be_averaged(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
