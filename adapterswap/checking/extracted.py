@@ -22,6 +22,7 @@ from adapterswap.checking.result import Verification
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import measure
 from adapterswap.extracting.hashing import hashed
 from adapterswap.extracting.pairing import Matrix, Selection, pair
@@ -32,6 +33,12 @@ __all__ = ["is_extraction", "verify_extracted"]
 _FULL, _BASE = "full", "base"  # what an adapter is cut out of, as its record names the two
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
+
+
+_KEYS = {
+    "format", "adapterswap_version", "base_model", "num_layers", "sha256", "extraction", "extracted", "unchanged",
+    "left_out", "slice", "files",
+}  # fmt: skip
 
 
 class _Source(SourceRecord):
@@ -109,7 +116,31 @@ def verify_extracted(
         sha256_of(folder / CONFIG) != record.sha256.get(CONFIG),
         extracted=True,
         unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
+        record_differs=_record_differs(folder, content, record),
     )
+
+
+def _record_differs(folder: Path, content: Mapping[str, Any], record: _Record) -> tuple[str, ...]:
+    """The keys of the record that contradict each other, or the adapter that was written with them."""
+    odd = [key for key in content if key not in _KEYS]
+    layers = record.extraction.layers
+    if content.get("slice") != (None if layers is None else {"layers": layers}):
+        odd.append("slice")
+    unchanged = content.get("unchanged")
+    if not isinstance(unchanged, list) or any(name in record.extracted for name in map(str, unchanged)):
+        odd.append("unchanged")
+    if any(sha256_of(folder / name) != record.sha256.get(name) for name in (WEIGHTS, CONFIG)):
+        return tuple(odd)  # the adapter is another one, which is reported
+    adapter = open_adapter(folder)
+    ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
+    if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:
+        odd.append("extracted")
+    if content.get("base_model") != public_name(adapter.config.base_model):
+        odd.append("base_model")
+    depth = content.get("num_layers")
+    if type(depth) is not int or depth <= max((module.layer or 0 for module in adapter.modules.values()), default=0):
+        odd.append("num_layers")
+    return tuple(odd)
 
 
 def _open(asked: _Asked, given: Mapping[str, str | Path], base_model: str | None) -> dict[str, Checkpoint]:

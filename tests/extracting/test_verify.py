@@ -229,3 +229,26 @@ def test_sources_that_are_named_wrongly_or_are_not_there(cut: tuple[Path, Path, 
     assert "--expert math: the adapter was cut out of one fine-tune, called full" in told
     assert "nowhere does not exist" in told
     assert "no-base does not exist" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "lie"),
+    [
+        ("slice", lambda record: record.update(slice={"layers": "0-99999999999"})),
+        ("extracted", lambda record: record["extracted"][Q0].update(rank=1)),
+        ("unchanged", lambda record: record["unchanged"].append(Q0)),
+        ("unchanged", lambda record: record.pop("unchanged")),
+        ("base_model", lambda record: record.update(base_model="org/other")),
+        ("num_layers", lambda record: record.update(num_layers=2)),
+        ("award", lambda record: record.update(award="best paper")),
+    ],
+)
+def test_what_contradicts_the_adapter_in_the_record_is_named(
+    key: str, lie: Callable[[dict[str, Any]], object], cut: tuple[Path, Path, Path]
+) -> None:
+    out, full, base = cut
+    record = json.loads((out / RECORD).read_text())
+    lie(record)
+    (out / RECORD).write_text(json.dumps(record))
+    found = verify(out, {"full": full}, base_model=str(base))
+    assert (found.equal, found.record_differs) == (False, (key,))
