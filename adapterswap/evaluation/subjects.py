@@ -23,8 +23,11 @@ from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import read_header
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.copying import sha256_of
+from adapterswap.writing.provenance import describe_plan
 
 __all__ = ["describe_subject", "find_adapter", "load_subject"]
+
+_MADE_OF = ("num_layers", "composition", "experts", "rules")  # of a record, what says how a composition was made
 
 
 def find_adapter(reference: str) -> Source:
@@ -107,15 +110,9 @@ def describe_subject(
         if (made_of := _provenance(adapter.folder)) is not None:
             subject["composition"] = made_of
     if plan is not None:
-        asked = plan.composition.model_dump(
-            mode="json", exclude_defaults=True, exclude={"experts", "base_model"}, by_alias=True
-        )
-        subject["composition"] = {
-            "num_layers": plan.num_layers,
-            "composition": {"method": plan.composition.method, **asked},
-            "experts": {name: _describe(expert.source) for name, expert in plan.experts.items()},
-            "rules": [rule.model_dump(mode="json", exclude_defaults=True, by_alias=True) for rule in plan.rules],
-        }
+        hashes = {name: sha256_of(expert.file.path) for name, expert in plan.experts.items()}
+        described = describe_plan(plan, hashes)
+        subject["composition"] = {key: described[key] for key in _MADE_OF if key in described}
         output = {"max_rank": max_rank, "max_error": max_error}
         subject["composition"]["output"] = {key: value for key, value in output.items() if value is not None}
     return subject
@@ -174,4 +171,4 @@ def _provenance(folder: Path) -> dict[str, Any] | None:
         content = read_json(folder / PROVENANCE)
     except AdapterswapError:
         return None
-    return {key: content[key] for key in ("num_layers", "composition", "output", "experts", "rules") if key in content}
+    return {key: content[key] for key in (*_MADE_OF, "output") if key in content}

@@ -104,6 +104,8 @@ def train(
             steps=steps, device=device, dtype=dtype, processes=processes, bar=bar,
             checkpoints=checkpoints.folder if options.save_every_samples else Path(scratch),
         )  # fmt: skip
+        if options.save_every_samples:
+            trainer.add_callback(Sealing(processes))  # before the judge: a checkpoint is whole before it is judged
         judge = None
         if recipe.selection:
             from adapterswap.training.judging import Judge
@@ -119,7 +121,6 @@ def train(
                     recipe.resolved(), data.rows.sha256, base.source.folder, resume=resume, processes=processes.count
                 )
             start = processes.from_main(start)
-            trainer.add_callback(Sealing(processes))
             trainer.add_callback(stopping)
             listening = stopping.listening()
         began = time.monotonic()

@@ -163,7 +163,7 @@ def test_a_composition_that_needs_tensors_of_its_own(
     assert rows(tmp_path / "asked") == rows(tmp_path / "written")
     assert asked["output"] == {"max_rank": 4}
     assert asked["composition"] == written["subject"]["composition"]["composition"]
-    assert "Give --max-rank or --max-error" in error(evaluate_(*composing))
+    assert "--max-rank or --max-error" in error(evaluate_(*composing))
     assert evaluate_("--max-rank", 4).exit_code == 2
 
 
@@ -230,7 +230,7 @@ def test_mistakes(
     for usage in (("--adapter", math, "-t", math, "-l", math), ("-t", math), ("--bottom", 3), ("--bottom", 0)):
         assert evaluate_(*usage).exit_code == 2
     assert run("evaluate", "--base-model", byte_base).exit_code == 2
-    assert not (tmp_path / "taken" / "results.json").exists()
+    assert (tmp_path / "taken" / "results.json").read_text() == "{}"
 
 
 def test_an_output_is_replaced_when_asked(evaluate_: Run, tmp_path: Path) -> None:
