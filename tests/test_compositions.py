@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import adapterswap
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.files.yamlfiles import apply_overrides, read_recipe, validate
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition, scaled_default
 from adapterswap.planning.short_names import parse_composition
+from adapterswap.planning.slicing import slice_plan
 
 
 @given(st.frozensets(st.integers(0, 200)))
@@ -183,3 +186,27 @@ def test_overrides_reach_into_recipes() -> None:
 def test_compositions_are_not_changed_after_they_are_read() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Composition().top = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bottom": 2, "top": 1}, "layer swapping (Bandarkar et al. 2025)"),
+        ({"partition": "B"}, "layer swapping by partition B (Bandarkar & Peng 2025)"),
+        ({"method": "soup"}, "a model soup (Wortsman et al. 2022)"),
+        ({"allocation": [{"layers": "0-2", "expert": "language"}, {"expert": "task"}]}, "rules for layers and modules"),
+    ],
+)
+def test_the_card_names_what_was_done(
+    options: dict[str, Any], words: str, math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    plan = adapterswap.compose(Composition.model_validate(options), {"task": math, "language": swahili})
+    card = (adapterswap.write_adapter(plan, tmp_path / "out") / "README.md").read_text()
+    assert f"composed from 2 experts by\n{words} with adapterswap" in card
+
+
+def test_the_card_of_a_slice_does_not_call_it_a_composition(math: Path, tmp_path: Path) -> None:
+    plan = slice_plan(adapterswap.open_adapter(math), "0-1,5")
+    card = (adapterswap.write_adapter(plan, tmp_path / "out") / "README.md").read_text()
+    assert "cut out of one expert:\nits layers 0-1,5, and" in card
+    assert "composed" not in card.split("\n## ")[0].split("| expert")[0]

@@ -20,7 +20,7 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.planning.model_describe import model_strip, model_unusual
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.modules import coefficients
-from adapterswap.writing.card import METHODS, escaped
+from adapterswap.writing.card import escaped, how_composed
 from adapterswap.writing.copying import sha256_of
 from adapterswap.writing.provenance import FORMAT, named_base
 
@@ -79,7 +79,7 @@ def merged_card(plan: ModelPlan) -> str:
 # {" + ".join(map(escaped, plan.experts))}
 
 Full weights{f" of {escaped(base)}" if base else ""}, composed from {len(sources)} expert{"s" * (len(sources) > 1)} by
-{METHODS[plan.composition.method]} with adapterswap {__version__}.
+{how_composed(plan.composition)} with adapterswap {__version__}.
 
 | expert | from | kind |
 |---|---|---|

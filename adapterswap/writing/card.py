@@ -13,12 +13,14 @@ import yaml
 from adapterswap import __version__
 from adapterswap.arithmetic.outputs import Reduced
 from adapterswap.experts.sources import public_name
+from adapterswap.planning.compositions import Composition
 from adapterswap.planning.describe import strip, unusual
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.slicing import sliced_layers
 
-__all__ = ["METHODS", "escaped", "model_card"]
+__all__ = ["escaped", "how_composed", "model_card"]
 
-METHODS = {
+_METHODS = {
     "layer_swap": "layer swapping (Bandarkar et al. 2025)",
     "soup": "a model soup (Wortsman et al. 2022)",
     "task_arithmetic": "task arithmetic (Ilharco et al. 2023)",
@@ -31,6 +33,15 @@ METHODS = {
 
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
+
+
+def how_composed(composition: Composition) -> str:
+    """What was done, with the paper that it is from."""
+    if composition.allocation is not None:
+        return "rules for layers and modules"
+    if composition.partition is not None:
+        return f"layer swapping by partition {composition.partition} (Bandarkar & Peng 2025)"
+    return _METHODS[composition.method]
 
 
 def escaped(text: str) -> str:
@@ -47,6 +58,12 @@ def model_card(plan: Plan, reduced: Mapping[str, Reduced]) -> str:
         "tags": ["adapterswap", "lora", "merge"],
         **({"base_model": base} if base and "/" in base else {}),
     }
+    layers = sliced_layers(plan)
+    made = (
+        f"composed from {len(sources)} expert{'s' * (len(sources) > 1)} by\n{how_composed(plan.composition)}"
+        if layers is None
+        else f"cut out of one expert:\nits layers {layers}, and what it has outside the layers,"
+    )
     experts = "\n".join(
         f"| {escaped(name)} | {escaped(source)} |" for name, source in zip(plan.experts, sources, strict=True)
     )
@@ -57,8 +74,7 @@ def model_card(plan: Plan, reduced: Mapping[str, Reduced]) -> str:
 
 # {" + ".join(map(escaped, plan.experts))}
 
-A LoRA adapter{f" for {escaped(base)}" if base else ""}, composed from {len(sources)} experts by
-{METHODS[plan.composition.method]} with adapterswap {__version__}.
+A LoRA adapter{f" for {escaped(base)}" if base else ""}, {made} with adapterswap {__version__}.
 
 | expert | from |
 |---|---|
