@@ -120,7 +120,7 @@ def test_what_peft_cannot_adapt_is_named(cut: tuple[str, Path, Extraction]) -> N
     wanted = MODELS[name][1]
     assert len(named) == len(wanted)
     assert all(any(each.endswith(f".{end}.weight") for end in wanted) for each in named)
-    card = (folder / "out" / "README.md").read_text()
+    card = (folder / "out" / "README.md").read_text().replace("\\", "")  # without what escapes Markdown
     for each in named:
         assert each.replace(".0.", ".*.").replace(".1.", ".*.").replace(".2.", ".*.") in card
 
