@@ -48,8 +48,8 @@ def train(
         AdapterswapError: the output exists, holds other files or overlaps an input; the base, its tokenizer or a
             dataset cannot be had or does not fit the recipe (unknown columns, modules or layers; no rows left); a task
             of the selection is unknown, cannot be loaded or does not fit into the model's context; a resumed run is
-            another one; the loss is no number; memory or disk run out; the run was sent SIGTERM, or lost another of its
-            processes; the `train` extra, or another library that the recipe asks for, is not installed.
+            another one; the loss is NaN or infinite; memory or disk runs out; the run received SIGTERM, or another of
+            its processes died; the `train` extra, or another library that the recipe asks for, is not installed.
     """
     target = _target(recipe, out_path)
     check_libraries(recipe)

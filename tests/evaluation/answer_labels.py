@@ -59,7 +59,7 @@ def count(reader: Reader, rows: list[Labelled]) -> dict[str, Counter[str]]:
 
 
 def stock_reader(name: str) -> Reader:
-    """The whole number as which a filter of the real MGSM task would count an output; None where it is no number."""
+    """The whole number that a filter of the real MGSM task reads from an output; None if it reads none."""
     tasks: dict[str, Any] = {code: build_mgsm_task(f"mgsm_native_cot_{code}") for code in LANGUAGES}
 
     def read(output: str, language: str) -> Fraction | None:

@@ -45,4 +45,4 @@ def test_an_argument_that_vllm_does_not_know(
     status, log = failed_start(served_base("llama"), pristine("llama"), tmp_path, "--no-such-option")
     assert status == 2
     assert "--no-such-option" in log
-    assert not any(line.startswith("Error: ") for line in log.splitlines())  # vLLM's own message suffices
+    assert not any(line.startswith("Error: ") for line in log.splitlines())  # vLLM's own message is enough
