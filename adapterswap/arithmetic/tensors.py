@@ -6,6 +6,7 @@ make a module, `layout` has decided.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import LoraModule
 from adapterswap.files.smallfiles import open_regular
-from adapterswap.files.tensorfile import Tensor, TensorFile, open_tensors
+from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor, TensorFile, open_tensors
 from adapterswap.planning.plan import Plan
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "factor_reader",
     "open_files",
     "read_bytes",
+    "read_elements",
     "read_factors",
     "row_ranges",
 ]
@@ -103,15 +105,21 @@ def finite_bytes(values: npt.NDArray[np.float32], dtype: str, key: str) -> Bytes
 
 
 def read_numbers(expert: str, file: int, tensor: Tensor) -> npt.NDArray[np.float32]:
-    """A tensor of the open file `file` in float32.
+    """A tensor of the open file `file` in float32; errors as for `read_elements`."""
+    return read_elements(expert, file, tensor, 0, math.prod(tensor.shape)).reshape(tensor.shape)
+
+
+def read_elements(expert: str, file: int, tensor: Tensor, start: int, stop: int) -> npt.NDArray[np.float32]:
+    """Elements `start` to `stop` of a tensor of the open file `file`, as a vector in float32.
 
     Raises:
-        AdapterswapError: it holds NaN or infinity, or the file is shorter than its header said.
+        AdapterswapError: one of them is NaN or infinite, or the file is shorter than its header said.
     """
-    raw = read_bytes(file, tensor, 0, tensor.nbytes)
+    size = DTYPE_BYTES[tensor.dtype]
+    raw = read_bytes(file, tensor, start * size, stop * size)
     if not check_finite(raw, tensor.dtype):
         raise not_finite(expert, tensor.name)
-    return decode(raw, tensor.dtype, tensor.shape)
+    return decode(raw, tensor.dtype, (stop - start,))
 
 
 def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:

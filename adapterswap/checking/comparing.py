@@ -13,19 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.lowrank import cosine, inner
-from adapterswap.arithmetic.tensors import (
-    check_finite,
-    decode,
-    not_finite,
-    open_files,
-    read_bytes,
-    read_factors,
-    row_ranges,
-)
+from adapterswap.arithmetic.tensors import open_files, read_elements, read_factors, row_ranges
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind
-from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
+from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Difference", "SavedDifference", "compare", "compare_saved", "total"]
 
@@ -160,11 +152,7 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
 
 
 def _elements(adapter: Adapter, file: int, tensor: Tensor, start: int, stop: int) -> _Vector:
-    size = DTYPE_BYTES[tensor.dtype]
-    raw = read_bytes(file, tensor, start * size, stop * size)
-    if not check_finite(raw, tensor.dtype):
-        raise not_finite(adapter.name, tensor.name)
-    return decode(raw, tensor.dtype, (-1,)).astype(np.float64)
+    return read_elements(adapter.name, file, tensor, start, stop).astype(np.float64)
 
 
 def _squared(values: _Vector) -> float:

@@ -15,11 +15,8 @@ import numpy.typing as npt
 from adapterswap.arithmetic.lowrank import Factors
 from adapterswap.arithmetic.resolving import adapters_magnitude, magnitude_weights, sides_magnitudes
 from adapterswap.arithmetic.tensors import (
-    check_finite,
-    decode,
-    not_finite,
     open_files,
-    read_bytes,
+    read_elements,
     read_factors,
     row_ranges,
     too_large,
@@ -27,7 +24,7 @@ from adapterswap.arithmetic.tensors import (
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.orientation import Orientation
-from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
+from adapterswap.files.tensorfile import FLOATS, Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.locating import Located, find_tied_head, locate, with_head
 from adapterswap.planning.model_plan import ModelPlan
@@ -123,9 +120,6 @@ def _adapted(name: str, found: Located, file: int, base: Delta, start: int, stop
 
 
 def _numbers(name: str, file: int, tensor: Tensor, start: int, stop: int) -> Delta:
+    """Rows `start` to `stop`."""
     columns = tensor.shape[-1]
-    size = DTYPE_BYTES[tensor.dtype] * columns
-    raw = read_bytes(file, tensor, start * size, stop * size)
-    if not check_finite(raw, tensor.dtype):
-        raise not_finite(name, tensor.name)
-    return decode(raw, tensor.dtype, (stop - start, columns))
+    return read_elements(name, file, tensor, start * columns, stop * columns).reshape(stop - start, columns)
