@@ -26,6 +26,7 @@ __all__ = [
     "names_in_memory",
     "open_base",
     "quiet_peft",
+    "read_config",
 ]
 
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
@@ -57,12 +58,12 @@ def open_base(reference: str) -> Base:
     Raises:
         AdapterswapError: there is no such base, or transformers cannot read it without remote code.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     source = find_source(reference, _SMALL_FILES, what="base model")
     check_pointers(source.folder)
+    config = read_config(source.folder, f"The base model {reference}")
     try:
-        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except Exception as error:  # as in `load_weights`
         raise AdapterswapError(
@@ -70,6 +71,23 @@ def open_base(reference: str) -> Base:
             "Give a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
         ) from None
     return Base(reference, source, config, tokenizer)
+
+
+def read_config(folder: Path, name: str) -> Any:
+    """The transformers config in a folder; `name` is what messages call the model.
+
+    Raises:
+        AdapterswapError: transformers cannot read it without remote code, or finds it contradictory.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # as in `load_weights`
+        raise AdapterswapError(
+            f"{name} cannot be opened: {reason_of(error)}",
+            "Use a model whose config.json is sound, and which transformers knows without remote code",
+        ) from None
 
 
 def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:

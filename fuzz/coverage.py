@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from crafting import CONFIG, WEIGHTS, adapter, config, file_bytes, parts, tensors
 
 with atheris.instrument_imports(include=["adapterswap", "json", "re", "yaml"]):
-    from adapterswap.checking.record import read_record
     from adapterswap.errors import AdapterswapError
     from adapterswap.experts.adapters import open_adapter
     from adapterswap.experts.patterns import Patterns
     from adapterswap.files.yamlfiles import read_recipe
     from adapterswap.planning.compositions import Composition
+    from adapterswap.records.record import read_record
 
 FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 HEADER, DATA = parts(tensors())

@@ -145,7 +145,6 @@ def double(key: str) -> Callable[[dict[str, Any]], None]:
 
 LIES: dict[str, tuple[str, str, Callable[[dict[str, Any]], object]]] = {
     "swapped owners": ("swap", "modules", swap_owners),
-    "no modules": ("swap", "modules", lambda record: record.pop("modules")),
     "a module less": ("ties", "modules", lambda record: record["modules"].popitem()),
     "no rules": ("swap", "rules", lambda record: record.update(rules=[])),
     "other rules": ("ties", "rules", lambda record: record["rules"][0].update(density=0.25)),
@@ -157,6 +156,8 @@ LIES: dict[str, tuple[str, str, Callable[[dict[str, Any]], object]]] = {
     "magnitudes": ("portable", "magnitudes", double("magnitudes")),
     "no magnitudes": ("portable", "magnitudes", lambda record: record.pop("magnitudes")),
     "a composition's depth": ("swap", "composition", lambda record: record["composition"].update(num_layers=7)),
+    "a default left out": ("swap", "composition", lambda record: record["composition"].pop("task_weight")),
+    "an origin": ("swap", "experts", lambda record: record["experts"]["math"].update(origin={"experts": {}})),
     "ranks": ("portable", "reduced", lambda record: next(iter(record["reduced"].values())).update(rank=1)),
     "errors": ("ties", "reduced", lambda record: next(iter(record["reduced"].values())).update(relative_error=0.0)),
     "files": ("swap", "files", lambda record: record["files"].append("thesis.txt")),

@@ -10,95 +10,52 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.lowrank import Factors
 from adapterswap.arithmetic.tensors import open_files, read_factors
-from adapterswap.checking.record import SourceRecord
 from adapterswap.checking.result import Verification
-from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.errors import Problems
+from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import measure
 from adapterswap.extracting.hashing import hashed
 from adapterswap.extracting.pairing import Matrix, Selection, pair
-from adapterswap.writing.copying import sha256_of
+from adapterswap.records.record import Asked, ExtractionRecord, shards_source
 
-__all__ = ["is_extraction", "verify_extracted"]
+__all__ = ["verify_extracted"]
 
 _FULL, _BASE = "full", "base"  # what an adapter is cut out of, as its record names the two
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
 
 
-_KEYS = {
-    "format", "adapterswap_version", "base_model", "num_layers", "sha256", "extraction", "extracted", "unchanged",
-    "left_out", "slice", "files",
-}  # fmt: skip
-
-
-class _Source(SourceRecord):
-    sha256: dict[str, str]
-
-
-class _Asked(BaseModel):
-    full: _Source
-    base: _Source
-    layers: str | None
-    modules: list[str]
-    embeddings: bool
-
-
-class _Module(BaseModel):
-    relative_error: float = Field(ge=0)
-    norm: float = Field(gt=0)
-
-
-class _LeftOut(BaseModel):
-    norm: float = Field(gt=0)
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    format: Literal[1]
-    sha256: dict[str, str]
-    extraction: _Asked
-    extracted: dict[str, _Module]
-    left_out: dict[str, _LeftOut] = {}
-
-
-def is_extraction(content: Mapping[str, Any]) -> bool:
-    """Whether the content of an adapterswap.json is an extraction's."""
-    return "extraction" in content
+_KEYS = {*ExtractionRecord.model_fields, "files"}
 
 
 def verify_extracted(
-    folder: Path, content: Mapping[str, Any], given: Mapping[str, str | Path], base_model: str | None, mend: str
+    folder: Path,
+    content: Mapping[str, Any],
+    record: ExtractionRecord,
+    given: Mapping[str, str | Path],
+    base_model: str | None,
 ) -> Verification:
-    """Check the adapter in `folder`, of which adapterswap.json says `content`.
+    """Check the adapter in `folder`, whose adapterswap.json holds `content`.
 
     Args:
         folder: the adapter's.
-        content: an extraction's record.
+        content: its record as it stands in the file, and
+        record: as it is understood.
         given: where the fine-tune lies, as `full`, if it is not on the Hub and is to be compared.
         base_model: where the base lies, likewise.
-        mend: what to do where the record is not understood.
 
     Raises:
-        AdapterswapError: the record is not understood; a source is named that it has not; a checkpoint or the adapter
+        AdapterswapError: a source is named that the record does not have; a checkpoint or the adapter
             cannot be opened, or they are no fine-tune, base and adapter of one shape.
     """
-    try:
-        record = _Record.model_validate(content)
-    except ValidationError:
-        raise AdapterswapError(
-            f"{folder / PROVENANCE} is not understood by this version of adapterswap", mend
-        ) from None
     opened = _open(record.extraction, given, base_model)
     differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
     with hashed(list(opened.values())) as hashes:
@@ -116,11 +73,18 @@ def verify_extracted(
         sha256_of(folder / CONFIG) != record.sha256.get(CONFIG),
         extracted=True,
         unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
-        record_differs=_record_differs(folder, content, record),
+        record_differs=(*_origins_differ(opened, record), *_record_differs(folder, content, record)),
     )
 
 
-def _record_differs(folder: Path, content: Mapping[str, Any], record: _Record) -> tuple[str, ...]:
+def _origins_differ(opened: Mapping[str, Checkpoint], record: ExtractionRecord) -> tuple[str, ...]:
+    """The record's key of the sources, if it does not say what the opened ones say of their own making."""
+    recorded = {_FULL: record.extraction.full, _BASE: record.extraction.base}
+    alike = all(shards_source(opened[name], {}).origin == recorded[name].origin for name in opened)
+    return () if alike or record.format == 1 else ("extraction",)
+
+
+def _record_differs(folder: Path, content: Mapping[str, Any], record: ExtractionRecord) -> tuple[str, ...]:
     """The keys of the record that contradict each other, or the adapter that was written with them."""
     odd = [key for key in content if key not in _KEYS]
     layers = record.extraction.layers
@@ -143,7 +107,7 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: _Record) -
     return tuple(odd)
 
 
-def _open(asked: _Asked, given: Mapping[str, str | Path], base_model: str | None) -> dict[str, Checkpoint]:
+def _open(asked: Asked, given: Mapping[str, str | Path], base_model: str | None) -> dict[str, Checkpoint]:
     """The checkpoints that are given or on the Hub, by their names in the record."""
     problems = Problems()
     for name in given.keys() - {_FULL}:
@@ -161,7 +125,7 @@ def _open(asked: _Asked, given: Mapping[str, str | Path], base_model: str | None
     return opened
 
 
-def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record: _Record) -> list[str]:
+def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record: ExtractionRecord) -> list[str]:
     """The modules whose ‖ΔW‖, or whose error, is not the recorded one; and those that only one side has."""
     asked = record.extraction
     matched = pair(full, base, Selection(asked.layers, tuple(asked.modules), asked.embeddings))

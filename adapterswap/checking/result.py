@@ -24,7 +24,7 @@ class Verification:
         config: the config's file name.
         extracted: it is an adapter that was cut out of a full fine-tune.
         record_differs: the keys of adapterswap.json whose values are not what the sources give.
-        unchecked: what an extracted adapter was cut out of, where nothing says where it lies.
+        unchecked: what an extracted adapter was cut out of, or `base`, where nothing says where it lies.
     """
 
     changed_sources: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ from pydantic import ValidationError
 
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.tensors import open_files, read_bytes, row_ranges
-from adapterswap.checking.extracted import is_extraction, verify_extracted
-from adapterswap.checking.record import SourceRecord
+from adapterswap.checking.extracted import verify_extracted
 from adapterswap.checking.result import Verification
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.opening import open_expert
-from adapterswap.experts.sources import at_revision, find_source
-from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.experts.sources import at_revision, find_source, public_name
+from adapterswap.files.smallfiles import exists, expand, is_folder, read_json
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE
@@ -34,8 +33,16 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.model_plan import AnyPlan
 from adapterswap.planning.model_planning import make_model_plan
 from adapterswap.planning.plan import make_plan
+from adapterswap.records.record import (
+    FORMAT,
+    CompositionRecord,
+    ExtractionRecord,
+    Record,
+    SourceRecord,
+    base_source,
+    parse_record,
+)
 from adapterswap.writing import write_adapter
-from adapterswap.writing.provenance import FORMAT
 
 __all__ = ["Verification", "verify"]
 
@@ -45,8 +52,15 @@ _MEND = "Give a folder that `adapterswap compose`, `adapterswap merge` or `adapt
 
 _SINCE_FORMAT_2 = ("auto_mapping",)  # keys of adapter_config.json that no result of format 1 has
 
-# Not compared in format 1: its rules are followed, as today's methods give other ones, and it knew no revisions.
-_NOT_IN_FORMAT_1 = {"format", "composition", "rules", "base_revision"}
+# Not compared, by format. 1 is recomputed by its rules, since today's methods give others, and knew no revisions; 2 had
+# no defaults in its composition.
+_NOT_COMPARED: dict[int, set[str]] = {
+    1: {"format", "kind", "composition", "rules", "base_revision"},
+    2: {"format", "kind", "composition"},
+    3: set(),
+}
+_NOT_IN_SOURCES: dict[int, set[str]] = {1: {"base_model", "base_revision", "origin"}, 2: {"origin"}, 3: set()}
+_WHERE = {"source", "revision", "sha256", "fingerprints", "entered"}  # a source may lie elsewhere: its files count
 
 _FILES = "files"  # the list that `atomic_folder` adds
 _ABSENT = object()
@@ -70,7 +84,8 @@ def verify(
         path: a folder or Hub id.
         experts: where the sources lie, by name; those that came from the Hub are found by themselves. What an adapter
             was extracted from is called `full`.
-        base_model: the base, where the composition needed it and it did not come from the Hub.
+        base_model: the base, where it did not come from the Hub. Full weights need it; that of an adapter is compared
+            with the record.
 
     Raises:
         AdapterswapError: no adapterswap.json or one that is not understood; a source that cannot be found; see also
@@ -80,44 +95,47 @@ def verify(
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model").folder
     content = _content(folder)
-    if is_extraction(content):
-        return verify_extracted(folder, content, experts or {}, base_model, _MEND)
     record = _record(folder, content)
+    if isinstance(record, ExtractionRecord):
+        return verify_extracted(folder, content, record, experts or {}, base_model)
     opened = _sources(record, experts or {})
-    is_model = record.get("kind") == "model"
+    is_model = record.kind == "model"
     if is_model:
         base_model = _base(record, base_model)
     composition = _composition(folder, record, base_model)
     with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
         again = Path(scratch) / "again"
-        return (
-            _model(folder, record, composition, opened, again)
-            if is_model
-            else _adapter(folder, record, composition, opened, again)
-        )
+        if is_model:
+            _write_model(record, composition, opened, again)
+        else:
+            _write_adapter(record, composition, opened, again)
+        return _compare(folder, content, record, opened, again, base_model)
 
 
-def _composition(folder: Path, record: Mapping[str, Any], base_model: str | None) -> Composition:
+def _composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
     """What was composed. Records of format 1 are read by their rules: their methods gave other rules than today's."""
-    content = {**record["composition"], "num_layers": record["num_layers"], "base_model": base_model}
-    if record["format"] == 1:
-        kept = {key: content[key] for key in ("num_layers", "base_model", "seed", "row_threshold") if key in content}
-        content = {**kept, "allocation": record["rules"], "allow_negative": True}
+    content: dict[str, Any] = {**record.composition, "num_layers": record.num_layers, "base_model": base_model}
+    if record.format == 1:
+        kept: dict[str, Any] = {
+            key: content[key] for key in ("num_layers", "base_model", "seed", "row_threshold") if key in content
+        }
+        rules = [rule.model_dump(exclude_unset=True) for rule in record.rules]
+        content = kept | {"allocation": rules, "allow_negative": True}
     return validate(content, Composition, where=str(folder / PROVENANCE))
 
 
-def _adapter(
-    folder: Path, record: Mapping[str, Any], composition: Composition, opened: Mapping[str, Expert], again: Path
-) -> Verification:
+def _write_adapter(
+    record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
+) -> None:
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
     named = {(adapter.config.base_model, adapter.config.revision) for adapter in adapters.values()}
-    revision = record.get("base_revision")
+    revision = record.base_revision
     another = len(named) > 1 or revision not in (None, *(of_expert for _, of_expert in named))
-    if composition.base_model is None and record["base_model"] is not None and another:
+    if composition.base_model is None and record.base_model is not None and another:
         # A base was declared when they were composed, which is not judged again.
-        declared = at_revision(record["base_model"], revision)
+        declared = at_revision(record.base_model, revision)
         composition = composition.model_copy(update={"base_model": declared})
-    form = Form(**record.get("output", {}))
+    form = Form(**record.output)
     write_adapter(
         make_plan(composition, adapters, recorded=True),
         again,
@@ -125,39 +143,66 @@ def _adapter(
         max_rank=form.max_rank,
         max_error=form.max_error,
     )
-    differing = _differing([read_header(folder / WEIGHTS)], [read_header(again / WEIGHTS)])
-    ours, theirs = read_json(folder / CONFIG, _MEND), read_json(again / CONFIG, _MEND)
-    if record["format"] == 1:
-        theirs = {key: value for key, value in theirs.items() if key in ours or key not in _SINCE_FORMAT_2}
-    recomputed = read_json(again / PROVENANCE)
-    return Verification(
-        _changed(record["experts"], recomputed["experts"]),
-        differing,
-        ours != theirs,
-        record_differs=_record_differs(record, recomputed),
-    )
 
 
-def _model(
-    folder: Path, record: Mapping[str, Any], composition: Composition, opened: Mapping[str, Expert], again: Path
-) -> Verification:
+def _write_model(
+    record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
+) -> None:
     from adapterswap.merging import ModelForm, prepare_model, write_model
 
-    form = ModelForm(**record["output"])
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
     plan: AnyPlan = (
         make_plan(composition, adapters, recorded=True)
         if len(adapters) == len(opened)
         else make_model_plan(composition, opened, recorded=True)
     )
-    write_model(prepare_model(plan, form, composition.base_model), again)
+    write_model(prepare_model(plan, ModelForm(**record.output), composition.base_model), again)
+
+
+def _compare(
+    folder: Path,
+    content: Mapping[str, Any],
+    record: CompositionRecord,
+    opened: Mapping[str, Expert],
+    again: Path,
+    base_model: str | None,
+) -> Verification:
+    """Compare what was written with what was written again; `content` is the record as it stands in the file."""
     recomputed = read_json(again / PROVENANCE)
-    changed = _changed(*({**found["experts"], BASE: found["base_model"] or {}} for found in (record, recomputed)))
-    differing = _differing(read_shards(folder), read_shards(again))
-    config_differs = read_json(folder / MODEL_CONFIG, _MEND) != read_json(again / MODEL_CONFIG, _MEND)
+    found = CompositionRecord.model_validate(recomputed)
+    changed = _changed(record.experts, found.experts)
+    odd, base = _record_differs(content, record, recomputed), found.base
+    if record.kind == "model":
+        config, ours, theirs = MODEL_CONFIG, read_shards(folder), read_shards(again)
+    else:
+        base = None if record.base is None else _find_base(record.base, opened, base_model)
+        config, ours, theirs = CONFIG, (read_header(folder / WEIGHTS),), (read_header(again / WEIGHTS),)
+    written, rewritten = read_json(folder / config, _MEND), read_json(again / config, _MEND)
+    if record.base is not None and base is not None:
+        changed |= _changed({BASE: record.base}, {BASE: base})
+        recorded = content["base"] if record.format >= 3 else content["base_model"]
+        if _without(recorded, _WHERE) != _without(base.content(), _WHERE):
+            odd = (*odd, "base")
+    if record.format == 1:
+        rewritten = {key: value for key, value in rewritten.items() if key in written or key not in _SINCE_FORMAT_2}
     return Verification(
-        changed, differing, config_differs, MODEL_CONFIG, record_differs=_record_differs(record, recomputed)
+        changed,
+        _differing(ours, theirs),
+        written != rewritten,
+        config,
+        unchecked=(BASE,) if record.base is not None and base is None else (),
+        record_differs=odd,
     )
+
+
+def _find_base(recorded: SourceRecord, opened: Mapping[str, Expert], base_model: str | None) -> SourceRecord | None:
+    """The base of which no weight entered, as it is today; None where nothing says where it lies, or it is not here."""
+    noted = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
+    local = [place for place in noted if place is not None and public_name(place) == recorded.source]
+    for place in [base_model] if base_model is not None else [recorded.reference, *local]:
+        if place is not None and (base_model is not None or recorded.reference or is_folder(expand(place))):
+            return base_source(find_source(place, [MODEL_CONFIG], what="base model"))
+    return None
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -166,102 +211,104 @@ def _content(folder: Path) -> dict[str, Any]:
     return read_json(folder / PROVENANCE, _MEND)
 
 
-def _record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _record(folder: Path, content: dict[str, Any]) -> Record:
     try:
-        usable = record["format"] in (1, FORMAT) and isinstance(record["num_layers"], int)
-        for each in record["experts"].values():
-            usable = usable and isinstance(each["sha256"], dict) and bool(SourceRecord.model_validate(each))
-        usable = usable and (record["format"] != 1 or isinstance(record["rules"], list))
-        usable = usable and isinstance(record["composition"], dict) and isinstance(record.get("output", {}), dict)
-        if record.get("kind") == "model":
-            usable = usable and set(record["output"]) <= {"max_shard_size", "dtype"}
-            base = record["base_model"]
-            usable = usable and (base is None or bool(SourceRecord.model_validate(base)))
-        else:
-            Form(**record.get("output", {}))
-            named = (record["base_model"], record.get("base_revision"))
-            usable = usable and all(isinstance(name, str | None) for name in named)
-    except (KeyError, TypeError, AttributeError, ValidationError):
-        usable = False
-    if not usable:
-        raise AdapterswapError(f"{folder / PROVENANCE} is not understood by this version of adapterswap", _MEND)
-    return record
+        record = parse_record(content)
+        if isinstance(record, CompositionRecord):
+            usable = record.format in _NOT_COMPARED and {"format", "composition", "experts"} <= content.keys()
+            usable = usable and (record.format != 1 or "rules" in content)
+            if record.kind == "model":
+                usable = usable and record.output.keys() <= {"max_shard_size", "dtype"}
+            else:
+                Form(**record.output)
+            if usable:
+                return record
+    except (ValidationError, TypeError):
+        record = None
+    if isinstance(record, ExtractionRecord):
+        return record
+    raise AdapterswapError(f"{folder / PROVENANCE} is not understood by this version of adapterswap", _MEND)
 
 
-def _sources(record: Mapping[str, Any], given: Mapping[str, str | Path]) -> dict[str, Expert]:
+def _sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
     problems = Problems()
-    names = ", ".join(record["experts"])
-    made = "the model was merged" if record.get("kind") == "model" else "the adapter was composed"
-    for name in given.keys() - record["experts"].keys():
+    names = ", ".join(record.experts)
+    made = "the model was merged" if record.kind == "model" else "the adapter was composed"
+    for name in given.keys() - record.experts.keys():
         problems.add(f"--expert {name}: {made} of {names}", "Name one of them")
     opened = {}
-    for name, source in record["experts"].items():
-        reference = given.get(name)
-        reference = reference or SourceRecord.model_validate(source).reference
+    for name, source in record.experts.items():
+        reference = given.get(name) or source.reference
         if reference is None:
             problems.add(
-                f"the expert {name!r} came from a folder named {source['source']!r}, and nothing says where that is",
+                f"the expert {name!r} came from a folder named {source.source!r}, and nothing says where that is",
                 f"Give --expert {name}=PATH",
             )
             continue
         with problems.collect():
-            opened[name] = open_expert(reference) if record.get("kind") == "model" else open_adapter(reference)
+            opened[name] = open_expert(reference) if record.kind == "model" else open_adapter(reference)
     problems.raise_if_any()
     return opened
 
 
-def _base(record: Mapping[str, Any], given: str | None) -> str | None:
+def _base(record: CompositionRecord, given: str | None) -> str | None:
     """The base of full weights: where it is, or None where none entered."""
-    source = record["base_model"]
-    if source is None:
+    if record.base is None:
         return None
-    if (found := given or SourceRecord.model_validate(source).reference) is None:
+    if (found := given or record.base.reference) is None:
         raise AdapterswapError(
-            f"the base came from a folder named {source['source']!r}, and nothing says where that is",
+            f"the base came from a folder named {record.base.source!r}, and nothing says where that is",
             "Give `base_model`",
         )
     return found
 
 
-def _changed(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, str]:
-    """Sources that are not those that were composed, by SHA-256: name → the first file that differs, or `weights`."""
+def _changed(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:
+    """Sources that are not those that were composed, by hashes: name → the first file that differs, or `weights`."""
     changed = {}
     for name in found:
-        ours, theirs = recorded[name].get("sha256", {}), found[name].get("sha256", {})
-        if odd := [file for file in {**theirs, **ours} if ours.get(file) != theirs.get(file)]:
-            changed[name] = odd[0]
-        elif recorded[name].get("entered") != found[name].get("entered"):
+        ours, theirs = recorded[name], found[name]
+        files = [file for file in {**theirs.sha256, **ours.sha256} if ours.sha256.get(file) != theirs.sha256.get(file)]
+        if ours.fingerprints and theirs.fingerprints:  # a base on the Hub has none
+            files += sorted(file for file, _ in ours.fingerprints.items() ^ theirs.fingerprints.items())
+        if files:
+            changed[name] = files[0]
+        elif ours.entered != theirs.entered:
             changed[name] = "weights"
     return changed
 
 
-def _record_differs(record: Mapping[str, Any], recomputed: Mapping[str, Any]) -> tuple[str, ...]:
+def _record_differs(
+    content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]
+) -> tuple[str, ...]:
     """The keys of a record whose values are not those of the recomputed one."""
-    ours, theirs = (_comparable(content, record) for content in (record, recomputed))
-    return tuple(key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT)))
+    ours, theirs = (_comparable(one, record, listed=_FILES in content) for one in (content, recomputed))
+    odd = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
+    if record.format < FORMAT and record.composition.get("num_layers", record.num_layers) != record.num_layers:
+        odd.append("composition")
+    named = (record.base_model, record.base_revision)
+    if record.kind == "model" and named != (
+        (record.base.source, record.base.revision) if record.base else (None, None)
+    ):
+        odd.append("base_model")
+    return tuple(odd)
 
 
-def _comparable(content: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(content: Mapping[str, Any], record: CompositionRecord, *, listed: bool) -> dict[str, Any]:
     """What can be compared of a record, or of what was recomputed for it."""
-    unlike = {"adapterswap_version"}
-    if record["format"] == 1:
-        unlike |= _NOT_IN_FORMAT_1
-    if _FILES not in record:
+    unlike = {"adapterswap_version", "base", *_NOT_COMPARED[record.format]}
+    if record.kind == "model":  # the base is compared by its files, and may lie in a folder of another name
+        unlike |= {"base_model", "base_revision"}
+    if not listed:
         unlike.add(_FILES)  # no list before edition 0.2
     compared = {key: value for key, value in content.items() if key not in unlike}
-    if "composition" in compared:  # the depth is a key of its own, whether or not it was requested
-        compared["composition"] = {"num_layers": record["num_layers"], **compared["composition"]}
-    where = {"source", "revision", "sha256", "entered"}  # a source may lie elsewhere; `_changed` compares its files
-    if record["format"] == 1:
-        where |= {"base_model", "base_revision"}
-    for name, sources in (("experts", compared["experts"]), ("base_model", {BASE: compared["base_model"]})):
-        if isinstance(compared[name], dict):
-            plain = {
-                source: {key: value for key, value in entry.items() if key not in where}
-                for source, entry in sources.items()
-            }
-            compared[name] = plain
+    where = _WHERE | _NOT_IN_SOURCES[record.format]
+    compared["experts"] = {name: _without(entry, where) for name, entry in compared["experts"].items()}
     return compared
+
+
+def _without(entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in keys}
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from adapterswap.arithmetic.outputs import Form, Layout
     from adapterswap.planning.model_plan import ModelPlan
     from adapterswap.planning.plan import Plan
-    from adapterswap.writing import Written
+    from adapterswap.writing import Prepared
 
 
 _LAYOUT = "exact keeps every number; portable has one rank and scale 1, for any engine."
@@ -100,10 +100,9 @@ def _to_truncate(plan: Plan, form: Form) -> int:
     return sum(must_reduce(module, form) for module in plan)
 
 
-def _as_json(written: Written, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(written: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.planning.describe import unusual
     from adapterswap.planning.modules import coefficients
-    from adapterswap.writing.provenance import numbers
 
     plan, layout = written.plan, written.layout
     return {
@@ -118,7 +117,7 @@ def _as_json(written: Written, out_path: str, dry_run: bool) -> dict[str, Any]:
         "notes": list(plan.notes),
         "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
         "bytes": layout.nbytes,
-        **numbers(written),
+        **written.measured,
     }
 
 
@@ -128,7 +127,7 @@ def _largest_rank(layout: Layout) -> int:
     return max(ranks)
 
 
-def _print(written: Written, out_path: str, dry_run: bool) -> None:
+def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     from adapterswap.planning.describe import strip, unusual
 
     plan, layout = written.plan, written.layout
@@ -156,7 +155,7 @@ def _same(plan: Plan) -> list[tuple[str, str]]:
     return [(one, other) for one, other in combinations(places, 2) if places[one] == places[other]]
 
 
-def _print_numbers(written: Written) -> None:
+def _print_numbers(written: Prepared) -> None:
     for name, magnitude in written.resolved.magnitudes.items():
         note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
     for name, share in written.resolved.kept_share().items():

@@ -15,10 +15,10 @@ from adapterswap.errors import printable
 from adapterswap.experts.layers import format_layers, num_layers_in_config
 
 if TYPE_CHECKING:
-    from adapterswap.checking.record import Record
     from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
     from adapterswap.experts.checkpoints import Checkpoint, Parameter
     from adapterswap.files.tensorfile import Tensor
+    from adapterswap.records.record import CompositionRecord
 
     Part = LoraModule | FullModule | Parameter
 
@@ -45,16 +45,16 @@ def command(path: str, as_json: bool) -> None:
         _print_model(opened, made_of)
 
 
-def _origin(folder: Path) -> Record | None:
+def _origin(folder: Path) -> CompositionRecord | None:
     from adapterswap.experts.adapters import PROVENANCE
     from adapterswap.files.smallfiles import exists
 
-    path = folder / PROVENANCE
-    if not exists(path):
+    if not exists(folder / PROVENANCE):  # the next line costs the import of pydantic
         return None
-    from adapterswap.checking.record import read_record  # here, since it costs the import of pydantic
+    from adapterswap.records.record import CompositionRecord, read_record
 
-    return read_record(path)
+    record = read_record(folder)
+    return record if isinstance(record, CompositionRecord) else None
 
 
 def _parameters(module: LoraModule) -> int:
@@ -65,7 +65,7 @@ def _saved_parameters(module: FullModule) -> int:
     return sum(prod(tensor.shape) for tensor in module.tensors.values())
 
 
-def _as_json(adapter: Adapter, made_of: Record | None) -> dict[str, Any]:
+def _as_json(adapter: Adapter, made_of: CompositionRecord | None) -> dict[str, Any]:
     config = adapter.config
     return {
         "kind": "adapter",
@@ -108,7 +108,7 @@ def _as_json(adapter: Adapter, made_of: Record | None) -> dict[str, Any]:
     }
 
 
-def _model_as_json(model: Checkpoint, made_of: Record | None) -> dict[str, Any]:
+def _model_as_json(model: Checkpoint, made_of: CompositionRecord | None) -> dict[str, Any]:
     parameters = model.parameters.values()
     return {
         "kind": "model",
@@ -137,11 +137,11 @@ def _tensor_as_json(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": tensor.dtype, "bytes": [tensor.start, tensor.stop]}
 
 
-def _owner(name: str, made_of: Record | None) -> dict[str, Any]:
+def _owner(name: str, made_of: CompositionRecord | None) -> dict[str, Any]:
     return {"owner": made_of.modules.get(name)} if made_of else {}
 
 
-def _composition(made_of: Record | None, parts: Iterable[Part]) -> dict[str, Any]:
+def _composition(made_of: CompositionRecord | None, parts: Iterable[Part]) -> dict[str, Any]:
     if made_of is None:
         return {}
     experts = {name: str(source) for name, source in made_of.experts.items()}
@@ -154,7 +154,7 @@ def _composition(made_of: Record | None, parts: Iterable[Part]) -> dict[str, Any
     }
 
 
-def _print(adapter: Adapter, made_of: Record | None) -> None:
+def _print(adapter: Adapter, made_of: CompositionRecord | None) -> None:
     from rich.table import Table
 
     config, modules = adapter.config, adapter.modules.values()
@@ -178,7 +178,7 @@ def _print(adapter: Adapter, made_of: Record | None) -> None:
         _print_origin(made_of, [*modules, *adapter.saved.values()])
 
 
-def _print_model(model: Checkpoint, made_of: Record | None) -> None:
+def _print_model(model: Checkpoint, made_of: CompositionRecord | None) -> None:
     parameters = model.parameters.values()
     layers = num_layers_in_config(model.config)
     depth = f", {layers} layers" if layers is not None else ""
@@ -232,13 +232,13 @@ def _within(name: str, layer: int | None) -> str:
     return name if layer is None else name.partition(f".{layer}.")[2]
 
 
-def _print_origin(made_of: Record, parts: Iterable[Part]) -> None:
+def _print_origin(made_of: CompositionRecord, parts: Iterable[Part]) -> None:
     experts = ", ".join(f"{name} from {source}" for name, source in made_of.experts.items())
     for line in [f"composed of {experts}", *_strip(made_of, parts)]:
         click.echo(printable(line))
 
 
-def _strip(made_of: Record, parts: Iterable[Part]) -> list[str]:
+def _strip(made_of: CompositionRecord, parts: Iterable[Part]) -> list[str]:
     """The strip of layers, a line each; what no expert changed is left out beside others of its kind and layer."""
     from adapterswap.planning.allocation import BASE
     from adapterswap.planning.describe import Mark, blend_text, draw_strip

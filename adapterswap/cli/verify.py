@@ -20,7 +20,7 @@ _SHOWN = 10  # tensors that are named; with a wrong source it is nearly all of t
 @click.command("verify")
 @click.argument("path", type=PATH)
 @click.option("--expert", "experts", multiple=True, metavar="NAME=PATH", help="Where a source lies; repeatable.")
-@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base, where its weights entered.")
+@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base, where it came from a folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json: bool) -> None:
     """Recompute what was composed or merged from its sources and compare.
@@ -53,8 +53,9 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
     else:
         _print(found)
     if found.unchecked:
-        told = " and ".join(_WHERE[name] for name in found.unchecked)
-        note(f"not compared with what it was cut out of: {', '.join(found.unchecked)} came from a folder. Give {told}.")
+        options = " and ".join(_WHERE[name] for name in found.unchecked)
+        names = " and ".join(found.unchecked)
+        note(f"Not compared: {names} came from a folder, and nothing says where that is. Pass {options}.")
     if not found.equal:
         note("Error: it is not what its sources give. Make it again, or find the sources it was made of.")
         sys.exit(1)

@@ -16,18 +16,24 @@ from typing import Any
 from adapterswap.bases import Base, choose_device, load_weights, quiet_peft
 from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.patterns import Patterns
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import read_header
 from adapterswap.planning.plan import Plan
-from adapterswap.writing.copying import sha256_of
-from adapterswap.writing.provenance import describe_plan
+from adapterswap.records.record import CompositionRecord, adapter_source, composition_record, read_record
 
 __all__ = ["describe_subject", "find_adapter", "load_subject"]
 
-_MADE_OF = ("num_layers", "composition", "experts", "rules")  # of a record, what says how a composition was made
+_MADE_OF = (
+    "num_layers",
+    "composition",
+    "experts",
+    "rules",
+    "output",
+)  # of a record
 
 
 def find_adapter(reference: str) -> Source:
@@ -107,14 +113,14 @@ def describe_subject(
     subject: dict[str, Any] = {"base_model": {"source": base.source.name, "revision": base.source.revision}}
     if adapter is not None:
         subject["adapter"] = _describe(adapter)
-        if (made_of := _provenance(adapter.folder)) is not None:
-            subject["composition"] = made_of
+        if isinstance(record := read_record(adapter.folder), CompositionRecord):
+            subject["composition"] = _made_of(record)
     if plan is not None:
         hashes = {name: sha256_of(expert.file.path) for name, expert in plan.experts.items()}
-        described = describe_plan(plan, hashes)
-        subject["composition"] = {key: described[key] for key in _MADE_OF if key in described}
+        experts = {name: adapter_source(expert, hashes[name]) for name, expert in plan.experts.items()}
         output = {"max_rank": max_rank, "max_error": max_error}
-        subject["composition"]["output"] = {key: value for key, value in output.items() if value is not None}
+        record = composition_record(plan, experts, None, output=output, measured={})
+        subject["composition"] = _made_of(record)
     return subject
 
 
@@ -165,10 +171,7 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
     problems.raise_if_any()
 
 
-def _provenance(folder: Path) -> dict[str, Any] | None:
-    """What an adapter that adapterswap composed says of its making; None for others."""
-    try:
-        content = read_json(folder / PROVENANCE)
-    except AdapterswapError:
-        return None
-    return {key: content[key] for key in (*_MADE_OF, "output") if key in content}
+def _made_of(record: CompositionRecord) -> dict[str, Any]:
+    """What results say of how an adapter was composed."""
+    content = record.content()
+    return {key: content[key] for key in _MADE_OF if key in content}

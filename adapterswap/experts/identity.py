@@ -1,8 +1,8 @@
-"""Which files a run was made with, as hashes: so that a resumed run can tell when one of them was replaced.
+"""Files as hashes, so that records and resumed runs can tell when one of them was replaced.
 
-A small file is hashed whole. Of a large one its size and blocks spread evenly over it are, header and end included: the
-weights of another model, or of another step of training, differ everywhere. Time stamps do not count, since copying
-changes them. Knows file names; nothing of what runs do.
+SHA-256 covers a whole file. A fingerprint covers a small file whole, and of a large one its size and blocks spread
+evenly over it, header and end included: the weights of another model, or of another step of training, differ
+everywhere. Time stamps do not count, since copying changes them. Knows file names; nothing of what runs do.
 """
 
 from __future__ import annotations
@@ -13,11 +13,21 @@ from pathlib import Path
 
 from adapterswap.experts.checkpoints import WEIGHT_FILES
 
-__all__ = ["fingerprint", "fingerprints", "model_fingerprints"]
+__all__ = ["fingerprint", "fingerprints", "model_fingerprints", "sha256_of"]
 
 _WHOLE = 64 * 2**20  # bytes up to which a file is hashed whole
 _BLOCK = 2**20
 _BLOCKS = 64
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(path: Path) -> str:

@@ -114,14 +114,14 @@ def _check_links(snapshot: Path, named: str) -> None:
             )
 
 
-def base_config(reference: str | Path) -> Mapping[str, Any]:
-    """The config.json of a base model, from a local folder or the Hub (its cache first).
+def base_config(reference: str | Path) -> tuple[Source, Mapping[str, Any]]:
+    """Where a base model lies, a local folder or the Hub's cache, and its config.json.
 
     Raises:
         AdapterswapError: it cannot be had, or is not a sound JSON object.
     """
-    path = find_source(reference, ["config.json"], what="base model").folder / "config.json"
-    return read_json(path, "Give a base model's folder, one with a sound config.json")
+    source = find_source(reference, ["config.json"], what="base model")
+    return source, read_json(source.folder / "config.json", "Give a base model's folder, one with a sound config.json")
 
 
 def cached_base_config(reference: str) -> Mapping[str, Any] | None:

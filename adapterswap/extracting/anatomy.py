@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterswap.bases import Base
-from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
 from adapterswap.experts.orientation import adaptable_weights, rename_keys
@@ -74,17 +73,9 @@ def build_empty(checkpoint: Checkpoint) -> Any:
     Raises:
         AdapterswapError: transformers has no causal language model for it, or cannot build one without remote code.
     """
-    from transformers import AutoConfig
+    from adapterswap.bases import empty_model, read_config
 
-    from adapterswap.bases import empty_model
-
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.source.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise AdapterswapError(
-            f"the config of {checkpoint.name} cannot be read: {reason_of(error)}",
-            "Give a causal language model that transformers knows without remote code",
-        ) from None
+    config = read_config(checkpoint.source.folder, checkpoint.name)
     return empty_model(Base(checkpoint.name, checkpoint.source, config, tokenizer=None))
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.writing.copying import sha256_of
+from adapterswap.experts.identity import sha256_of
 
 __all__ = ["hashed"]
 

@@ -7,8 +7,6 @@ beside the folder's own until the safetensors header can be written. Knows adapt
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,15 +17,16 @@ from adapterswap import __version__
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
 from adapterswap.arithmetic.tensors import encode
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
-from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import Cut, CutForm
 from adapterswap.extracting.pairing import Pair, Selection
 from adapterswap.extracting.result import Extracted, Extraction, shortened
 from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
-from adapterswap.writing.card import escaped
-from adapterswap.writing.copying import sha256_of, write_at
+from adapterswap.records.cards import escaped
+from adapterswap.records.record import FORMAT, Asked, ExtractedModule, ExtractionRecord, LeftOut, shards_source
+from adapterswap.writing.copying import write_at
 from adapterswap.writing.folder import CARD
 
 __all__ = ["Spool", "lost_lines", "write_folder"]
@@ -90,25 +89,31 @@ def write_folder(
     spool.write(folder / WEIGHTS)
     write_json(folder / CONFIG, _config(pair, found, base_model))
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
-    record: dict[str, Any] = {
-        "format": 1,
-        "adapterswap_version": __version__,
-        "base_model": base,
-        "num_layers": pair.num_layers,
-        "sha256": {name: sha256_of(folder / name) for name in (WEIGHTS, CONFIG)},
-        "extraction": {
-            "full": _source(pair.full, hashes[0]),
-            "base": _source(pair.base, hashes[1]),
-            "rank": form.rank,
-            "max_error": form.max_error,
-            **asdict(selection),
+    record = ExtractionRecord(
+        format=FORMAT,
+        kind="extraction",
+        adapterswap_version=__version__,
+        base_model=base,
+        num_layers=pair.num_layers,
+        sha256={name: sha256_of(folder / name) for name in (WEIGHTS, CONFIG)},
+        extraction=Asked(
+            full=shards_source(pair.full, hashes[0]),
+            base=shards_source(pair.base, hashes[1]),
+            rank=form.rank,
+            max_error=form.max_error,
+            layers=selection.layers,
+            modules=list(selection.modules),
+            embeddings=selection.embeddings,
+        ),
+        extracted={
+            module.name: ExtractedModule(rank=module.rank, relative_error=module.error, norm=module.norm)
+            for module in found.modules
         },
-        "extracted": {m.name: {"rank": m.rank, "relative_error": m.error, "norm": m.norm} for m in found.modules},
-        "unchanged": list(found.unchanged),
-        "left_out": {each.name: {"reason": each.reason, "norm": each.norm} for each in found.lost},
+        unchanged=list(found.unchanged),
+        left_out={each.name: LeftOut(reason=each.reason, norm=each.norm) for each in found.lost},
         **({"slice": {"layers": selection.layers}} if selection.layers is not None else {}),
-    }
-    write_json(folder / PROVENANCE, record)
+    )
+    write_json(folder / PROVENANCE, record.content())
     (folder / CARD).write_text(_card(pair, found, base), encoding="utf-8")
 
 
@@ -131,10 +136,6 @@ def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:
         fan_in_fan_out=any(slot.transposed and not slot.embedding for slot in slots),
         tied=any(slot.heads for slot in slots),
     )
-
-
-def _source(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> dict[str, Any]:
-    return {"source": checkpoint.source.name, "revision": checkpoint.source.revision, "sha256": hashes}
 
 
 def _card(pair: Pair, found: Extraction, base: str | None) -> str:

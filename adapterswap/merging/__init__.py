@@ -8,30 +8,33 @@ weights; knows nothing of how it was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
+from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
+from adapterswap.merging.blocks import Entered
 from adapterswap.merging.companions import copy_companions
 from adapterswap.merging.computing import Rows
 from adapterswap.merging.copies import check_copies
-from adapterswap.merging.record import describe_model, merged_card
 from adapterswap.merging.resolving import resolve_model
 from adapterswap.merging.shards import ModelForm, OutputShard, index_of, lay_out_model
 from adapterswap.merging.streaming import choose_devices, stream
-from adapterswap.planning.allocation import Rule
+from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.model_plan import ModelPlan, inputs_of
 from adapterswap.planning.model_planning import base_of, make_model_plan, merge_plan
 from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.records.cards import merged_card
+from adapterswap.records.record import SourceRecord, adapter_source, checkpoint_source, composition_record
 from adapterswap.writing.folder import CARD, COMPOSED
 
 __all__ = ["Merged", "ModelForm", "adapter_plan", "merge", "prepare_model", "write_model"]
@@ -55,6 +58,12 @@ class Merged:
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     kept_rows: Rows = field(default_factory=dict)
     kept_share: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What only the tensors told: magnitudes, and shares of rows that are kept."""
+        measured = {"magnitudes": dict(self.magnitudes), "kept_rows": dict(self.kept_share)}
+        return {key: values for key, values in measured.items() if values}
 
     @property
     def inputs(self) -> list[str | Path | None]:
@@ -167,6 +176,19 @@ def write_model(
         index = index_of(plan, merged.shards, form)
         if index is not None:
             write_json(folder / MODEL_INDEX, index)
-        write_json(folder / PROVENANCE, describe_model(plan, form, entered, merged.magnitudes, merged.kept_share))
-        (folder / CARD).write_text(merged_card(plan), encoding="utf-8")
+        record = composition_record(
+            plan,
+            {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
+            checkpoint_source(plan.base, entered.of(BASE)) if plan.base else None,
+            output=asdict(form),
+            measured=merged.measured,
+        )
+        write_json(folder / PROVENANCE, record.content())
+        (folder / CARD).write_text(merged_card(plan, record), encoding="utf-8")
     return out_path
+
+
+def _source(name: str, expert: Adapter | Checkpoint, entered: Entered) -> SourceRecord:
+    if isinstance(expert, Adapter):
+        return adapter_source(expert, sha256_of(expert.file.path))
+    return checkpoint_source(expert, entered.of(name))

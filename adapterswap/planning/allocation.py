@@ -128,6 +128,10 @@ class Rule(StrictModel):
     def normalizes(self) -> bool:
         return self.method in _NORMALIZED if self.normalize is None else self.normalize
 
+    def as_data(self) -> dict[str, Any]:
+        """The rule as it is written in YAML or JSON, without defaults."""
+        return self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+
     def matches(self, name: str, layer: int | None, kind: Kind) -> bool:
         """Whether the rule takes the module of this name, layer and kind."""
         if self.layers is not None:

@@ -251,6 +251,42 @@ class Composition(StrictModel):
             rules.append(self._blend(layers=format_layers(blended)))
         return (*rules, self._non_layer_rule(), Rule(**_Side(self.task).owning, optional=True))
 
+    def settled(self, num_layers: int, *, full: bool = False) -> dict[str, Any]:
+        """What decides the result for a model of `num_layers` layers, defaults filled in, as plain data.
+
+        It reads back as a composition with the same rules; the experts' places, the base and the depth are left out.
+
+        Args:
+            num_layers: L.
+            full: an expert is a full checkpoint, so `norms` counts.
+
+        Raises:
+            AdapterswapError: see `zones`.
+        """
+        fields = {"method", "row_threshold"}
+        zones: dict[str, int] = {}
+        if self.allocation is not None:
+            fields |= {"allocation"}
+        else:
+            fields |= {"task", "language", "task_weight", "language_weight", "weights", "partition"}
+            fields |= {"scale"} if self.method in _SCALED else set()
+            fields |= {"density"} if self.method in SPARSE_METHODS else set()
+            if self.method == "layer_swap":
+                fields |= {"norms"} if full else set()
+                zones = {} if self.partition else dict(zip(ZONES, self.zones(num_layers), strict=True))
+        fields |= {"seed"} if self.is_random else set()
+        fields |= {"allow_negative"} if self.allow_negative else set()
+        content = self.model_dump(mode="json", include=fields, by_alias=True, exclude_none=True)
+        if self.allocation is not None:  # a rule says what it says: the defaults of its fields belong to its other form
+            content["allocation"] = [rule.as_data() for rule in self.allocation]
+        return {**content, **zones}
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the result depends on the seed."""
+        methods = {self.method, *(rule.method for rule in self.allocation or ())}
+        return not methods.isdisjoint({"dare_linear", "dare_ties"})
+
     def _partition_rules(self, num_layers: int) -> tuple[Rule, ...]:
         first, last = _PARTITION_COUNTS[self.partition or ""]
         if num_layers < _PARTITION_LAYERS:

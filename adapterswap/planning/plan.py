@@ -15,13 +15,16 @@ from adapterswap.errors import AdapterswapError, Problems, check_type
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, by_layer
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.sources import (
+    Source,
     at_revision,
     base_config,
     cached_base_config,
+    find_source,
     public_name,
     same_base,
     split_revision,
 )
+from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.modules import ModulePlan, Term
@@ -51,6 +54,7 @@ class Plan:
         modules: by full name; those without a layer first, then by layer and name.
         saved: the modules that experts hold in full (`modules_to_save`), likewise.
         notes: what could not be checked on this machine. It changes no byte of a result.
+        base: the base, where it was declared as a local folder, or its config told the depth; else None.
     """
 
     composition: Composition
@@ -60,6 +64,7 @@ class Plan:
     modules: Mapping[str, ModulePlan[LoraModule]]
     saved: Mapping[str, ModulePlan[FullModule]]
     notes: tuple[str, ...] = ()
+    base: Source | None = None
 
     def __iter__(self) -> Iterator[ModulePlan[LoraModule]]:
         return iter(self.modules.values())
@@ -130,7 +135,6 @@ def make_plan(
     check_type(experts, Mapping, "experts", "Pass a mapping from names to opened adapters")
     check_type(num_layers, (Integral, type(None)), "num_layers", "Pass a whole number such as 32")
     problems = Problems()
-    notes: tuple[str, ...] = ()
     names: Sequence[str] = composition.expert_names
     if recorded:  # in the order of the record: the first expert gives the result what no rule decides
         names = sorted(names, key=[*experts, *names].index)
@@ -143,10 +147,12 @@ def make_plan(
     check_names(names, experts, problems)
     used = {name: experts[name] for name in names if name in experts}
     check_experts(used, composition, problems)
+    depth = None
     with problems.collect():
-        num_layers, notes = _settle_depth(used, composition, num_layers)
+        depth = _settle_depth(used, composition, num_layers)
     problems.raise_if_any()
-    assert num_layers is not None
+    assert depth is not None
+    num_layers = depth.num_layers
     check_depth(used, num_layers, problems)
     problems.raise_if_any()
     rules = composition.rules(num_layers)
@@ -160,7 +166,7 @@ def make_plan(
     if not recorded:
         check_used(names, rules, modules, composition, problems)
     problems.raise_if_any()
-    return Plan(composition, rules, used, num_layers, modules, saved, notes)
+    return Plan(composition, rules, used, num_layers, modules, saved, depth.notes, depth.base)
 
 
 _Module = TypeVar("_Module", LoraModule, FullModule)
@@ -197,27 +203,36 @@ def _match(
     return plans
 
 
-def _settle_depth(
-    experts: Mapping[str, Adapter], composition: Composition, known: int | None
-) -> tuple[int, tuple[str, ...]]:
-    """The base's number of layers, and a note where it could not be checked.
+@dataclass(frozen=True)
+class _Depth:
+    """The base's number of layers, a note where it could not be checked, and the base itself (see `Plan.base`)."""
+
+    num_layers: int
+    base: Source | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: int | None) -> _Depth:
+    """See `_Depth`; `known` is what the model itself says.
 
     Raises:
         AdapterswapError: the composition's is not the base's, or there is none; see `find_num_layers`.
     """
-    given = composition.num_layers
+    given, declared = composition.num_layers, composition.base_model
     if given is None:
-        return known or find_num_layers(experts, composition.base_model), ()
-    base, found = ("the model", known) if known else _depth_on_this_machine(experts, composition.base_model)
+        return _Depth(known) if known else _Depth(*find_num_layers(experts, declared))
+    base, found = ("the model", known) if known else _depth_on_this_machine(experts, declared)
+    is_local = declared is not None and not known and is_folder(expand(declared))
+    source = find_source(declared, [], what="base model") if declared and is_local else None
     if found is None:
         reach = f"This machine does not have the depth of {public_name(base)}" if base else "The experts name no base"
-        return given, (f"{reach}, so num_layers {given} could not be checked",)
+        return _Depth(given, source, (f"{reach}, so num_layers {given} could not be checked",))
     if found != given:
         raise AdapterswapError(
             f"num_layers is {given}, and {base} has {found} layers",
             "Leave `num_layers` out; pass `base_model` if that is another base than the experts'",
         )
-    return given, ()
+    return _Depth(given, source)
 
 
 def _depth_on_this_machine(experts: Mapping[str, Adapter], base_model: str | None) -> tuple[str | None, int | None]:
@@ -236,8 +251,8 @@ def _reference(adapter: Adapter) -> str | None:
     return None if name is None else at_revision(name, adapter.config.revision)
 
 
-def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> int:
-    """The base's number of layers, from its config.json; never from the experts' modules.
+def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[int, Source]:
+    """The base's number of layers, from its config.json, never from the experts' modules; and the base.
 
     Raises:
         AdapterswapError: no base is named, it cannot be had, or its config does not say.
@@ -257,7 +272,7 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
             "Pass `num_layers`, or `base_model` with the base's folder",
         )
     try:
-        config = base_config(base)
+        source, config = base_config(base)
     except AdapterswapError as error:
         told = error.problems[0].what
         raise AdapterswapError(
@@ -266,4 +281,4 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
     found = num_layers_in_config(config)
     if found is None:
         raise AdapterswapError(f"the config of {base} does not say how many layers it has", "Pass `num_layers`")
-    return found
+    return found, source

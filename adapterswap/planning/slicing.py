@@ -14,7 +14,7 @@ from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.plan import Plan, find_num_layers, make_plan
+from adapterswap.planning.plan import Plan, make_plan
 
 __all__ = ["slice_plan"]
 
@@ -39,12 +39,6 @@ def slice_plan(adapter: Adapter, layers: str, *, num_layers: int | None = None, 
     if not kept:
         raise AdapterswapError(f"`layers` {layers!r} names no layer", mend)
     name = expert_name(adapter, {}, "expert")
-    num_layers = num_layers or find_num_layers({name: adapter}, base_model)
-    if outside := sorted(layer for layer in kept if layer >= num_layers):
-        raise AdapterswapError(
-            f"`layers` {layers} names layer {outside[0]}, and the base has {num_layers} (0-{num_layers - 1})",
-            "Correct `layers`, or `num_layers`",
-        )
     modules: list[LoraModule | FullModule] = [*adapter.modules.values(), *adapter.saved.values()]
     held = {module.layer for module in modules if module.layer is not None}
     if not kept & held:

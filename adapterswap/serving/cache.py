@@ -19,11 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.experts.identity import sha256_of
 from adapterswap.files.folders import sync_folder, sync_one
 from adapterswap.files.smallfiles import expand, read_json
 from adapterswap.files.tensorfile import stamp
 from adapterswap.serving.memo import Memo
-from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Cache", "default_cache"]
 

@@ -25,14 +25,14 @@ from adapterswap.experts.sources import base_config
 from adapterswap.files.smallfiles import shown
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.records.record import FORMAT
 from adapterswap.serving.base_shapes import base_shapes, check_fits
 from adapterswap.serving.cache import Cache
 from adapterswap.serving.copies import check_copies
 from adapterswap.serving.manifest import Manifest
 from adapterswap.serving.memo import content_hash
 from adapterswap.serving.names import UnknownNameError, composition_of
-from adapterswap.writing import Written, prepare, write_prepared
-from adapterswap.writing.provenance import FORMAT
+from adapterswap.writing import Prepared, prepare, write_prepared
 
 __all__ = ["NamedComposer", "largest_rank"]
 
@@ -58,7 +58,8 @@ class NamedComposer:
         self.base_model = base_model
         self.cache = cache
         self.max_lora_rank = max_lora_rank
-        num_layers = num_layers_in_config(base_config(base_model))
+        _, config = base_config(base_model)
+        num_layers = num_layers_in_config(config)
         if num_layers is None:
             raise AdapterswapError(f"the config of {base_model} does not say how many layers it has", "Check the base")
         self.num_layers = num_layers
@@ -206,7 +207,7 @@ def _what(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _for_any_engine(plan: Plan) -> Written:
+def _for_any_engine(plan: Plan) -> Prepared:
     """The plan laid out without patterns, which some engines ignore.
 
     Where all modules have one rank and scale, as in a swap of experts that were trained alike, that is the exact

@@ -17,7 +17,7 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import check_task_names
 from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
-from adapterswap.experts.identity import model_fingerprints
+from adapterswap.experts.identity import model_fingerprints, sha256_of
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.planning.plan import Plan, make_plan
 from adapterswap.sweeps.cells import Cell
@@ -27,7 +27,6 @@ from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.results import FORMAT
 from adapterswap.sweeps.sides import extra_experts
 from adapterswap.sweeps.values import TaskInfo
-from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Prepared", "prepare"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import hub_remedy
 from adapterswap.files.smallfiles import expand
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.templates import Template
-from adapterswap.writing.copying import sha256_of
 
 __all__ = ["SourceCounts", "load_table"]
 

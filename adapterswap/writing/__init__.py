@@ -7,14 +7,15 @@ knows nothing of how it was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from adapterswap.arithmetic.copies import check_one_base
 from adapterswap.arithmetic.layout import lay_out
-from adapterswap.arithmetic.outputs import Form
+from adapterswap.arithmetic.outputs import Form, Layout, Reduced
 from adapterswap.arithmetic.reduction import reduce
-from adapterswap.arithmetic.resolving import resolve
+from adapterswap.arithmetic.resolving import Resolved, resolve
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapter_config import check_written
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
@@ -22,13 +23,36 @@ from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only, inputs_of
 from adapterswap.planning.plan import Plan
-from adapterswap.writing.card import model_card
+from adapterswap.records.cards import adapter_card
+from adapterswap.records.record import adapter_source, base_source, composition_record
 from adapterswap.writing.folder import CARD, COMPOSED
 from adapterswap.writing.loadable import check_heads, loadable_form, with_loadable_names
-from adapterswap.writing.provenance import Written, provenance
 from adapterswap.writing.tensors import write_tensors
 
-__all__ = ["Written", "prepare", "write_adapter", "write_prepared"]
+__all__ = ["Prepared", "prepare", "write_adapter", "write_prepared"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An adapter that is ready to be written: the plan with its numbers, the form, the tensors."""
+
+    resolved: Resolved
+    form: Form
+    layout: Layout
+    reduced: Mapping[str, Reduced]
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What only the tensors told: magnitudes, shares of rows that are kept, ranks and errors of truncation."""
+        reduced = {name: {"rank": one.rank, "relative_error": one.error} for name, one in self.reduced.items()}
+        measured = {
+            "magnitudes": dict(self.resolved.magnitudes), "kept_rows": self.resolved.kept_share(), "reduced": reduced,
+        }  # fmt: skip
+        return {key: values for key, values in measured.items() if values}
 
 
 def write_adapter(
@@ -71,7 +95,7 @@ def write_adapter(
     return write_prepared(prepare(plan, form), out_path, overwrite=overwrite)
 
 
-def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> Written:
+def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> Prepared:
     """Find the numbers that the plan leaves open, truncate what must be, lay the tensors out. Writes nothing.
 
     Args:
@@ -91,21 +115,28 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     reduced = reduce(resolved, form, progress)
     layout = lay_out(resolved, form, reduced)
     check_written(layout.config)
-    return Written(resolved, form, layout, reduced)
+    return Prepared(resolved, form, layout, reduced)
 
 
 def write_prepared(
-    written: Written, out_path: str | Path, *, overwrite: bool = False, hashes: Mapping[str, str] | None = None
+    written: Prepared, out_path: str | Path, *, overwrite: bool = False, hashes: Mapping[str, str] | None = None
 ) -> Path:
     """Write what `prepare` made; see `write_adapter`.
 
     `hashes` are the SHA-256 of the experts' files by name, where they were found since the experts were opened: hashing
     is most of a swap's time. They are believed.
     """
-    out_path = expand(out_path)
-    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(written.plan)) as folder:
-        found = write_tensors(written.plan, written.layout, folder / WEIGHTS, hashes)
+    out_path, plan = expand(out_path), written.plan
+    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(plan)) as folder:
+        sha256 = write_tensors(plan, written.layout, folder / WEIGHTS, hashes)
+        record = composition_record(
+            plan,
+            {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.experts.items()},
+            base_source(plan.base) if plan.base else None,
+            output=asdict(written.form),
+            measured=written.measured,
+        )
         write_json(folder / CONFIG, written.layout.config)
-        write_json(folder / PROVENANCE, provenance(written, found))
-        (folder / CARD).write_text(model_card(written.plan, written.reduced), encoding="utf-8")
+        write_json(folder / PROVENANCE, record.content())
+        (folder / CARD).write_text(adapter_card(plan, record), encoding="utf-8")
     return out_path

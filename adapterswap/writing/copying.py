@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from adapterswap.arithmetic.tensors import check_finite, not_finite
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.tensorfile import TensorFile, open_tensors
 
-__all__ = ["copy_and_hash", "sha256_of", "write_at"]
+__all__ = ["copy_and_hash", "write_at"]
 
 _BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
 
@@ -77,9 +76,3 @@ def write_at(output: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]], offs
     done = 0
     while done < data.size:
         done += os.pwrite(output, data[done:].data, offset + done)
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -100,7 +100,7 @@ def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
     if reference is None or any(_PARTS.search(name) for name in names):
         return False
     try:
-        config = base_config(reference)
+        _, config = base_config(reference)
     except AdapterswapError:  # it is not at hand, and nothing else needs it
         return False
     return language_config(config) is not config or any(name.startswith("backbone.") for name in names)

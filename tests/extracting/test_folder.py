@@ -19,8 +19,8 @@ from crafting import snapshot
 import adapterswap
 from adapterswap import bases
 from adapterswap.arithmetic.peft_config import written_scale
-from adapterswap.checking.record import read_record
 from adapterswap.extracting import extract
+from adapterswap.records.record import read_record
 
 from .conftest import Checkpoint
 

@@ -162,3 +162,13 @@ def test_the_command_line_tells_errors_in_one_line(
     assert (usage.exit_code, usage.stdout) == (2, "")
     assert "Give --rank, --max-error, or both." in usage.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_that_transformers_rejects_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folders = [shutil.copytree(checkpoint("llama", seed), tmp_path / str(seed)) for seed in (1, 0)]
+    for folder in folders:
+        config = json.loads((folder / "config.json").read_text()) | {"num_attention_heads": 5}
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AdapterswapError, match="config"):
+        extract(*folders, tmp_path / "out", rank=2)
+    assert not (tmp_path / "out").exists()

@@ -69,8 +69,8 @@ def test_files_alone(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -
     """Without what it was cut out of, and with the base alone; what is not compared is told."""
     out, _, base = cut
     for options, missing, told in (
-        ([], ["full", "base"], "Give --expert full=PATH and --base-model."),
-        (["--base-model", base], ["full"], "Give --expert full=PATH."),
+        ([], ["full", "base"], "Pass --expert full=PATH and --base-model."),
+        (["--base-model", base], ["full"], "Pass --expert full=PATH."),
     ):
         result = run("verify", out, *options)
         assert (result.exit_code, result.stdout) == (0, "equal: the files are those that were recorded\n")
@@ -252,3 +252,20 @@ def test_what_contradicts_the_adapter_in_the_record_is_named(
     (out / RECORD).write_text(json.dumps(record))
     found = verify(out, {"full": full}, base_model=str(base))
     assert (found.equal, found.record_differs) == (False, (key,))
+
+
+def test_a_record_of_format_1_is_verified(cut: tuple[Path, Path, Path]) -> None:
+    out, full, base = cut
+    record = json.loads((out / RECORD).read_text())
+    assert (record["format"], record.pop("kind")) == (3, "extraction")
+    (out / RECORD).write_text(json.dumps(record | {"format": 1}))
+    assert verify(out, {"full": full}, base_model=str(base)).equal
+
+
+def test_the_origin_of_the_fine_tune_is_compared(cut: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    out, full, base = cut
+    record = json.loads((out / RECORD).read_text())
+    record["extraction"]["full"]["origin"] = {"experts": {}}
+    (out / RECORD).write_text(json.dumps(record))
+    found = verify(out, {"full": full}, base_model=str(base))
+    assert (found.equal, found.record_differs) == (False, ("extraction",))

@@ -62,7 +62,9 @@ def swap_owners(record: dict[str, Any]) -> None:
         ("tensors", swap_owners),
         ("tensors", lambda record: record["tensors"].popitem()),
         ("rules", lambda record: record.update(rules=[])),
-        ("base_model", lambda record: record["base_model"].update(license="mit")),
+        ("base_model", lambda record: record.update(base_model="org/other")),
+        ("base", lambda record: record["base"].update(license="mit")),
+        ("base", lambda record: record["base"].update(origin={"experts": {}})),
         ("experts", lambda record: record["experts"]["math"].update(base_revision="R9")),
         ("files", lambda record: record["files"].pop()),
         ("magnitudes", lambda record: record.update(magnitudes={"math": 1.0})),
@@ -104,7 +106,7 @@ def test_sources_that_changed_are_named(
         ({}, "the base came from a folder named"),
         ({"output": {"dtype": "int4"}}, "int4"),
         ({"output": {"layout": "exact"}}, "is not understood"),
-        ({"base_model": "base"}, "is not understood"),
+        ({"base_model": 7}, "is not understood"),
     ],
 )
 def test_records_that_cannot_be_followed(

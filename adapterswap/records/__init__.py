@@ -1,0 +1,1 @@
+"""What outputs say of themselves: adapterswap.json and the model card."""

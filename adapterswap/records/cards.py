@@ -1,0 +1,161 @@
+"""Model cards (README.md) of composed adapters and merged models: what they are made of, as a picture in text.
+
+Knows plans, and which modules were truncated. Says nothing else: no scores, no claims.
+"""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from adapterswap import __version__
+from adapterswap.experts.sources import public_name
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.describe import strip, unusual
+from adapterswap.planning.model_describe import model_strip, model_unusual
+from adapterswap.planning.model_plan import ModelPlan
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.slicing import sliced_layers
+from adapterswap.records.record import CompositionRecord, SourceRecord
+
+__all__ = ["adapter_card", "escaped", "merged_card"]
+
+_METHODS = {
+    "layer_swap": "layer swapping (Bandarkar et al. 2025)",
+    "soup": "a model soup (Wortsman et al. 2022)",
+    "task_arithmetic": "task arithmetic (Ilharco et al. 2023)",
+    "ties": "TIES merging (Yadav et al. 2023)",
+    "dare_linear": "DARE (Yu et al. 2024)",
+    "dare_ties": "DARE with TIES' election of signs (Yu et al. 2024)",
+    "slerp": "spherical interpolation of ΔW (SLERP)",
+    "magnitude_prune": "magnitude pruning",
+}
+
+
+_MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
+
+
+def _how_composed(composition: Composition) -> str:
+    """What was done, with the paper that it is from."""
+    if composition.allocation is not None:
+        return "rules for layers and modules"
+    if composition.partition is not None:
+        return f"layer swapping by partition {composition.partition} (Bandarkar & Peng 2025)"
+    return _METHODS[composition.method]
+
+
+def escaped(text: str) -> str:
+    """Text that may hold any characters, such as a folder's name, as Markdown that shows it on one line."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+
+
+def adapter_card(plan: Plan, record: CompositionRecord) -> str:
+    """The card as Markdown with the Hub's YAML front matter."""
+    base = public_name(plan.base_model)
+    sources = [str(adapter.source) for adapter in plan.experts.values()]
+    front = {
+        "library_name": "peft",
+        "tags": ["adapterswap", "lora", "merge"],
+        **({"base_model": base} if base and "/" in base else {}),
+    }
+    layers = sliced_layers(plan)
+    made = (
+        f"composed from {len(sources)} expert{'s' * (len(sources) > 1)} by\n{_how_composed(plan.composition)}"
+        if layers is None
+        else f"cut out of one expert:\nits layers {layers}, and what it has outside the layers,"
+    )
+    experts = "\n".join(
+        f"| {escaped(name)} | {escaped(source)} |" for name, source in zip(plan.experts, sources, strict=True)
+    )
+    lines = [*map(escaped, [*_origins(record), *unusual(plan)]), *_truncation(record)]
+    remarks = "".join(f"- {line}\n" for line in lines)
+    return f"""---
+{yaml.safe_dump(front, sort_keys=True).strip()}
+---
+
+# {" + ".join(map(escaped, plan.experts))}
+
+A LoRA adapter{f" for {escaped(base)}" if base else ""}, {made} with adapterswap {__version__}.
+
+| expert | from |
+|---|---|
+{experts}
+
+Layers from bottom (left) to top (right):
+
+```
+{strip(plan)}
+```
+{f"{chr(10)}{remarks}" if remarks else ""}
+Load it with PEFT:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
+```
+
+`adapterswap.json` says which expert every module came from, with the SHA-256 of the experts' files.
+"""
+
+
+def merged_card(plan: ModelPlan, record: CompositionRecord) -> str:
+    """The model card as Markdown with the Hub's YAML front matter."""
+    base = plan.base.source.name if plan.base else None
+    sources = {name: str(expert.source) for name, expert in plan.experts.items()}
+    ids = [name for name in ([base] if base else [expert.source.name for expert in plan.full.values()]) if "/" in name]
+    front = {
+        "library_name": "transformers",
+        "tags": ["adapterswap", "merge"],
+        **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
+    }
+    kinds = {name: "LoRA adapter" if name in plan.adapters else "full checkpoint" for name in plan.experts}
+    experts = "\n".join(f"| {escaped(name)} | {escaped(sources[name])} | {kinds[name]} |" for name in plan.experts)
+    remarks = "".join(f"- {escaped(line)}\n" for line in [*_origins(record), *model_unusual(plan)])
+    return f"""---
+{yaml.safe_dump(front, sort_keys=True).strip()}
+---
+
+# {" + ".join(map(escaped, plan.experts))}
+
+Full weights{f" of {escaped(base)}" if base else ""}, composed from {len(sources)} expert{"s" * (len(sources) > 1)} by
+{_how_composed(plan.composition)} with adapterswap {__version__}.
+
+| expert | from | kind |
+|---|---|---|
+{experts}
+
+Layers from bottom (left) to top (right):
+
+```
+{model_strip(plan)}
+```
+{f"{chr(10)}{remarks}" if remarks else ""}
+`adapterswap.json` says what every tensor came from, with SHA-256 hashes of the experts.
+"""
+
+
+def _origins(record: CompositionRecord) -> list[str]:
+    """A line for each expert that adapterswap made itself."""
+    lines = []
+    for name, expert in record.experts.items():
+        made = expert.origin
+        if made is not None and "extraction" in made:
+            lines.append(f"{name} was extracted from {SourceRecord.model_validate(made['extraction']['full'])}")
+        elif made is not None:
+            sources = [f"{part} ({SourceRecord.model_validate(entry)})" for part, entry in made["experts"].items()]
+            verb = f"keeps the layers {made['slice']['layers']} of" if "slice" in made else "was composed from"
+            lines.append(f"{name} {verb} {', '.join(sources)}")
+    return lines
+
+
+def _truncation(record: CompositionRecord) -> list[str]:
+    """A line on modules whose ΔW is not exact, if there are any."""
+    if not record.reduced:
+        return []
+    worst = max(module["relative_error"] for module in record.reduced.values())
+    ranks = sorted({module["rank"] for module in record.reduced.values()})
+    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
+    count = "1 module was" if len(record.reduced) == 1 else f"{len(record.reduced)} modules were"
+    return [f"{count} reduced to {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst:.3f}"]

@@ -1,0 +1,335 @@
+"""adapterswap.json: what a folder was made of. Written, read and brought up to date here and nowhere else.
+
+A record holds no clock and no path of a machine, so the same inputs give the same bytes. One that is read may come from
+a stranger: it is checked before it is believed, and a path that it names is never followed.
+
+Format 1 is the first edition's. Since 2, the experts of a side are averaged before a method combines the sides. Since
+3, a composition has its defaults filled in, the base has an identity, an expert that adapterswap made says what it was
+made of, every record has a `kind`, and `base_model` is a name in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from adapterswap import __version__
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter
+from adapterswap.experts.checkpoints import MODEL_CONFIG, Checkpoint
+from adapterswap.experts.identity import model_fingerprints, sha256_of
+from adapterswap.experts.layers import MAX_LAYERS
+from adapterswap.experts.sources import Source, is_hub_id, public_name
+from adapterswap.files.smallfiles import exists, read_json
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.model_plan import AnyPlan, ModelPlan
+from adapterswap.planning.modules import coefficients
+from adapterswap.planning.slicing import sliced_layers
+
+__all__ = [
+    "FORMAT",
+    "Asked",
+    "CompositionRecord",
+    "ExtractedModule",
+    "ExtractionRecord",
+    "LeftOut",
+    "SourceRecord",
+    "adapter_source",
+    "base_source",
+    "checkpoint_source",
+    "composition_record",
+    "parse_record",
+    "read_record",
+    "shards_source",
+]
+
+FORMAT: Literal[3] = 3
+_DEPTH = 8  # generations of origins; the rest stand in the records of the experts that are named last
+
+
+class _Written(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    def content(self) -> dict[str, Any]:
+        """The record as it stands in the file."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class SourceRecord(_Written):
+    """What an expert or a base was: a Hub id and its commit, or a folder's own name, and its files."""
+
+    source: str
+    revision: str | None = None
+    sha256: dict[str, str] = Field(default={}, description="Of its small files, and of an adapter's weights.")
+    fingerprints: dict[str, str] = Field(default={}, description="Of a local base's weights; see `fingerprint`.")
+    base_model: str | None = Field(default=None, description="The base that an adapter's own config names.")
+    base_revision: str | None = None
+    entered: dict[str, dict[str, int | str]] = Field(
+        default={}, description="Of a full checkpoint: how much was copied and computed with; see `merging.blocks`."
+    )
+    origin: dict[str, Any] | None = Field(
+        default=None, description="What the adapterswap.json beside it says that it was made of."
+    )
+
+    def __str__(self) -> str:
+        return f"{self.source}@{self.revision}" if self.revision else self.source
+
+    @property
+    def reference(self) -> str | None:
+        """The Hub id with its commit; None for others: a path that a record names is never followed."""
+        return str(self) if self.revision and is_hub_id(str(self)) else None
+
+
+class RuleRecord(BaseModel):
+    """A rule as it was applied: fields as for `Rule`. Only what is read again is checked."""
+
+    model_config = ConfigDict(extra="allow")
+
+    layers: Any = None
+    modules: Any = None
+    expert: str | None = None
+    blend: Any = None
+    averages: dict[str, list[str]] = {}
+
+
+class CompositionRecord(_Written):
+    """What an adapter was composed of, or a model merged from. Other keys are left alone."""
+
+    format: int = FORMAT
+    kind: Literal["adapter", "model"] = "adapter"
+    adapterswap_version: str = ""
+    base_model: str | None = None
+    base_revision: str | None = None
+    base: SourceRecord | None = Field(
+        default=None, description="The base's identity, where it was given as a folder, or was needed."
+    )
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    composition: dict[str, Any] = Field(default={}, description="What was requested, defaults filled in.")
+    experts: dict[str, SourceRecord]
+    rules: list[RuleRecord] = []
+    output: dict[str, Any] = Field(default={}, description="How it was written: layout, rank, dtype, size of shards.")
+    modules: dict[str, str | dict[str, float]] = Field(
+        validation_alias=AliasChoices("modules", "tensors"),  # of an adapter, of a merged model
+        description="The owner, or each expert's coefficient.",
+    )
+    slice: dict[str, str] | None = Field(default=None, description="The layers that a slice keeps.")
+    magnitudes: dict[str, float] = Field(default={}, description="The mean |ΔW| by which weights were divided.")
+    kept_rows: dict[str, float] = Field(default={}, description="The share of rows above the row threshold.")
+    reduced: dict[str, dict[str, int | float]] = Field(
+        default={}, description="Rank and relative error, where truncated."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, content: Any) -> Any:
+        """Before format 3 the base of a merged model stood in `base_model`, with its files."""
+        if isinstance(content, dict) and isinstance(base := content.get("base_model"), dict):
+            names = {"base_model": base.get("source"), "base_revision": base.get("revision"), "base": base}
+            return {**content, **names}
+        return content
+
+    @model_validator(mode="after")
+    def _check(self) -> CompositionRecord:
+        known = {*self.experts, BASE}
+        named = {name for what in self.modules.values() for name in ([what] if isinstance(what, str) else what)}
+        if not named <= known:
+            raise ValueError("a module names an expert that is not among the experts")
+        return self
+
+    def content(self) -> dict[str, Any]:
+        content = super().content()
+        modules = content.pop("modules")
+        return {**content, "tensors" if self.kind == "model" else "modules": modules}
+
+    def owner_of(self, module: str) -> str | dict[str, float] | None:
+        """The expert, or the average of several, that owns a module; else its coefficients; None if it is not named."""
+        made_of = self.modules.get(module)
+        if not isinstance(made_of, dict):
+            return made_of
+        for rule in self.rules:
+            members = rule.averages.get(rule.expert or "")
+            if members and made_of == {name: 1 / len(members) for name in members if name != BASE}:
+                return rule.expert
+        return made_of
+
+
+class ExtractedModule(BaseModel):
+    """A module of an extracted adapter: its relative error, and ‖ΔW‖ (Frobenius)."""
+
+    model_config = ConfigDict(strict=True)
+
+    rank: int
+    relative_error: float = Field(ge=0)
+    norm: float = Field(gt=0)
+
+
+class LeftOut(BaseModel):
+    """A change of the fine-tune that is not in the adapter: why, and ‖ΔW‖."""
+
+    model_config = ConfigDict(strict=True)
+
+    reason: str = ""
+    norm: float = Field(gt=0)
+
+
+class Asked(BaseModel):
+    """What was asked of `extract`, and of what."""
+
+    model_config = ConfigDict(strict=True)
+
+    full: SourceRecord
+    base: SourceRecord
+    rank: int | None = None
+    max_error: float | None = None
+    layers: str | None
+    modules: list[str]
+    embeddings: bool
+
+
+class ExtractionRecord(_Written):
+    """What an adapter was cut out of. Other keys are left alone."""
+
+    format: Literal[1, 3] = FORMAT
+    kind: Literal["extraction"] = "extraction"
+    adapterswap_version: str = ""
+    base_model: str | None = None
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    sha256: dict[str, str] = Field(description="Of the adapter's own files.")
+    extraction: Asked
+    extracted: dict[str, ExtractedModule]
+    unchanged: list[str] = []
+    left_out: dict[str, LeftOut] = {}
+    slice: dict[str, str] | None = None
+
+
+Record = CompositionRecord | ExtractionRecord
+
+
+def parse_record(content: Mapping[str, Any]) -> Record:
+    """The record that the content of an adapterswap.json is.
+
+    Raises:
+        ValidationError: it is none that this version understands.
+    """
+    kind = ExtractionRecord if "extraction" in content else CompositionRecord
+    return kind.model_validate(content)
+
+
+def read_record(folder: Path) -> Record | None:
+    """The record in a folder; None if there is none, or it is none that can be understood."""
+    if not exists(folder / PROVENANCE):
+        return None
+    try:
+        return parse_record(read_json(folder / PROVENANCE))
+    except (AdapterswapError, ValidationError):
+        return None
+
+
+def composition_record(
+    plan: AnyPlan,
+    experts: Mapping[str, SourceRecord],
+    base: SourceRecord | None,
+    *,
+    output: Mapping[str, Any],
+    measured: Mapping[str, Any],
+) -> CompositionRecord:
+    """The record of what a plan made.
+
+    Args:
+        plan: what was carried out.
+        experts: what entered, by name.
+        base: the base's identity, where it was given or needed.
+        output: how it was written; values that are None are left out.
+        measured: `magnitudes`, `kept_rows` and `reduced`, as far as there are any: what only the tensors told.
+    """
+    fields: dict[str, Any] = {
+        "format": FORMAT, "kind": "adapter", "adapterswap_version": __version__, "num_layers": plan.num_layers,
+    }  # fmt: skip
+    if isinstance(plan, ModelPlan):
+        named = plan.base.source if plan.base else None
+        fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
+        parts = {part.name: coefficients(part) for part in plan}
+        has_norms = bool(plan.full)
+    else:
+        fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
+        parts = {part.name: coefficients(part) for part in [*plan, *plan.saved.values()]}
+        has_norms = False
+        if (layers := sliced_layers(plan)) is not None:
+            fields["slice"] = {"layers": layers}
+    if base is not None:
+        fields["base"] = base
+    return CompositionRecord(
+        composition=plan.composition.settled(plan.num_layers, full=has_norms),
+        experts=dict(experts),
+        rules=[RuleRecord.model_validate(rule.as_data()) for rule in plan.rules],
+        output={key: value for key, value in output.items() if value is not None},
+        modules=parts,
+        **fields,
+        **measured,
+    )
+
+
+def adapter_source(adapter: Adapter, sha256: str) -> SourceRecord:
+    """An adapter as an expert; `sha256` is that of its weights."""
+    return _source(
+        adapter.source,
+        sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
+        base_model=public_name(adapter.config.base_model),
+        base_revision=adapter.config.revision,
+    )
+
+
+def checkpoint_source(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str, int | str]]) -> SourceRecord:
+    """A full checkpoint as an expert or a base, and what of it entered."""
+    config = checkpoint.source.folder / MODEL_CONFIG
+    return _source(
+        checkpoint.source,
+        sha256={MODEL_CONFIG: sha256_of(config)},
+        entered={how: dict(numbers) for how, numbers in entered.items()},
+    )
+
+
+def shards_source(checkpoint: Checkpoint, sha256: Mapping[str, str]) -> SourceRecord:
+    """A full checkpoint that an adapter is cut out of; `sha256` are those of its shards."""
+    return _source(checkpoint.source, sha256=dict(sha256))
+
+
+def base_source(source: Source) -> SourceRecord:
+    """A base of which no weight entered: its config, and where it is a local folder the fingerprints of its weights."""
+    config = source.folder / MODEL_CONFIG
+    fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if exists(config) else {}}
+    if source.revision is None:
+        found = model_fingerprints(source.folder)
+        fields["fingerprints"] = {name: value for name, value in found.items() if name.endswith(".safetensors")}
+    return _source(source, **fields, origin=None)
+
+
+def _source(source: Source, **fields: Any) -> SourceRecord:
+    fields.setdefault("origin", _origin(source.folder))
+    present = {key: value for key, value in fields.items() if key != "origin" or value is not None}
+    return SourceRecord(source=source.name, revision=source.revision, **present)
+
+
+def _origin(folder: Path) -> dict[str, Any] | None:
+    """What the expert in a folder was made of, by its own record; None for one that adapterswap did not make."""
+    record = read_record(folder)
+    if record is None:
+        return None
+    if isinstance(record, ExtractionRecord):
+        return {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
+    kept = ("num_layers", "composition", "experts", "rules", "slice")
+    content = record.content()
+    return _shortened({key: content[key] for key in kept if key in content}, _DEPTH - 1)
+
+
+def _shortened(origin: dict[str, Any], generations: int) -> dict[str, Any]:
+    """An origin without what lies more than this many generations back."""
+    for expert in origin.get("experts", {}).values():
+        if not generations:
+            expert.pop("origin", None)
+        elif isinstance(expert.get("origin"), dict):
+            _shortened(expert["origin"], generations - 1)
+    return origin
