@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,11 @@ def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), name
+
+
+def written_files(folder: Path) -> dict[str, object]:
+    """The bytes of a folder's files. The record is without the base: that of a model in memory is not looked up."""
+    files: dict[str, object] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    record = json.loads((folder / "adapterswap.json").read_text())
+    record.pop("base", None)
+    return files | {"adapterswap.json": record}

@@ -21,7 +21,7 @@ from adapterswap import AdapterswapError
 from adapterswap.arithmetic import copies
 from adapterswap.bases import quiet_peft
 from adapterswap.live import LiveComposer, load_expert
-from live.conftest import assert_same_tensors, state_of, tensors_of
+from live.conftest import assert_same_tensors, state_of, tensors_of, written_files
 
 Make = Callable[..., Path]
 TARGETS = ["embed_tokens", "lm_head", "q_proj"]
@@ -158,6 +158,6 @@ def test_compositions_saved_live_carry_the_copies(base: Make, carrying: Make, tm
     )
     with composing.use(name):
         output, saved = logits(composing.model), composing.save(tmp_path / "saved")
-    assert {p.name: p.read_bytes() for p in saved.iterdir()} == {p.name: p.read_bytes() for p in written.iterdir()}
+    assert written_files(saved) == written_files(written)
     again = load_expert(load_base(base("llama")), saved, "again")
     close(logits(again), output, depth=LAYERS)

@@ -18,7 +18,7 @@ from tolerances import close, rounded_once
 import adapterswap
 from adapterswap import AdapterswapError, Composition
 from adapterswap.live import LiveComposer, load_expert
-from live.conftest import EXPERTS, assert_same_tensors, state_of, tensors_of
+from live.conftest import EXPERTS, assert_same_tensors, state_of, tensors_of, written_files
 
 Composers = Callable[..., LiveComposer]
 Folders = Callable[..., dict[str, Path]]
@@ -98,7 +98,7 @@ def test_an_expert_of_another_base_leaves_the_model_as_it_was(composer: Composer
     before, tensors = state_of(composing.model), tensors_of(composing.model)
     with pytest.raises(AdapterswapError, match="which the model does not have"):
         composing.load_expert(expert("gpt2", seed=1), "other")
-    with pytest.raises(AdapterswapError, match=r"layer 9"):
+    with pytest.raises(AdapterswapError, match="none of the layers 9"):
         composing.load_expert(expert(seed=1), "other", layers="9")
     assert state_of(composing.model) == before
     assert_same_tensors(tensors_of(composing.model), tensors)
@@ -149,10 +149,6 @@ def test_a_file_that_its_config_does_not_describe_is_refused(tmp_path: Path, bas
     assert state_of(composing.model) == before
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.parametrize("asked", [NAME, "plan"])
 def test_saving_gives_the_bytes_of_writing(asked: str, composer: Composers, folders: Folders, tmp_path: Path) -> None:
     plan = adapterswap.compose(adapterswap.parse_composition(NAME), folders())
@@ -160,7 +156,7 @@ def test_saving_gives_the_bytes_of_writing(asked: str, composer: Composers, fold
     composing = composer()
     with composing.use(plan if asked == "plan" else asked):
         saved = composing.save(tmp_path / "saved")
-    assert files_of(saved) == files_of(written)
+    assert written_files(saved) == written_files(written)
 
 
 def test_saving_from_a_slice_and_in_other_forms(base: Bases, folders: Folders, tmp_path: Path) -> None:
@@ -218,14 +214,14 @@ def test_saving_never_replaces_a_loaded_expert(base: Bases, folders: Folders, tm
     (tmp_path / "math" / "adapterswap.json").write_text('{"format": 1, "adapterswap_version": "0.1.0"}')
     experts = {"math": tmp_path / "math", "swahili": folders()["swahili"]}
     composing = LiveComposer.from_experts(load_base(base("llama")), experts)
-    before = files_of(tmp_path / "math")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "math").iterdir()}
     for factor in (1.0, 1.5):
         for name, parameter in composing.model.named_parameters():
             if "lora_B.math" in name:
                 parameter.data.mul_(factor)
         with composing.use(NAME), pytest.raises(AdapterswapError, match="overlaps the input"):
             composing.save(tmp_path / "math", overwrite=True)
-        assert files_of(tmp_path / "math") == before
+        assert {path.name: path.read_bytes() for path in (tmp_path / "math").iterdir()} == before
 
 
 def test_saving_without_a_composition_is_refused(composer: Composers, tmp_path: Path) -> None:
