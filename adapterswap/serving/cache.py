@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,6 +53,7 @@ class Cache:
         )
         self._sound: dict[str, dict[str, tuple[int, ...]]] = {}  # the stamps of files whose hashes were compared
         self._in_use: int | None = None
+        self._opening = threading.Lock()
 
     def open(self) -> int:
         """Make the folders, and return the descriptor of the file that says that they are in use.
@@ -60,22 +62,27 @@ class Cache:
             AdapterswapError: they cannot be made or written to; the folder holds something else than a cache, which
                 `collect` would remove.
         """
-        if self._in_use is None:
-            try:
-                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-                in_use = self.root / "in-use"  # made first, and never removed: by it a cache is known
-                others = [name for name in os.listdir(self.root) if name != _MEMO and not name.endswith(".tmp")]
-                if others and not in_use.exists():
-                    raise AdapterswapError(
-                        f"{self.root} is not a cache of adapterswap: it holds {sorted(others)[0]}",
-                        "Choose an empty or new folder with `cache`",
-                    )
-                self._in_use = os.open(in_use, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                for folder in (self._entries, self._building, self._locks, self._hashes):
-                    folder.mkdir(exist_ok=True)
-            except OSError as error:
-                raise self._told(error) from None
-        return self._in_use
+        with self._opening:
+            if self._in_use is None:
+                self._in_use = self._open()
+            return self._in_use
+
+    def _open(self) -> int:
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            in_use = self.root / "in-use"  # made first, and never removed: by it a cache is known
+            others = [name for name in os.listdir(self.root) if name != _MEMO and not name.endswith(".tmp")]
+            if others and not in_use.exists():
+                raise AdapterswapError(
+                    f"{self.root} is not a cache of adapterswap: it holds {sorted(others)[0]}",
+                    "Choose an empty or new folder with `cache`",
+                )
+            descriptor = os.open(in_use, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            for folder in (self._entries, self._building, self._locks, self._hashes):
+                folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise self._told(error) from None
+        return descriptor
 
     def hold(self) -> None:
         """Keep the entries from being collected as long as this process lives; the kernel lets go when it ends."""
