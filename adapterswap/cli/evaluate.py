@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 # Options that `evaluate` takes under the same names; what is left of **options says what to compose.
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs", "apply_chat_template",
-             "system_instruction", "truncate", "include_path", "confirm_run_unsafe_code")  # fmt: skip
+             "system_instruction", "truncate", "include_path", "trust_task_code",
+             "confirm_run_unsafe_code")  # fmt: skip
 
 
 @click.command("evaluate")
@@ -53,6 +54,7 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
 @click.option("--system-instruction", metavar="TEXT", help="A text before everything else.")
 @click.option("--truncate", is_flag=True, help="Let prompts that do not fit lose their beginning.")
 @click.option("--include-path", type=PATH, metavar="DIR", help="A folder with lm-eval task files of your own.")
+@click.option("--trust-task-code", is_flag=True, help="Let the files in --include-path run their own Python code.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
 @device_option()
 @dtype_option("Of the base; auto: as stored.", auto=True)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="With --ray: how many processes.  [default: one for each GPU]",
 )
+@click.option("--trust-task-code", is_flag=True, help="Let the files in include_path run their own Python code.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks run code that the model wrote (MBPP).")
 @click.option("--overwrite", is_flag=True, help="Replace the sweep that the folder holds.")
 @click.option("--dry-run", is_flag=True, help="Check everything and count; load no weights, write nothing.")
@@ -54,6 +55,7 @@ def command(
     dtype: str,
     ray: str | None,
     workers: int | None,
+    trust_task_code: bool,
     confirm_run_unsafe_code: bool,
     overwrite: bool,
     dry_run: bool,
@@ -77,7 +79,7 @@ def command(
     short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     chosen = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
-    prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code)
+    prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
     if dry_run:
         choose_device(device)
         found = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)

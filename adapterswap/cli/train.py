@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Short for --set training.device=…")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Short for --set training.dtype=…")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of an unfinished run.")
+@click.option(
+    "--trust-task-code", is_flag=True, help="Let the files in selection.include_path run their own Python code."
+)
 @click.option("--overwrite", is_flag=True, help="Replace an earlier output, and checkpoints of an unfinished run.")
 @click.option("--dry-run", is_flag=True, help="Print what it would take, and train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -40,6 +43,7 @@ def command(
     device: str | None,
     dtype: str | None,
     resume: bool,
+    trust_task_code: bool,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -53,10 +57,11 @@ def command(
     short = {"base_model": base_model, "training.device": device, "training.dtype": dtype}
     short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    if dry_run:
-        _estimate(recipe, settings, out_path, resume=resume, overwrite=overwrite, as_json=as_json)
-    else:
-        _train(recipe, settings, out_path, resume=resume, overwrite=overwrite, as_json=as_json)
+    run = _estimate if dry_run else _train
+    run(
+        recipe, settings, out_path,
+        resume=resume, trust_task_code=trust_task_code, overwrite=overwrite, as_json=as_json,
+    )  # fmt: skip
 
 
 def _read(recipe: str, settings: list[str]) -> TrainRecipe:
@@ -71,13 +76,20 @@ def _read(recipe: str, settings: list[str]) -> TrainRecipe:
 
 
 def _estimate(
-    recipe: str, settings: list[str], out_path: str | None, *, resume: bool, overwrite: bool, as_json: bool
+    recipe: str,
+    settings: list[str],
+    out_path: str | None,
+    *,
+    resume: bool,
+    trust_task_code: bool,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     from adapterswap.training import estimate
 
     chosen = _read(recipe, settings)
     _check_output(chosen, out_path, overwrite=overwrite, resume=resume)
-    expected = estimate(chosen)
+    expected = estimate(chosen, trust_task_code=trust_task_code)
     if not is_first():
         return
     if as_json:
@@ -87,11 +99,24 @@ def _estimate(
 
 
 def _train(
-    recipe: str, settings: list[str], out_path: str | None, *, resume: bool, overwrite: bool, as_json: bool
+    recipe: str,
+    settings: list[str],
+    out_path: str | None,
+    *,
+    resume: bool,
+    trust_task_code: bool,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     from adapterswap.training import train
 
-    report = train(_read(recipe, settings), out_path=out_path, overwrite=overwrite, resume=resume)
+    report = train(
+        _read(recipe, settings),
+        out_path=out_path,
+        overwrite=overwrite,
+        resume=resume,
+        trust_task_code=trust_task_code,
+    )
     leave()
     if not is_first():
         return

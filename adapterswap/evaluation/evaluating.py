@@ -15,6 +15,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation.isolation import compiled_once, restored_modes, seeded, silenced
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
 from adapterswap.evaluation.settings import Settings
+from adapterswap.evaluation.task_code import rendering
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
 from adapterswap.evaluation.unsafe_code import code_allowed
 from adapterswap.processes import Processes
@@ -87,6 +88,7 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(restored_modes(model))
         stack.enter_context(silenced())
+        stack.enter_context(rendering(sandboxed=settings.sandboxed))
         stack.enter_context(compiled_once())
         stack.enter_context(seeded(settings.seed))
         stack.enter_context(code_allowed(settings.confirm_run_unsafe_code))

@@ -11,6 +11,7 @@ from typing import Any
 
 from adapterswap.evaluation.isolation import seeded, silenced
 from adapterswap.evaluation.settings import Settings
+from adapterswap.evaluation.task_code import rendering
 from adapterswap.evaluation.tasks import load_tasks
 
 __all__ = ["TaskPreview", "preview"]
@@ -69,7 +70,7 @@ def preview(
 
     context = resolve_max_length(config, tokenizer)
     previews = []
-    with silenced(), seeded(settings.seed):
+    with silenced(), rendering(sandboxed=settings.sandboxed), seeded(settings.seed):
         for name, task in loaded["tasks"].items():
             task.set_fewshot_seed(settings.seed)
             task.build_all_requests(

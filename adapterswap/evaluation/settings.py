@@ -37,6 +37,8 @@ class Settings:
         system_instruction: a text before everything else.
         truncate: let prompts that do not fit lose their beginning, and count them; without it they are refused.
         include_path: a folder with task files of the user's own.
+        trust_task_code: let the task files in `include_path` run the Python code that they bring; without it they are
+            refused, and their templates are rendered in a sandbox.
         confirm_run_unsafe_code: let tasks run the code that the model writes; without it they are refused.
         seed: for the harness's choice of shots (not MGSM's, which is fixed) and for sampling.
     """
@@ -50,8 +52,14 @@ class Settings:
     system_instruction: str | None = None
     truncate: bool = False
     include_path: str | Path | None = None
+    trust_task_code: bool = False
     confirm_run_unsafe_code: bool = False
     seed: int = SEED
+
+    @property
+    def sandboxed(self) -> bool:
+        """Whether templates are rendered in a sandbox: some are not installed code, and not trusted."""
+        return self.include_path is not None and not self.trust_task_code
 
     def check(self, tokenizer: Any) -> None:
         """Raise `AdapterswapError` for settings that cannot be meant with this tokenizer, all of them together."""
@@ -73,9 +81,9 @@ class Settings:
         problems.raise_if_any()
 
     def described(self) -> dict[str, Any]:
-        """As plain data that may be published: no path."""
+        """As plain data that may be published: no path, and no trust, which is one user's and changes no result."""
         content = asdict(self) | {"gen_kwargs": dict(self.gen_kwargs)}
-        del content["include_path"]
+        del content["include_path"], content["trust_task_code"]
         if self.limit is not None and self.limit >= 1:
             content["limit"] = int(self.limit)
         return content
@@ -100,7 +108,7 @@ class EvaluationOptions(FiniteModel):
 
         Args:
             folder: what `include_path` is relative to; None for the current folder.
-            more: settings that recipes cannot say: to run code that a model wrote, the user consents.
+            more: settings that recipes cannot say: to run code, a model's or a task's, the user consents.
         """
         content = {
             name: getattr(self, name) for name in type(self).model_fields if name in Settings.__dataclass_fields__

@@ -5,7 +5,6 @@ Knows nothing of tasks that are shipped here, or of settings.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems, did_you_mean, reason_of
+from adapterswap.evaluation.task_code import harness_folder, refuse_task_code, rendering
 from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 
 __all__ = ["check_known", "check_mentioned", "load_stock"]
@@ -36,9 +36,8 @@ def _task_files(folder: Path) -> bytes:
 
 @lru_cache(maxsize=1)
 def _harness_files() -> bytes:
-    spec = importlib.util.find_spec("lm_eval")
-    places = spec.submodule_search_locations if spec else None
-    return b"\n".join(_task_files(Path(place) / "tasks") for place in places or ())
+    folder = harness_folder()
+    return b"" if folder is None else _task_files(folder)
 
 
 def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
@@ -81,18 +80,24 @@ def check_known(names: Sequence[str], include_path: str | Path | None, *, others
     problems.raise_if_any()
 
 
-def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool) -> Any:
+def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool, trust_task_code: bool) -> Any:
     """The tasks and groups of these names, as the harness loads them.
 
     Raises:
-        AdapterswapError: data that cannot be loaded; a task that needs images, or runs code unconfirmed.
+        AdapterswapError: data that cannot be loaded; a task that needs images, or runs code unconfirmed: the model's,
+            or that of `include_path`.
     """
     manager = _manager(include_path)
     matched = manager.match_tasks(list(names))
+    problems = Problems()
+    if include_path is not None and not trust_task_code:
+        refuse_task_code(matched, manager.task_index, problems)
     if not unsafe_code:
-        _refuse_code(unsafe_tasks(matched, manager.task_index))
+        with problems.collect():
+            _refuse_code(unsafe_tasks(matched, manager.task_index))
+    problems.raise_if_any()
     try:
-        with code_allowed(unsafe_code):
+        with code_allowed(unsafe_code), rendering(sandboxed=include_path is not None and not trust_task_code):
             loaded = manager.load(matched)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:  # whatever a task's data loader raises
         raise AdapterswapError(

@@ -69,11 +69,13 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
             `mgsm_*_sw`; those of `tydiqa` and `xcopa`, by their whole names; `flores_eng_Latn-swh_Latn` and other
             pairs, see `flores`; and whatever the harness knows: its tasks, groups and tags. `NAME@2` is asked with 2
             shots, whatever the settings say, and is called so in all results.
-        settings: of these `num_fewshot`, `gen_kwargs`, `include_path` and `confirm_run_unsafe_code` matter to tasks.
+        settings: of these `num_fewshot`, `gen_kwargs`, `include_path`, `trust_task_code` and `confirm_run_unsafe_code`
+            matter to tasks.
 
     Raises:
         AdapterswapError: lm-evaluation-harness is not installed; an unknown name (the nearest known ones are told); too
-            many shots; a task's data that cannot be loaded; a task that needs images, or runs code unconfirmed.
+            many shots; a task's data that cannot be loaded; a task that needs images, or runs code unconfirmed: the
+            model's, or that of `include_path`.
     """
     settings = settings or Settings()
     check_task_names(names, settings.include_path)
@@ -118,7 +120,8 @@ def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[s
     problems.raise_if_any()
     generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
     include = str(include_path) if include_path else None
-    return _load(asked, folder, num_fewshot, suffix, generation, include, settings.confirm_run_unsafe_code)
+    consent = settings.confirm_run_unsafe_code, settings.trust_task_code
+    return _load(asked, folder, num_fewshot, suffix, generation, include, *consent)
 
 
 class _Asked(NamedTuple):
@@ -163,6 +166,7 @@ def _load(
     settings: str,
     include_path: str | None,
     unsafe_code: bool,
+    trust_task_code: bool,
 ) -> dict[str, Any]:
     from adapterswap.evaluation.flores_tasks import build_flores_task
     from adapterswap.evaluation.harness import build_mgsm_task
@@ -174,7 +178,7 @@ def _load(
         tasks |= {name: build_flores_task(name, folder, num_fewshot or 0) for name in asked.flores}
     groups: dict[str, Any] = {}
     if asked.theirs:
-        loaded = load_stock(asked.theirs, include_path, unsafe_code)
+        loaded = load_stock(asked.theirs, include_path, unsafe_code, trust_task_code)
         clash = tasks.keys() & loaded["tasks"].keys()
         if clash:
             raise AdapterswapError(

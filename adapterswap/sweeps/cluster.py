@@ -61,7 +61,8 @@ def over_ray(
             has = f"{gpus} GPUs" if gpus else f"{cpus} CPUs"
             raise AdapterswapError(f"{workers} workers are asked for, and the cluster has {has}", "Ask for less")
         remote = ray.remote(num_gpus=1 if gpus else 0, num_cpus=0 if gpus else 1, max_restarts=0)(_Worker)
-        arguments = (_anywhere(prepared.recipe), prepared.settings.confirm_run_unsafe_code)
+        consent = {name: getattr(prepared.settings, name) for name in ("confirm_run_unsafe_code", "trust_task_code")}
+        arguments = (_anywhere(prepared.recipe), consent)
         yield _Cluster(prepared, remote, (*arguments, device if gpus else "cpu", dtype), workers or gpus)
     finally:
         if own:
@@ -102,10 +103,12 @@ def _anywhere(recipe: SweepRecipe) -> SweepRecipe:
 class _Worker:
     """What runs in a worker; mistakes are handed back as data, since Ray rewords errors."""
 
-    def open(self, recipe: SweepRecipe, unsafe: bool, device: str, dtype: str) -> Mapping[str, Any] | list[Problem]:
+    def open(
+        self, recipe: SweepRecipe, consent: Mapping[str, bool], device: str, dtype: str
+    ) -> Mapping[str, Any] | list[Problem]:
         """Load everything; what the results depend on."""
         try:
-            self._judge = LocalJudge(prepare(recipe, confirm_run_unsafe_code=unsafe), device, dtype)
+            self._judge = LocalJudge(prepare(recipe, **consent), device, dtype)
         except AdapterswapError as error:
             return list(error.problems)
         return self._judge.described

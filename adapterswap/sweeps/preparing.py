@@ -72,12 +72,13 @@ class Prepared:
         ]
 
 
-def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False) -> Prepared:
+def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False, trust_task_code: bool = False) -> Prepared:
     """Open what a recipe names, and plan every cell.
 
     Args:
         recipe: what is asked for.
         confirm_run_unsafe_code: tasks may run code that the model wrote (MBPP).
+        trust_task_code: the task files in `settings.include_path` may run the Python code that they bring.
 
     Raises:
         AdapterswapError: with all mistakes that can be found together: a base or an expert that cannot be opened, tasks
@@ -98,7 +99,9 @@ def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False) -> Pr
     with problems.collect():
         base = open_base(recipe.base_model)
     problems.raise_if_any()
-    settings = recipe.settings.as_settings(confirm_run_unsafe_code=confirm_run_unsafe_code)
+    settings = recipe.settings.as_settings(
+        confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
+    )
     with problems.collect():
         settings.check(base.tokenizer)
     with problems.collect():

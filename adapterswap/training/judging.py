@@ -48,7 +48,7 @@ class Examination:
     settings: Settings
 
 
-def examine(recipe: TrainRecipe, base: Base) -> Examination:
+def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examination:
     """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are told before training.
 
     Raises:
@@ -56,7 +56,7 @@ def examine(recipe: TrainRecipe, base: Base) -> Examination:
     """
     options = recipe.selection
     assert options is not None
-    settings = options.as_settings(recipe.folder)
+    settings = options.as_settings(recipe.folder, trust_task_code=trust_task_code)
     asked = preview(base.tokenizer, base.config, options.tasks, settings)
     loaded = load_tasks(options.tasks, settings)
     problems = Problems()

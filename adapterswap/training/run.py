@@ -31,6 +31,7 @@ def train(
     overwrite: bool = False,
     resume: bool = False,
     progress: bool = True,
+    trust_task_code: bool = False,
 ) -> TrainReport:
     """Train the expert that `recipe` describes, and write it: a PEFT adapter's folder, or a whole model's.
 
@@ -43,13 +44,15 @@ def train(
         overwrite: replace it, if `train` wrote it, and checkpoints of an unfinished run.
         resume: go on from the last checkpoint of an unfinished run; without one, start at the beginning.
         progress: show a bar on stderr.
+        trust_task_code: the task files in `selection.include_path` may run the Python code that they bring.
 
     Raises:
         AdapterswapError: the output exists, holds other files or overlaps an input; the base, its tokenizer or a
             dataset cannot be had or does not fit the recipe (unknown columns, modules or layers; no rows left); a task
-            of the selection is unknown, cannot be loaded or does not fit into the model's context; a resumed run is
-            another one; the loss is NaN or infinite; memory or disk runs out; the run received SIGTERM, or another of
-            its processes died; the `train` extra, or another library that the recipe asks for, is not installed.
+            of the selection is unknown, runs code that is not trusted, cannot be loaded or does not fit into the
+            model's context; a resumed run is another one; the loss is NaN or infinite; memory or disk runs out; the run
+            received SIGTERM, or another of its processes died; the `train` extra, or another library that the recipe
+            asks for, is not installed.
     """
     target = _target(recipe, out_path)
     check_libraries(recipe)
@@ -95,7 +98,7 @@ def train(
             from adapterswap.training.judging import examine
 
             bar.phase("reading the selection's tasks")
-            examination = examine(recipe, base)
+            examination = examine(recipe, base, trust_task_code=trust_task_code)
         bar.phase("loading the base")
         stopping = Stopping(processes)
         trainer = build_trainer(
@@ -209,8 +212,12 @@ def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
     return expand(chosen)
 
 
-def estimate(recipe: TrainRecipe) -> TrainEstimate:
+def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEstimate:
     """What `train` would do: parameters, steps, tokens, rows kept and dropped, memory. Reads the rows, but no weights.
+
+    Args:
+        recipe: as for `train`.
+        trust_task_code: as for `train`.
 
     Raises:
         AdapterswapError: as `train`, as far as it can be known without training.
@@ -241,7 +248,7 @@ def estimate(recipe: TrainRecipe) -> TrainEstimate:
         if recipe.selection:
             from adapterswap.training.judging import examine
 
-            asked = examine(recipe, base)
+            asked = examine(recipe, base, trust_task_code=trust_task_code)
             between = steps_between(options.save_every_samples, options, processes) * recipe.selection.every
             selection = {
                 "checkpoints": math.ceil(steps / between),

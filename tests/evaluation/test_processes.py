@@ -56,7 +56,7 @@ def folder(memorizer: Model, tmp_path: Path) -> Path:
 def test_two_processes_find_what_one_finds(folder: Path, memorizer: Model, kinds: Path) -> None:
     options = {"num_fewshot": 2, "limit": 3, "max_gen_toks": 8}
     (longest,) = preview(memorizer[1], memorizer[0].config, ["mgsm_direct_sw"], Settings(**options))
-    own = {"include_path": str(kinds)}
+    own = {"include_path": str(kinds), "trust_task_code": True}
     cases: dict[str, Any] = {
         # Seven documents in batches of two: four batches of one task; outputs that end by themselves, and some cut.
         "written": {"tasks": ["mgsm_direct_sw"], "settings": {"limit": 7, "num_fewshot": 0, "max_gen_toks": 13}},

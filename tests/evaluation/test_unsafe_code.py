@@ -91,19 +91,19 @@ def coder() -> Model:
 def test_code_is_refused_before_it_is_loaded(code_tasks: Path, name: str) -> None:
     told = r"pico_code: code that the model writes would be run .* `confirm_run_unsafe_code=True`"
     with pytest.raises(AdapterswapError, match=told):
-        load_tasks([name], Settings(include_path=code_tasks))
+        load_tasks([name], Settings(include_path=code_tasks, trust_task_code=True))
     with pytest.raises(AdapterswapError, match="mgsm_direct_sw: code that the model writes"):
-        load_tasks(["pico_overridden"], Settings(include_path=code_tasks))
+        load_tasks(["pico_overridden"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
 def test_mbpp_is_refused_by_its_name(code_tasks: Path) -> None:
     with pytest.raises(AdapterswapError, match=r"humaneval, mbpp: code that the model writes would be run"):
-        load_tasks(["mbpp", "humaneval", "gsm8k"], Settings(include_path=code_tasks))
+        load_tasks(["mbpp", "humaneval", "gsm8k"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
 @pytest.mark.parametrize("name", ["pico_code", "pico_group", "pico_tag"])
 def test_confirmed_code_runs(coder: Model, code_tasks: Path, name: str) -> None:
-    settings = Settings(include_path=code_tasks, confirm_run_unsafe_code=True, batch_size=1)
+    settings = Settings(include_path=code_tasks, trust_task_code=True, confirm_run_unsafe_code=True, batch_size=1)
     result = evaluate(*coder, [name], settings)
     assert [sample.output.strip() for sample in result.samples] == ["3", "3"]
     assert list(result.tasks) == ["pico_code"]
@@ -131,7 +131,8 @@ def test_a_group_that_holds_itself_is_walked_once() -> None:
 
 
 def test_the_command_line_refuses_and_runs(run: Callable[..., Result], byte_base: Path, code_tasks: Path) -> None:
-    command = ("evaluate", "--base-model", byte_base, "--tasks", "pico_code", "--include-path", code_tasks, "--dry-run")
+    command = ("evaluate", "--base-model", byte_base, "--tasks", "pico_code", "--include-path", code_tasks)
+    command = (*command, "--trust-task-code", "--dry-run")
     refused = run(*command)
     assert refused.exit_code == 1
     assert "code that the model writes would be run on this machine" in refused.stderr

@@ -219,9 +219,9 @@ def test_the_split_is_seeded_and_takes_parallel_documents_alike() -> None:
 
 
 def test_settings_are_those_of_evaluate() -> None:
-    """But for running a model's code, to which no recipe can consent."""
+    """But for running code, a model's or a task's, to which no recipe can consent."""
     fields = {field.name for field in dataclasses.fields(Settings)}
-    assert SweepSettings.model_fields.keys() == fields - {"confirm_run_unsafe_code"}
+    assert SweepSettings.model_fields.keys() == fields - {"confirm_run_unsafe_code", "trust_task_code"}
     assert SweepSettings().as_settings() == Settings()
 
 

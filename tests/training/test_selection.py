@@ -358,3 +358,29 @@ def test_scores_of_different_kinds_enter_alike() -> None:
     assert judged.tasks == {"mgsm": 0.4, "flores": 50.0, "wikitext": 2.0}
     del scores["flores"]
     assert Judged.of(5, scores, None).stderr == pytest.approx(math.hypot(0.03, 0.1) / 2)
+
+
+def test_code_of_a_task_needs_trust(
+    selecting: MakeRecipe, own_tasks: Path, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    tasks, marker = tmp_path / "tasks", tmp_path / "marker"
+    tasks.mkdir()
+    include = f"include: {own_tasks / 'last.yaml'}\n"
+    (tasks / "coded.yaml").write_text(f"task: pico_coded\n{include}process_docs: !function code.docs\n")
+    (tasks / "code.py").write_text(f"open({str(marker)!r}, 'w').close()\n\ndef docs(docs):\n    return docs\n")
+    recipe = selecting(tasks=["pico_coded"], include_path=str(tasks), training={"max_steps": 2})
+    file, command = tmp_path / "coded.recipe.yaml", ("-o", tmp_path / "out", "--device", "cpu")
+    file.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    for call in (lambda: estimate(recipe), lambda: train(recipe, out_path=tmp_path / "out")):
+        with pytest.raises(AdapterswapError) as found:
+            call()
+        assert all("trust_task_code" in problem.mend for problem in found.value.problems)
+    for options in (["--dry-run"], []):
+        refused = run("train", file, *command, *options)
+        assert refused.exit_code == 1
+        assert "--trust-task-code" in refused.stderr
+    assert not marker.exists()
+    for options in (["--dry-run"], []):
+        allowed = run("train", file, *command, *options, "--trust-task-code")
+        assert allowed.exit_code == 0, allowed.output
+    assert marker.exists()

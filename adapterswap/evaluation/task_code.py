@@ -1,0 +1,171 @@
+"""Python that a folder of task files brings along: found before any of it runs, unless the user trusts it.
+
+A task file can name functions (`!function utils.docs`), which the harness imports as it loads the task. It can name a
+metric that the harness does not have, which the evaluate library then runs as a script. And its templates can reach all
+of Python, unless they are rendered in Jinja's sandbox. The harness's own task files are installed code, and trusted.
+No recipe can trust code: whoever wrote the recipe may have written the code as well.
+
+Knows task files and the harness's index of them; knows nothing of models and scores.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from adapterswap.errors import AdapterswapError, Problems, reason_of
+
+__all__ = ["harness_folder", "refuse_task_code", "rendering"]
+
+_SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PYTHON = "tag:yaml.org,2002:python/"  # PyYAML's own tags for Python objects
+_REMEDY = "Read that code, and if you trust it pass `trust_task_code=True`"
+
+
+def harness_folder() -> Path | None:
+    """Where the harness's own task files are; None where it is not installed."""
+    spec = importlib.util.find_spec("lm_eval")
+    places = (spec.submodule_search_locations if spec else None) or ()
+    return next((Path(place).resolve() / "tasks" for place in places), None)
+
+
+def refuse_task_code(names: Iterable[str], index: Mapping[str, Any], problems: Problems) -> None:
+    """Find what would run if these tasks, groups and tags were loaded from task files that are not the harness's own.
+
+    The files are read as they are now, with all that they include, and nothing of them is imported.
+
+    Args:
+        names: of tasks, groups and tags.
+        index: what is known of them: `TaskManager.task_index`.
+        problems: gets one for each place that runs code.
+
+    Raises:
+        AdapterswapError: a task file that cannot be read.
+    """
+    waiting = list(names)
+    seen = set()
+    for name in waiting:  # grows while it is read
+        entry = index.get(name)
+        if entry is None or name in seen:
+            continue
+        seen.add(name)
+        if entry.yaml_path is None:  # a tag
+            waiting += sorted(entry.tags)
+        elif _is_ours(entry.yaml_path):
+            waiting += _members(entry.cfg or {})
+        else:
+            waiting += _members(_read(entry.yaml_path, problems, set()))
+
+
+def _is_ours(path: Path) -> bool:
+    folder = harness_folder()
+    return folder is not None and path.expanduser().resolve().is_relative_to(folder)
+
+
+def _members(config: Mapping[str, Any]) -> list[str]:
+    """The names of all that a group holds, the members of groups inside it included."""
+    tasks = config.get("task")
+    names = []
+    for member in tasks if isinstance(tasks, list) else ():
+        if isinstance(member, str):
+            names.append(member)
+        elif isinstance(member, dict):
+            names += [name for key in ("group", "task") if isinstance(name := member.get(key), str)]
+            names += _members(member)
+    return names
+
+
+class _Function(str):
+    """What `!function` names, which is not imported here."""
+
+
+def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
+    """A task file and what it includes, as the harness joins them; each place in it that runs code is a problem."""
+    path = path.expanduser().resolve()
+    if path in seen:
+        return {}  # the harness refuses circles
+    seen.add(path)
+    found: list[str] = []
+
+    class Loader(_SAFE):  # type: ignore[misc]
+        pass
+
+    def function(loader: Any, node: Any) -> _Function:
+        found.append(f"{path}, line {node.start_mark.line + 1}, runs Python code: !function {node.value}")
+        return _Function(node.value)
+
+    def python_object(loader: Any, suffix: str, node: Any) -> None:
+        found.append(f"{path}, line {node.start_mark.line + 1}, runs Python code: !!python/{suffix}")
+
+    Loader.add_constructor("!function", function)
+    Loader.add_multi_constructor(_PYTHON, python_object)
+    try:
+        content = yaml.load(path.read_bytes(), Loader=Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise AdapterswapError(f"{path} cannot be read: {reason_of(error)}", "Correct the task file") from None
+    content = content if isinstance(content, dict) else {}
+    if not _is_ours(path):
+        for what in (*found, *(f"{path} {what}" for what in _scripts(content))):
+            problems.add(what, _REMEDY)
+    includes = content.pop("include", None) or []
+    merged: dict[str, Any] = {}
+    for other in includes if isinstance(includes, list) else [includes]:
+        merged |= _read(path.parent / str(other), problems, seen)
+    return merged | content
+
+
+def _scripts(content: Any) -> Iterator[str]:
+    """What else in a task file makes the harness's libraries run code that they do not bring themselves."""
+    from lm_eval.api import metrics  # noqa: F401  registers the harness's metrics
+    from lm_eval.api.registry import metric_registry
+
+    if isinstance(content, list):
+        for item in content:
+            yield from _scripts(item)
+    if not isinstance(content, dict):
+        return
+    if content.get("dataset_path") == "pandas":
+        yield "reads pickled data, which may run Python code: dataset_path: pandas"
+    listed = content.get("metric_list")
+    for metric in listed if isinstance(listed, list) else ():
+        name = metric.get("metric") if isinstance(metric, dict) else None
+        known = isinstance(name, _Function) or (isinstance(name, str) and name in metric_registry)
+        if name is not None and (not known or metric.get("hf_evaluate") is True):
+            yield f"runs a metric that is not the harness's own as Python code: metric: {name}"
+    for value in content.values():
+        yield from _scripts(value)
+
+
+@contextmanager
+def rendering(*, sandboxed: bool) -> Iterator[None]:
+    """Render the tasks' templates inside the block, in Jinja's sandbox if asked; there they cannot reach Python.
+
+    Raises:
+        AdapterswapError: a template that cannot be rendered, or that tries to leave the sandbox.
+    """
+    from jinja2 import TemplateError
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    before = utils.env
+    if sandboxed:
+        utils.env = SandboxedEnvironment(
+            loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
+        )
+        utils.env.filters = before.filters
+    try:
+        yield
+    except SecurityError as error:
+        raise AdapterswapError(f"a task's template runs Python code: {reason_of(error)}", _REMEDY) from None
+    except TemplateError as error:
+        raise AdapterswapError(
+            f"a task's template cannot be rendered: {reason_of(error)}", "Correct the template in the task file"
+        ) from None
+    finally:
+        utils.env = before

@@ -1,0 +1,249 @@
+"""Python in a folder of task files: refused before any of it runs, and run where the user trusts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from adapterswap import AdapterswapError
+from adapterswap.errors import Problems
+from adapterswap.evaluation import Settings, evaluate
+from adapterswap.evaluation.preview import preview
+from adapterswap.evaluation.stock_tasks import _manager
+from adapterswap.evaluation.task_code import harness_folder, refuse_task_code
+from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.sweeps import SweepRecipe
+
+Model = tuple[Any, Any]
+Call = Callable[..., Result]
+
+ROWS = [{"text": "Maji ni uhai"}, {"text": "Haba na haba"}]
+PLAIN = """
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{text.split(' ')[0]}}}}"
+doc_to_target: "{{{{' ' + text.split(' ')[-1]}}}}"
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+# Both the import and the call leave a mark.
+CODE = """
+from pathlib import Path
+from lm_eval.api.task import ConfigurableTask
+
+Path({marker!r}).write_text("imported")
+
+
+def docs(docs):
+    Path({marker!r}).write_text("called")
+    return docs
+
+
+def rows(**options):
+    import datasets
+
+    Path({marker!r}).write_text("called")
+    return {{"test": datasets.Dataset.from_list({rows})}}
+
+
+class Own(ConfigurableTask):
+    def __init__(self, config):
+        Path({marker!r}).write_text("called")
+        config.pop("class")
+        super().__init__(config=config)
+"""
+METRIC = """
+import datasets
+import evaluate
+from pathlib import Path
+
+Path({marker!r}).write_text("imported")
+
+
+class Own(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({{"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {{"own": 1.0}}
+"""
+ESCAPE = "{{{{ cycler.__init__.__globals__.os.system('echo run > {marker}') }}}}"
+FILES = {
+    "plain": "task: own_plain\ninclude: ../plain.inc\n",
+    "function": "task: own_function\ninclude: ../plain.inc\nprocess_docs: !function own_code.docs\ntag: own_tag\n",
+    "custom": "task: own_custom\ninclude: ../plain.inc\ncustom_dataset: !function own_code.rows\n",
+    "class": "task: own_class\ninclude: ../plain.inc\nclass: !function own_code.Own\n",
+    "included": "task: own_included\ninclude: [../plain.inc, ../outside/code.inc]\n",
+    "group": "group: own_group\ntask: [own_plain, own_function]\n",
+    "nested": "group: own_nested\ntask:\n  - own_plain\n  - {{group: inner, task: [own_function]}}\n",
+    "metric": "task: own_metric\ninclude: ../plain.inc\nmetric_list:\n  - {{metric: {metric}, hf_evaluate: true,"
+    " aggregation: mean, higher_is_better: true}}\n",
+    "template": f'task: own_template\ninclude: ../plain.inc\ndoc_to_text: "{ESCAPE}"\n',
+    "broken": "task: own_broken\ninclude: ../plain.inc\ndoc_to_text: '{{{{ absent }}}}'\n",
+    "changed": "task: own_changed\ninclude: ../plain.inc\n",
+    "coded": "task: own_coded\ninclude: {coded}\n",
+    "biology": "task: mmlu_pro_biology\ninclude: ../plain.inc\nprocess_docs: !function own_code.docs\n",
+    "later": "task: own_later\ninclude: ../plain.inc\n"
+    f"doc_to_text: \"{{{{% if text.startswith('Haba') %}}}}{ESCAPE}{{{{% endif %}}}}Maji\"\n",
+}
+HARNESS = harness_folder()
+assert HARNESS is not None
+CODED = HARNESS / "mmlu_pro/mmlu_pro_biology.yaml"
+RUNNING = [
+    "own_function", "own_custom", "own_class", "own_included", "own_group", "own_nested", "own_tag", "own_metric",
+    "own_template",
+]  # fmt: skip
+
+
+class Tasks:
+    """A folder of task files whose code, wherever it runs, writes `marker`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.marker = folder / "tasks", folder / "marker"
+        for place in (self.folder, folder / "outside", folder / "own_score"):
+            place.mkdir()
+        (folder / "rows.json").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
+        known = {"data": folder / "rows.json", "cache": folder / "cache", "marker": self.marker}
+        known |= {"metric": folder / "own_score", "coded": CODED}
+        texts = {self.folder / f"{name}.yaml": text for name, text in FILES.items()}
+        texts |= {folder / "plain.inc": PLAIN, folder / "own_score/own_score.py": METRIC}
+        code = CODE.format(marker=str(self.marker), rows=ROWS)
+        for place in (self.folder, folder / "outside"):
+            (place / "own_code.py").write_text(code, encoding="utf-8")
+        (folder / "outside/code.inc").write_text("process_docs: !function own_code.docs\n", encoding="utf-8")
+        for path, text in texts.items():
+            marker = repr(str(self.marker)) if path.suffix == ".py" else str(self.marker)
+            text = text.replace("{marker!r}", marker)
+            path.write_text(text.format(**known), encoding="utf-8")
+
+    @property
+    def ran(self) -> bool:
+        return self.marker.exists()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+    return Tasks(tmp_path_factory.mktemp("made"))  # one folder: indexing the harness's own tasks takes seconds
+
+
+@pytest.fixture
+def tasks(made: Tasks, monkeypatch: pytest.MonkeyPatch) -> Tasks:
+    made.marker.unlink(missing_ok=True)
+    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", made.folder.parent / "modules")
+    return made
+
+
+def refused(error: AdapterswapError) -> bool:
+    """Whether every problem is one that trust would solve."""
+    return all("trust_task_code" in problem.mend for problem in error.problems)
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_code_is_refused_before_it_runs(tasks: Tasks, name: str) -> None:
+    with pytest.raises(AdapterswapError) as found:
+        load_tasks([name], Settings(include_path=tasks.folder))
+    assert refused(found.value)
+    assert not tasks.ran
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_trusted_code_runs(tasks: Tasks, name: str) -> None:
+    load_tasks([name], Settings(include_path=tasks.folder, trust_task_code=True))
+    assert tasks.ran
+    tasks.marker.unlink()
+    with pytest.raises(AdapterswapError) as found:  # what was loaded with trust is not handed out without it
+        load_tasks([name], Settings(include_path=tasks.folder))
+    assert refused(found.value)
+    assert not tasks.ran
+
+
+def test_every_place_is_named(tasks: Tasks) -> None:
+    with pytest.raises(AdapterswapError) as found:
+        load_tasks(["own_group", "own_included", "own_metric"], Settings(include_path=tasks.folder))
+    named = [problem.what.split(" ")[0] for problem in found.value.problems]
+    places = [tasks.folder.parent / "outside/code.inc", tasks.folder / "metric.yaml", tasks.folder / "function.yaml"]
+    assert [name.rstrip(",") for name in named] == [str(place) for place in places]
+    assert all(name in str(found.value) for name in ("own_code.docs", "line 3", str(tasks.folder.parent / "own_score")))
+
+
+def test_files_without_code_need_no_trust(byte_model: Model, tasks: Tasks) -> None:
+    settings = Settings(include_path=tasks.folder)
+    (task,) = evaluate(*byte_model, ["own_plain"], settings).tasks.values()
+    assert (task.name, task.num_docs) == ("own_plain", 2)
+    assert "trust_task_code" not in settings.described()
+    assert not tasks.ran
+
+
+def test_a_later_document_cannot_leave_the_sandbox(byte_model: Model, tasks: Tasks) -> None:
+    """The harness renders the first document as it loads a task, and the others when they are asked."""
+    model, tokenizer = byte_model
+    settings = Settings(include_path=tasks.folder)
+    load_tasks(["own_later"], settings)
+    for asking in (
+        lambda: preview(tokenizer, model.config, ["own_later"], settings),
+        lambda: evaluate(model, tokenizer, ["own_later"], settings),
+    ):
+        with pytest.raises(AdapterswapError) as found:
+            asking()
+        assert refused(found.value)
+        assert not tasks.ran
+    evaluate(model, tokenizer, ["own_later"], Settings(include_path=tasks.folder, trust_task_code=True))
+    assert tasks.ran
+
+
+def test_a_broken_template_is_told(tasks: Tasks) -> None:
+    with pytest.raises(AdapterswapError, match="absent"):
+        load_tasks(["own_broken"], Settings(include_path=tasks.folder))
+
+
+def test_what_changed_since_it_was_indexed_is_read_again(tasks: Tasks) -> None:
+    settings = Settings(include_path=tasks.folder)
+    load_tasks(["own_changed"], settings)
+    with (tasks.folder / "changed.yaml").open("a", encoding="utf-8") as file:
+        file.write("process_docs: !function own_code.docs\n")
+    with pytest.raises(AdapterswapError) as found:
+        load_tasks(["own_changed"], Settings(include_path=tasks.folder, num_fewshot=0))
+    assert refused(found.value)
+    assert not tasks.ran
+
+
+def test_the_harness_is_trusted_also_where_a_file_includes_it(tasks: Tasks) -> None:
+    problems = Problems()
+    refuse_task_code(["own_coded", "mmlu_pro_math"], _manager(str(tasks.folder)).task_index, problems)
+    problems.raise_if_any()
+    assert "!function" in CODED.with_name("_default_template_yaml").read_text(encoding="utf-8")
+
+
+def test_a_group_of_the_harness_may_hold_a_task_of_the_folder(tasks: Tasks) -> None:
+    """Task files of the folder go before those of the harness with the same name."""
+    problems = Problems()
+    refuse_task_code(["mmlu_pro"], _manager(str(tasks.folder)).task_index, problems)
+    assert [problem.what.split(",")[0] for problem in problems] == [str(tasks.folder / "biology.yaml")]
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_evaluate_on_the_command_line(run: Call, byte_base: Path, tasks: Tasks, dry: bool) -> None:
+    command = ["evaluate", "--base-model", byte_base, "--tasks", "own_function", "--include-path", tasks.folder]
+    command += ["--dry-run"] if dry else ["--device", "cpu"]
+    stopped = run(*command)
+    assert stopped.exit_code == 1
+    assert "--trust-task-code" in stopped.stderr
+    assert not tasks.ran
+    allowed = run(*command, "--trust-task-code")
+    assert allowed.exit_code == 0, allowed.output
+    assert tasks.ran
+
+
+def test_no_recipe_trusts_its_own_code(tasks: Tasks) -> None:
+    settings = {"include_path": str(tasks.folder), "trust_task_code": True}
+    content = {"base_model": "b", "task_experts": {"t": "t"}, "language_experts": {"l": "l"}, "tasks": ["own_function"]}
+    with pytest.raises(ValueError, match="trust_task_code"):
+        SweepRecipe.model_validate({**content, "settings": settings})
