@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from adapterswap import __version__
@@ -63,6 +64,8 @@ class NamedComposer:
         if num_layers is None:
             raise AdapterswapError(f"the config of {base_model} does not say how many layers it has", "Check the base")
         self.num_layers = num_layers
+        # What may rename modules in the output: see `with_loadable_names`.
+        self._names = [config, version("transformers")]
         self._shapes = base_shapes(base_model, cache.memo)
         self._from_hub: dict[str, Adapter] = {}
         self._served: dict[str, set[str]] = {}  # what is served, and the names by which it was requested
@@ -142,6 +145,8 @@ class NamedComposer:
             "adapterswap": __version__,
             "format": FORMAT,
             "num_layers": plan.num_layers,
+            "base_model": [plan.base_model, plan.base_revision],
+            "names": self._names,
             "what": _what(plan),
             "experts": self._hashes(plan),
             "configs": {name: adapter.config.sha256 for name, adapter in plan.experts.items()},

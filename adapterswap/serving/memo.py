@@ -1,7 +1,7 @@
 """Small answers that take long to find, kept in a JSON file: the hashes of large files, the shapes of a base.
 
-Several processes may use one file; each replaces it whole, and the last one wins. What is lost is found again. Knows
-nothing of what it keeps.
+Several processes may use one file; each replaces it whole, and the last one wins. What is lost is found again, and so
+is everything where a byte of the file was changed. Knows nothing of what it keeps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
+from adapterswap.files.sealing import is_sealed, sealed
 from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import open_tensors
 
@@ -33,7 +34,8 @@ class Memo:
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
         with suppress(AdapterswapError):  # not there yet, or damaged: it is only a memory
-            self._known = read_json(path)
+            content = read_json(path)
+            self._known = content["known"] if is_sealed(content) else {}
 
     def get(self, key: str) -> Any:
         """The value kept for `key`, or None."""
@@ -49,7 +51,7 @@ class Memo:
             building = self._path.with_name(f".{uuid.uuid4().hex}.tmp")
             with suppress(OSError):
                 try:
-                    building.write_text(json.dumps(self._known), encoding="utf-8")
+                    building.write_text(json.dumps(sealed({"known": self._known})), encoding="utf-8")
                     os.replace(building, self._path)
                 finally:
                     building.unlink(missing_ok=True)

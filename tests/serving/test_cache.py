@@ -246,11 +246,12 @@ def test_a_memo_outlives_its_process_and_survives_damage(tmp_path: Path) -> None
     Memo(path).put("key", {"a": "b"})
     assert Memo(path).get("key") == {"a": "b"}
     assert Memo(path).get("other") is None
-    path.write_text("{")
-    damaged = Memo(path)
-    assert damaged.get("key") is None
-    damaged.put("key", 1)
-    assert Memo(path).get("key") == 1
+    for damage in ("{", "{}", path.read_text().replace('"b"', '"c"'), '{"known": {"key": {"a": "c"}}}'):
+        path.write_text(damage)
+        damaged = Memo(path)
+        assert damaged.get("key") is None
+        damaged.put("key", 1)
+        assert Memo(path).get("key") == 1
 
 
 def test_a_memo_forgets_the_oldest(tmp_path: Path) -> None:

@@ -117,6 +117,23 @@ def test_an_expert_replaced_under_the_same_size_and_time_is_noticed(
         assert record["experts"]["math"]["sha256"][file.name] == hashlib.sha256(content).hexdigest()
 
 
+def test_servers_of_two_bases_may_share_a_cache(
+    composer: Compose, served_base: Callable[[str], Path], experts: Path, tmp_path: Path
+) -> None:
+    """Where the experts name different bases, an adapter names the one that is served; another may have its shapes."""
+    for name in ("math", "swahili"):
+        file = experts / name / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": f"org/{name}"}))
+    served = composer()
+    other = shutil.copytree(served_base("llama"), tmp_path / "another-base")
+    servers = (served, NamedComposer(served.manifest, str(other), served.cache, 16))
+    folders = [server.folder("math+swahili") for server in servers]
+    for server, folder in zip(servers, folders, strict=True):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == server.base_model
+    assert folders[0] != folders[1]
+
+
 def test_hashes_kept_by_an_older_version_are_not_used(composer: Compose, experts: Path) -> None:
     """They were kept by size and modification time alone."""
     served = composer()
