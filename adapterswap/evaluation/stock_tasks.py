@@ -87,6 +87,8 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
         AdapterswapError: data that cannot be loaded; a task that needs images, or runs code unconfirmed: the model's,
             or that of `include_path`.
     """
+    import datasets
+
     manager = _manager(include_path)
     matched = manager.match_tasks(list(names))
     problems = Problems()
@@ -99,7 +101,9 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     try:
         with code_allowed(unsafe_code), rendering(sandboxed=include_path is not None and not trust_task_code):
             loaded = manager.load(matched)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:  # whatever a task's data loader raises
+    except (
+        OSError, ValueError, KeyError, ImportError, RuntimeError, datasets.exceptions.DatasetsError
+    ) as error:  # whatever a task's data loader raises  # fmt: skip
         raise AdapterswapError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
             "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.evaluation.fingerprints import task_fingerprint
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks, split_shots
 from adapterswap.sweeps.recipe import SweepRecipe
@@ -81,7 +82,9 @@ def _describe(
     num_docs = min(get_sample_size(task, settings.limit) or available, available)
     select, report = selection.split(num_docs)
     better = _better(task).get(metric) is not False
-    return TaskInfo(name, role, language_of(name), (metric, filter_name), better, num_docs, select, report)
+    return TaskInfo(
+        name, role, language_of(name), (metric, filter_name), better, num_docs, select, report, task_fingerprint(task)
+    )
 
 
 def _better(task: Any) -> Mapping[str, bool]:

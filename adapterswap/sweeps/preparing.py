@@ -14,6 +14,7 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.bases import Base, open_base
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.evaluation.fingerprints import task_files
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import check_task_names
 from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
@@ -174,6 +175,7 @@ def _describe(prepared: Prepared) -> dict[str, Any]:
         },
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
+        "task_files": task_files(prepared.settings.include_path),
         "settings": prepared.settings.described(),
         "cells": [cell.as_json() for cell in prepared.grid.cells],
     }  # fmt: skip

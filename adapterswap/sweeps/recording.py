@@ -1,9 +1,9 @@
 """Write a sweep's folder, a cell at a time, so that it can be killed anywhere and gone on with.
 
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell whose line is whole is
-finished; a torn last line is cut off, there and in rungs.jsonl. A lock keeps a second sweep out of the folder. Nothing
-is forced to the disk, so this holds for processes that die, not for a machine that loses power. Knows nothing of models
-or of making cells.
+finished; a torn last line is cut off, there and in rungs.jsonl. Each is forced to the disk before the next step, so
+this also holds for a machine that loses power. Every line says its own hash and those of its samples and prompts. A
+lock keeps a second sweep out of the folder. Knows nothing of models or of making cells.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.files.folders import check_place, locked, refuse_strangers, strangers
+from adapterswap.files.folders import check_place, locked, refuse_strangers, strangers, sync_one
+from adapterswap.files.sealing import sealed
 from adapterswap.files.smallfiles import exists, expand, read_json
 from adapterswap.sweeps.results import (
     CELLS,
@@ -26,11 +27,14 @@ from adapterswap.sweeps.results import (
     RUNGS,
     SAMPLES,
     SWEEP,
+    files_of,
     prompts_file,
     read_questions,
     read_run,
+    samples_file,
 )
 from adapterswap.sweeps.values import CellResult, Findings, RungResult
+from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Recording", "check_out_path", "recording"]
 
@@ -56,7 +60,7 @@ def check_out_path(
     if overwrite:
         refuse_strangers(folder, _strangers(folder))
         return Findings()
-    run = read_run(folder)
+    run = read_run(folder, whole=True)
     if run.results and not exists(folder / SAMPLES):
         raise AdapterswapError(
             f"{folder} has results and no {SAMPLES}/ beside them, so it cannot be continued",
@@ -75,8 +79,9 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
     problems = Problems()
     for key, value in described.items():
         other = value if key == "recipe" else stored.get(key)
-        if key in ("settings", "versions") and isinstance(other, dict):
-            changed = [f"{key}.{name}" for name in value if value[name] != other.get(name)]
+        if key in ("settings", "versions", "task_files") and isinstance(other, dict):
+            names = value.keys() | other.keys() if key == "task_files" else value.keys()
+            changed = [f"{key}.{name}" for name in names if value.get(name) != other.get(name)]
         else:
             changed = [] if value == other else [key]
         for name in sorted(changed):
@@ -126,6 +131,7 @@ class Recording:
         self.found = found
         self._folder = folder
         self._checked: set[str] = set()
+        self._hashes: dict[Path, str] = {}  # of prompts
 
     def begin(self, described: Mapping[str, Any]) -> None:
         """Write sweep.json, or compare with the one that is there.
@@ -136,7 +142,7 @@ class Recording:
         if exists(self._folder / SWEEP):
             _compare(read_json(self._folder / SWEEP), described, self._folder)
             return
-        text = json.dumps(described, indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(sealed(described), indent=1, ensure_ascii=False, allow_nan=False)
         self._place(self._folder / SWEEP, text + "\n")
 
     def add(self, result: CellResult, samples: Iterable[Mapping[str, Any]]) -> None:
@@ -151,7 +157,7 @@ class Recording:
 
     def add_rung(self, result: RungResult) -> None:
         """Record what a search saw of a cell."""
-        self._append(RUNGS, result)
+        self._append(RUNGS, result.as_json())
         self.found.rungs[result.cell, result.documents] = result
 
     def keep_questions(self, task: str, questions: Sequence[Mapping[str, Any]]) -> None:
@@ -180,31 +186,45 @@ class Recording:
         self._checked.add(task)
 
     def _samples(self, result: CellResult) -> Path:
-        return self._folder / SAMPLES / f"{result.cell.cell}.jsonl"
+        return samples_file(self._folder, result.cell)
 
     def _finish(self, result: CellResult) -> None:
-        self._append(CELLS, result)
+        hashes = {}
+        for name, path in files_of(self._folder, result.cell).items():
+            if path not in self._hashes:
+                self._hashes[path] = sha256_of(path)
+            hashes[name] = self._hashes[path]
+        self._append(CELLS, {**result.as_json(), "files": hashes})
         self.found.results[result.cell.cell] = result
 
-    def _append(self, name: str, result: CellResult | RungResult) -> None:
-        path, line = self._folder / name, _line(result.as_json()).encode("utf-8")
-        with _told(self._folder), path.open("ab", buffering=0) as file:
-            before = file.tell()
-            try:
-                if file.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            except BaseException:
-                file.truncate(before)
-                raise
+    def _append(self, name: str, content: Mapping[str, Any]) -> None:
+        path, line = self._folder / name, _line(sealed(content)).encode("utf-8")
+        with _told(self._folder):
+            made = not exists(path)
+            with path.open("ab", buffering=0) as file:
+                before = file.tell()
+                try:
+                    if file.write(line) != len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                    sync_one(path)
+                except BaseException:
+                    file.truncate(before)
+                    raise
+            if made:
+                sync_one(self._folder)
 
     def _place(self, path: Path, text: str) -> None:
         """Write a file that is whole or absent."""
         building = path.with_name(path.name + _TMP)
         with _told(self._folder):
-            path.parent.mkdir(exist_ok=True)
+            if not exists(path.parent):
+                path.parent.mkdir()
+                sync_one(path.parent.parent)
             try:
                 building.write_text(text, encoding="utf-8")
+                sync_one(building)
                 building.replace(path)
+                sync_one(path.parent)
             finally:
                 building.unlink(missing_ok=True)
 

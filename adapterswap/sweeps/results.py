@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.files.sealing import SEAL, is_sealed
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
+from adapterswap.writing.copying import sha256_of
 
 __all__ = [
     "CELLS",
@@ -28,11 +30,13 @@ __all__ = [
     "SAMPLES",
     "SWEEP",
     "Run",
+    "files_of",
     "prompts_file",
     "read_prompts",
     "read_questions",
     "read_run",
     "read_samples",
+    "samples_file",
 ]
 
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
@@ -77,13 +81,17 @@ class Run:
         return tuple(cell for cell in self.cells if cell.cell not in done)
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path, *, whole: bool = False) -> Run:
     """Read the folder of a sweep, finished or not.
 
+    Args:
+        folder: the folder.
+        whole: refuse sweeps of older versions, which noted no hashes, and folders that were shared in part.
+
     Raises:
-        AdapterswapError: it is none, is of another format, or a line in it is damaged or not as the sweep wrote it: a
-            cell, task or document that was not asked, one that is missing or twice, a score that is no finite number
-            or not the mean of its documents, samples that are missing.
+        AdapterswapError: it is none, is of another format, or a file or line in it is damaged or not as the sweep wrote
+            it: a cell, task or document that was not asked, one that is missing or twice, a score that is no finite
+            number or not the mean of its documents, samples or prompts that are missing, or any other hash.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
@@ -101,18 +109,27 @@ def read_run(folder: str | Path) -> Run:
         raise AdapterswapError(
             f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
         ) from None
+    if not _as_written(described, whole):
+        raise AdapterswapError(
+            f"{folder / SWEEP} is not as the sweep wrote it", "Restore it, or run the sweep again with `overwrite=True`"
+        )
     results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
-    run = Run(folder, described, tasks, cells, tuple(results), tuple(rungs))
-    _check(run)
+    run = Run(folder, described, tasks, cells, tuple(result for _, result in results), tuple(rung for _, rung in rungs))
+    _check(run, [content for content, _ in results], [content for content, _ in rungs], whole)
     return run
 
 
-def _check(run: Run) -> None:
+def _as_written(content: Mapping[str, Any], whole: bool) -> bool:
+    return is_sealed(content) or (not whole and SEAL not in content)
+
+
+def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str, Any]], whole: bool) -> None:
     """Refuse lines that the sweep did not write so: they may have been edited, or their samples are gone."""
     problems = Problems()
     known = {cell.cell: cell for cell in run.cells}
     seen: set[str] = set()
-    for number, result in enumerate(run.results, 1):
+    hashes: dict[Path, str | None] = {}
+    for number, (content, result) in enumerate(zip(cell_lines, run.results, strict=True), 1):
         name = result.cell.cell
         reason = None
         if known.get(name) != result.cell:
@@ -124,26 +141,58 @@ def _check(run: Run) -> None:
         else:
             reasons = (_why_unsound(run.tasks[task], value) for task, value in result.results.items())
             reason = next(filter(None, reasons), None) or _why_no_error(result) or _why_not_sampled(run, result)
+            if reason is None and not _as_written(content, whole):
+                reason = "it has another hash"
+            if reason is None:
+                _check_files(run, result, content.get("files", {}), hashes, whole, problems)
         seen.add(name)
         if reason is not None:
             problems.add(
                 f"{run.folder / CELLS}: line {number} is not as the sweep wrote it: {reason}",
                 "Delete that line, and run the same sweep again",
             )
-    for number, rung in enumerate(run.rungs, 1):
+    for number, (content, rung) in enumerate(zip(rung_lines, run.rungs, strict=True), 1):
         unsound = (
             _why_unsound(run.tasks[task], value, documents=rung.documents)
             if task in run.tasks
             else f"{task} is not a task of this sweep"
             for task, value in rung.results.items()
         )
-        if rung.cell not in known or (reason := next(filter(None, unsound), None)) is not None:
-            told = f"{rung.cell} is not a cell of this sweep" if rung.cell not in known else reason
+        reason = f"{rung.cell} is not a cell of this sweep" if rung.cell not in known else next(
+            filter(None, unsound), None
+        )  # fmt: skip
+        if reason is None and not _as_written(content, whole):
+            reason = "it has another hash"
+        if reason is not None:
             problems.add(
-                f"{run.folder / RUNGS}: line {number} is not as the sweep wrote it: {told}",
+                f"{run.folder / RUNGS}: line {number} is not as the sweep wrote it: {reason}",
                 "Delete that line, and run the same sweep again",
             )
     problems.raise_if_any()
+
+
+def _check_files(
+    run: Run, result: CellResult, noted: Mapping[str, str], hashes: dict[Path, str | None], whole: bool,
+    problems: Problems,
+) -> None:  # fmt: skip
+    """Compare a cell's samples and its tasks' prompts with the hashes in its line; each file is read once."""
+    for name, path in files_of(run.folder, result.cell).items():
+        shared = not exists(path.parent) and (name.startswith(SAMPLES) or not whole)  # without that folder
+        if path in hashes or shared or (name not in noted and not whole):
+            continue
+        hashes[path] = sha256_of(path) if exists(path) else None
+        if hashes[path] != noted.get(name):
+            told = "is missing" if hashes[path] is None else "is not as the sweep wrote it"
+            mend = "Restore it"
+            if name.startswith(SAMPLES):
+                mend += f", or delete the line of {result.cell.cell} in {CELLS} and run the same sweep again"
+            problems.add(f"{path} {told}", mend)
+
+
+def files_of(folder: Path, cell: Cell) -> dict[str, Path]:
+    """What lies beside a cell's line: its samples, and the prompts of its tasks; by their names in the folder."""
+    paths = (samples_file(folder, cell), *(prompts_file(folder, task) for task in cell.tasks))
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def _why_unsound(task: TaskInfo, value: TaskValue, *, documents: int | None = None) -> str | None:
@@ -184,7 +233,7 @@ def _is_finite(number: object) -> bool:
 
 def _why_not_sampled(run: Run, result: CellResult) -> str | None:
     """What is wrong with a cell's file of samples; None if it has a line for every document."""
-    path = run.folder / SAMPLES / f"{result.cell.cell}.jsonl"
+    path = samples_file(run.folder, result.cell)
     expected = sum(len({*run.tasks[task].select, *run.tasks[task].report}) for task in result.cell.tasks)
     if not exists(run.folder / SAMPLES):  # a run that was shared without them
         return None
@@ -195,8 +244,8 @@ def _why_not_sampled(run: Run, result: CellResult) -> str | None:
     return None if lines == expected else f"{SAMPLES}/{path.name} holds {lines} documents, not {expected}"
 
 
-def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[_Line]:
-    """The whole lines of a file, none if there is none; what follows the last newline was torn off."""
+def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[tuple[dict[str, Any], _Line]]:
+    """The whole lines of a file, none if there is none, and what they say; what follows the last newline was torn off."""
     if not exists(path):
         return []
     with open_regular(path, _MEND) as file:
@@ -204,7 +253,8 @@ def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[_Line]:
     found = []
     for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            found.append(read(json.loads(line)))
+            content = json.loads(line)
+            found.append((content, read(content)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise AdapterswapError(
                 f"{path}: line {number} is damaged: {error!r}", "Delete that line, and run the same sweep again"
@@ -229,6 +279,11 @@ def read_prompts(folder: str | Path, task: str) -> dict[int, str]:
 def read_questions(folder: str | Path, task: str) -> list[dict[str, Any]]:
     """What a task asks, document by document: doc_id, prompt and target; errors as for `read_samples`."""
     return _read_lines(prompts_file(Path(folder), task))
+
+
+def samples_file(folder: Path, cell: Cell) -> Path:
+    """Where a cell's samples lie."""
+    return folder / SAMPLES / f"{cell.cell}.jsonl"
 
 
 def prompts_file(folder: Path, task: str) -> Path:

@@ -27,6 +27,7 @@ class TaskInfo:
         num_docs: how many documents are asked.
         select: the documents on which configurations are chosen.
         report: the others, on which the chosen ones are reported.
+        sha256: of what it asks and how it scores, see `task_fingerprint`; None in sweeps of older versions.
     """
 
     name: str
@@ -37,6 +38,7 @@ class TaskInfo:
     num_docs: int
     select: tuple[int, ...]
     report: tuple[int, ...]
+    sha256: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -46,6 +48,7 @@ class TaskInfo:
             "higher_is_better": self.higher_is_better,
             "num_docs": self.num_docs,
             "split": {"select": list(self.select), "report": list(self.report)},
+            **({} if self.sha256 is None else {"sha256": self.sha256}),
         }
 
     @classmethod
@@ -60,6 +63,7 @@ class TaskInfo:
             num_docs=content["num_docs"],
             select=tuple(content["split"]["select"]),
             report=tuple(content["split"]["report"]),
+            sha256=content.get("sha256"),
         )
 
 

@@ -61,13 +61,13 @@ def recipe(content: Callable[..., dict[str, Any]]) -> Callable[..., SweepRecipe]
 
 
 def plain(folder: Path) -> dict[str, Any]:
-    """Every file of a sweep's folder; of cells.jsonl and rungs.jsonl all but the seconds."""
+    """Every file of a sweep's folder; of cells.jsonl and rungs.jsonl all but the seconds, and the hash with them."""
     import json
 
     files: dict[str, Any] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         files[path.relative_to(folder).as_posix()] = (
-            [{**json.loads(line), "seconds": None} for line in path.read_text().splitlines()]
+            [{**json.loads(line), "seconds": None, "sha256": None} for line in path.read_text().splitlines()]
             if path.name in ("cells.jsonl", "rungs.jsonl")
             else path.read_bytes()
         )

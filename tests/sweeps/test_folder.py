@@ -14,7 +14,9 @@ import pytest
 from safetensors.torch import load, save
 
 from adapterswap import AdapterswapError
-from adapterswap.sweeps import Run, SweepRecipe, read_prompts, read_run, read_samples, sweep
+from adapterswap.evaluation.stock_tasks import _manager
+from adapterswap.evaluation.tasks import _load
+from adapterswap.sweeps import Run, SweepRecipe, prepare, read_prompts, read_run, read_samples, sweep
 from adapterswap.sweeps.recording import recording
 
 from .conftest import SETTINGS, plain
@@ -102,7 +104,7 @@ def test_a_recipe_that_is_only_worded_differently_goes_on(run: Path, recipe: Rec
 
 
 def test_other_prompts_are_refused(run: Path, recipe: Recipe) -> None:
-    (run / "cells.jsonl").write_bytes((run / "cells.jsonl").read_bytes()[:-40])
+    (run / "cells.jsonl").unlink()  # else their hashes in it would tell
     path = run / "prompts" / "mgsm_direct_sw.jsonl"
     path.write_text(path.read_text().replace("Swali", "Suali"))
     with pytest.raises(AdapterswapError, match="has other prompts than"):
@@ -110,7 +112,7 @@ def test_other_prompts_are_refused(run: Path, recipe: Recipe) -> None:
 
 
 def test_other_right_answers_are_refused(run: Path, recipe: Recipe) -> None:
-    (run / "cells.jsonl").write_bytes((run / "cells.jsonl").read_bytes()[:-40])
+    (run / "cells.jsonl").unlink()  # else their hashes in it would tell
     path = run / "prompts" / "mgsm_direct_sw.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[0]["target"] = "1234567"
@@ -170,6 +172,8 @@ EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "an unknown task": ("results on", edited(lambda cell: cell["results"].update(t=scores(cell)))),
     "an unknown cell": ("not a cell", edited(lambda cell: cell.update(cell="0123456789ab"))),
     "another composition": ("not a cell", edited(lambda cell: cell.update(short="math1+sw1"))),
+    "another standard error": ("another hash", edited(lambda cell: scores(cell).update(stderr=0.123))),
+    "no hash": ("another hash", edited(lambda cell: cell.update(sha256=None))),
     "an error of an exact cell": ("relative error", edited(lambda cell: cell.update(relative_error=0.1))),
     "more cut than asked": ("were cut", edited(lambda cell: scores(cell).update(cut=99))),
     "cut in part": ("were cut", edited(lambda cell: scores(cell).update(cut=0.5))),
@@ -186,6 +190,90 @@ def test_edited_results_are_refused(kind: str, run: Path, recipe: Recipe) -> Non
     for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
         with pytest.raises(AdapterswapError, match=f"not as the sweep wrote it.*{reason}"):
             read()
+
+
+@pytest.mark.parametrize("name", ["samples", "prompts"])
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_text(path.read_text().replace("a", "e"))])
+def test_edited_files_beside_the_cells_are_refused(
+    name: str, change: Callable[[Path], object], run: Path, recipe: Recipe
+) -> None:
+    """As many lines as before; and where nothing is left to judge."""
+    change(next((run / name).iterdir()))
+    for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
+        with pytest.raises(AdapterswapError, match=rf"{name}/.* (is missing|is not as the sweep wrote it)|missing in {name}/"):
+            read()
+
+
+@pytest.mark.parametrize("key", ["recipe", "versions"])
+def test_an_edited_description_is_refused(key: str, run: Path, recipe: Recipe) -> None:
+    """Of a finished sweep too, which loads no model that could tell other versions."""
+    content = json.loads((run / "sweep.json").read_text())
+    content[key]["edited"] = "1"
+    (run / "sweep.json").write_text(json.dumps(content))
+    for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
+        with pytest.raises(AdapterswapError, match=r"sweep\.json is not as the sweep wrote it"):
+            read()
+
+
+def test_older_sweeps_without_hashes_are_read_and_not_gone_on_with(run: Path, recipe: Recipe) -> None:
+    def older(text: str) -> dict[str, Any]:
+        return {key: value for key, value in json.loads(text).items() if key not in ("sha256", "files")}
+
+    (run / "sweep.json").write_text(json.dumps(older((run / "sweep.json").read_text())))
+    lines = (run / "cells.jsonl").read_text().splitlines()
+    (run / "cells.jsonl").write_text("".join(json.dumps(older(line)) + "\n" for line in lines))
+    assert len(read_run(run).results) == 3
+    with pytest.raises(AdapterswapError, match=r"sweep\.json is not as the sweep wrote it"):
+        sweep(recipe(), run, device="cpu")
+
+
+TASK = """
+task: own
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA, train: DATA}}
+test_split: test
+fewshot_split: train
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{label}}"
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+CHANGES: dict[str, tuple[str, str, str]] = {
+    "choices": ("rows.jsonl", '"ba"]', '"bo"]'),  # neither a prompt nor a target
+    "the metric": ("own.yaml", "higher_is_better: true", "higher_is_better: true, ignore_case: true"),
+    "what is between": ("own.yaml", "task: own", "task: own\ntarget_delimiter: '.'"),
+    "its code": ("scoring.py", "return 1", "return 2"),
+    "what the code reads": ("weights.json", "1", "2"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_task_that_was_changed_is_refused(kind: str, recipe: Recipe, tmp_path: Path) -> None:
+    tasks, rows = tmp_path / "tasks", [{"question": "a b", "choices": ["ab", "ba"], "label": n % 2} for n in range(4)]
+    tasks.mkdir()
+    (tasks / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tasks / "own.yaml").write_text(TASK.replace("DATA", str(tasks / "rows.jsonl")))
+    (tasks / "scoring.py").write_text("def acc(items):\n    return 1\n")
+    (tasks / "weights.json").write_text("[1]")
+    asked = {"tasks": ["own"], "settings": {"include_path": str(tasks)}, "baselines": ["base"]}
+    prepared = prepare(recipe(**asked))
+    with recording(tmp_path / "run", prepared.described) as record:
+        record.begin(prepared.described)
+    with recording(tmp_path / "run", prepare(recipe(**asked)).described):
+        pass
+    name, old, new = CHANGES[kind]
+    text = (tasks / name).read_text()
+    assert old in text
+    (tasks / name).write_text(text.replace(old, new))
+    _load.cache_clear()  # as in another process
+    _manager.cache_clear()
+    with (
+        pytest.raises(AdapterswapError, match=r"begun with other task(s|_files\.)"),
+        recording(tmp_path / "run", prepare(recipe(**asked)).described),
+    ):
+        pass
 
 
 def test_overwrite_begins_anew_but_only_over_a_sweep(run: Path, recipe: Recipe, tmp_path: Path) -> None:
