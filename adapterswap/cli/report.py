@@ -64,9 +64,14 @@ def _print(report: Report) -> None:
         click.echo(f"Friedman over {ranks.settings} settings: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}")
     elif ranks is not None and ranks.statistic is not None:
         note(f"No p-values: {ranks.settings} settings are fewer than {MIN_UNITS}")
-    if any(row.difference is not None and row.difference.low is None and row.difference.units > 1
-           for target in report.targets for row in target.rows):  # fmt: skip
-        note(f"No intervals (–) where fewer than {MIN_LEVELS} {'seeds' if report.kind == 'lab' else 'experts'} vary")
+    for target in report.targets:
+        if target.of_corpus:
+            note(f"No intervals for {target.task}: its score is of the whole corpus")
+        elif target.report < MIN_LEVELS:
+            note(f"No intervals for {target.task}: {target.report} documents are fewer than {MIN_LEVELS}")
+        elif any(row.difference is not None and row.difference.low is None for row in target.rows):
+            varying = "seeds" if report.kind == "lab" else "experts"
+            note(f"{target.task}: no intervals (–) where two {varying} vary, fewer than {MIN_LEVELS}")
     for remark in report.remarks if report.kind == "sweep" else ():
         note(remark)
     if report.missing:

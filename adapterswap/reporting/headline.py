@@ -51,8 +51,10 @@ class Difference:
         to: the reference's row.
         units: how many units both have.
         mean: the mean difference.
-        low, high: its 95 % interval over units and documents; over documents alone for one unit. None where documents
-            have no scores of their own, and where a side has two experts (or there are two seeds).
+        low, high: its 95 % interval. None where documents have no scores of their own or there are fewer than three, and
+            where a side has two experts (or there are two seeds).
+        over: what the interval is over: `task experts`, `language experts`, `seeds` or `adapters` (several of one row),
+            where there are more than one, and `documents`. Empty where there is no interval.
     """
 
     to: str
@@ -60,6 +62,7 @@ class Difference:
     mean: float
     low: float | None
     high: float | None
+    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,13 @@ class Target:
         language: its language's code.
         metric: metric and filter of the score.
         higher_is_better: whether more is better.
-        select, report: how many documents chose and reported; `select` is 0 where there is no split.
+        select, report: how many documents chose and reported; `select` is 0 where there is no split, and where only the
+            whole corpus has a score, which all documents then report.
         languages: the tasks that `all_languages` averages: of the same benchmark, and asked of all of its cells.
         tasks: every task that a row has a score on, the target first.
         rows: by family.
         chosen: whether any family has configurations to choose from.
+        of_corpus: whether only the whole corpus has a score (BLEU, chrF++), and no document of its own.
     """
 
     task: str
@@ -131,6 +136,7 @@ class Target:
     tasks: tuple[str, ...]
     rows: tuple[Row, ...]
     chosen: bool
+    of_corpus: bool = False
 
 
 def is_english(task: TaskInfo) -> bool:
@@ -148,19 +154,24 @@ def benchmark_of(task: TaskInfo) -> str | None:
 def resampled(target: Target) -> str:
     """What the intervals of a table are over: `task experts, language experts and documents`.
 
-    A side with a single expert is not resampled, so it is not named: intervals then speak of that expert only.
+    A side with a single expert is not resampled, so it is not named: intervals then speak of that expert only. Rows
+    whose intervals are over something else than most are named behind.
     """
-    units = [chosen.unit for row in target.rows for chosen in row.chosen]
-    tasks, languages = ({unit[side] for unit in units} - {None} for side in (0, 1))
-    seeds = {unit[2] for unit in units} if not tasks and not languages else set()
-    sides = (("task experts", tasks), ("language experts", languages), ("seeds", seeds))
-    *names, last = [*(name for name, levels in sides if len(levels) > 1), "documents"]
-    return f"{', '.join(names)} and {last}" if names else last
+    by_row = {row.label: row.difference.over for row in target.rows if row.difference and row.difference.over}
+    most = max(by_row.values(), key=list(by_row.values()).count, default=("documents",))
+    others = "; ".join(f"{label}: {_listed(over)}" for label, over in by_row.items() if over != most)
+    return _listed(most) + (f" ({others})" if others else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    *some, last = names
+    return f"{', '.join(some)} and {last}" if some else last
 
 
 def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: int) -> Target:
     """The table of `task`, every method set against the family `reference`."""
     found = choices(run, task)
+    of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
     benchmark = benchmark_of(task)
     common = set(run.tasks).intersection(*(cell.tasks for cell in run.cells if task.name in cell.tasks))
     languages = [
@@ -175,12 +186,13 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
         task.language,
         ", ".join(part for part in task.primary if part != "none"),
         task.higher_is_better,
-        len(task.select) if has_split(task) else 0,
-        len(reported(task)),
+        len(task.select) if has_split(task) and not of_corpus else 0,
+        task.num_docs if of_corpus else len(reported(task)),
         tuple(each.name for each in languages) if len(languages) > 1 else (),
         (task.name, *(name for name in run.tasks if name in seen)),
         tuple(rows),
         any(row.kind != "only" for row in rows),
+        of_corpus,
     )
 
 
@@ -238,4 +250,15 @@ def _difference(task: TaskInfo, choice: Choice, reference: Choice | None, draws:
         apart = [one - other for one, other in scores if one is not None and other is not None]
         return Difference(reference.label, len(apart), sum(apart) / len(apart), None, None) if apart else None
     found = bootstrap(values, units, draws=draws, seed=seed)
-    return Difference(reference.label, len(units), found.mean, found.low, found.high)
+    over = () if found.low is None else _varying(units)
+    return Difference(reference.label, len(units), found.mean, found.low, found.high, over)
+
+
+def _varying(units: Sequence[Unit]) -> tuple[str, ...]:
+    """What a bootstrap over `units` and documents resamples."""
+    is_lab = all(unit[:2] == (None, None) for unit in units) and all(
+        (unit[2] or "").startswith("seed ") for unit in units
+    )
+    names = ("task experts", "language experts", "seeds" if is_lab else "adapters")
+    levels = (len({unit[place] for unit in units}) for place in range(3))
+    return (*(name for name, number in zip(names, levels, strict=True) if number > 1), "documents")

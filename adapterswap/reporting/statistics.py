@@ -17,7 +17,7 @@ __all__ = [
     "MIN_LEVELS", "MIN_UNITS", "Correlation", "Interval", "bootstrap", "correlate", "standard_error",
 ]  # fmt: skip
 
-MIN_LEVELS = 3  # of a factor that is resampled: with two, 95 % intervals held the mean in 85 % of simulated runs
+MIN_LEVELS = 3  # of a factor that is resampled, and of documents: with two, 95 % intervals held the mean in 85 % of simulated runs
 MIN_UNITS = 5  # for a p-value: with four units no order of them has a two-sided p below 0.08
 
 _EXACT = 7  # up to so many points, Spearman's p is taken from all orders of them: 5,040 at most
@@ -30,7 +30,8 @@ class Interval:
 
     Attributes:
         mean: of all values, as they are.
-        low, high: between which the mean lies with the level asked for; None where a factor has two levels only.
+        low, high: between which the mean lies with the level asked for; None where a factor has two levels only, or
+            there are fewer than `MIN_LEVELS` documents.
     """
 
     mean: float
@@ -78,7 +79,8 @@ def bootstrap(
     as often as its documents and all levels of its unit were drawn together. So experts that occur in several pairs,
     and documents that all pairs are asked, count as what they are: one draw. This is the pigeonhole bootstrap (Owen
     2007, Annals of Applied Statistics 1(2)). A factor with one level is not resampled: the interval then speaks of that
-    level only. A factor with two levels cannot be resampled: there is no interval.
+    level only. A factor with two levels cannot be resampled, and neither can one or two documents, which the interval
+    always speaks of: there is no interval.
 
     Percentiles of few levels lie too close together: by √((n-1)/n) of a factor's part, and as if its spread were known.
     The interval is stretched about the mean for both, by t_ν / z · √(Σ V_f n_f/(n_f - 1) / Σ V_f), where V_f is the
@@ -99,7 +101,7 @@ def bootstrap(
     units = units or [(str(index),) for index in range(number)]
     places = [np.unique([str(unit[i]) for unit in units], return_inverse=True)[1] for i in range(len(units[0]))]
     mean = float(array.mean())
-    if any(1 < place.max() + 1 < MIN_LEVELS for place in places):
+    if documents < MIN_LEVELS or any(1 < place.max() + 1 < MIN_LEVELS for place in places):
         return Interval(mean, None, None)
     generator = np.random.default_rng(seed)
     means: list[NDArray[np.float64]] = []

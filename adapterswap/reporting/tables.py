@@ -75,10 +75,12 @@ def _latex(report: Report, target: Target) -> str:
     rules = [r"\cmidrule(lr){3-6}", r"\cmidrule(lr){7-8}", r"\cmidrule(lr){9-10}"]
     rules += [r"\cmidrule(lr){11-12}"] * bool(languages)
     half = f"Chosen on {target.select} documents, reported on {target.report}. " if target.select else ""
+    errors = f"{half}s.e.: over documents. 95\\,\\%: bootstrap over {_tex(resampled(target))}. "
+    if target.of_corpus:
+        errors = f"Scores of the whole corpus, {target.report} documents. "
     caption = (
-        f"{_tex(target.task)}: {_tex(target.metric)} over {report.units}. {half}s.e.: over documents. "
-        f"95\\,\\%: bootstrap over {resampled(target)}. Papers' protocol: best configuration on all documents."
-        f"{_reduced(target)}"
+        f"{_tex(target.task)}: {_tex(target.metric)} over {report.units}. {errors}"
+        f"Papers' protocol: best configuration on all documents.{_reduced(target)}"
     )
     lines = [
         "% needs \\usepackage{booktabs}",

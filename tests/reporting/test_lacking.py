@@ -285,3 +285,48 @@ def test_a_folder_without_samples_has_no_examples(tmp_path: Path) -> None:
     (found,) = reported(folder).disagreements
     assert found.examples == ()
     assert found.better + found.worse > 0
+
+
+@pytest.mark.parametrize("documents", [1, 2, 4])
+def test_one_or_two_documents_have_no_interval(tmp_path: Path, documents: int) -> None:
+    """Whatever wins the only document is no better beyond doubt."""
+    folder = craft(
+        tmp_path / "run",
+        documents=documents,
+        values=lambda cell, task: [float(cell.family == "layer_swap")] * documents,
+    )
+    report = reported(folder)
+    assert report.targets[0].report in (1, 2)
+    found = row(report, "layer_swap, default").difference
+    assert found is not None
+    assert (found.mean, found.low, found.high, found.over) == (1, None, None, ())
+    assert 'class="apart"' not in render_page(report)
+    shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
+    assert "documents are fewer than 3" in shown.stderr
+    strict(report)
+
+
+def test_a_score_of_the_whole_corpus_is_not_said_to_be_parted(tmp_path: Path) -> None:
+    report = reported(craft(tmp_path / "run", documents=8, corpus=(SW,)))
+    assert (report.targets[0].select, report.targets[0].report, report.targets[0].of_corpus) == (0, 8, True)
+    assert "Chosen on" not in latex_tables(report)
+    assert "bootstrap over" not in latex_tables(report)
+    assert "are chosen on" not in render_page(report).split("The score is")[1].split("</p>")[0]
+    shown = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--dry-run"])
+    assert f"{SW}, 8 documents" in shown.stdout
+    assert "two experts" not in shown.stderr
+
+
+def test_rows_whose_intervals_are_over_something_else_are_named(tmp_path: Path) -> None:
+    asked = recipe(compositions=[{"bottom": 5}, {"name": "reset", "bottom": 5, "language": "base"}], retention=[])
+    report = reported(craft(tmp_path / "run", asked, documents=8), reference="task expert")
+    overs = {each.label: each.difference.over for each in report.targets[0].rows if each.difference}
+    assert overs["reset"] == overs["base"] == ("task experts", "documents")
+    assert overs["soup"] == overs["layer_swap"] == ("task experts", "language experts", "documents")
+    assert "reset: task experts and documents" in latex_tables(report)
+    joint = {f"joint{i}": "j" for i in range(3)}
+    asked = recipe(compositions=[{"bottom": 5}], retention=[], extra={"joint": list(joint)})
+    report = reported(craft(tmp_path / "joint", asked, documents=8))
+    found = row(report, "joint").difference
+    assert found is not None
+    assert found.over == ("task experts", "language experts", "adapters", "documents")

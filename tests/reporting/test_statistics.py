@@ -152,9 +152,16 @@ def test_there_is_no_interval_over_two_levels(units: list[tuple[str, ...]], monk
 
 
 def test_no_spread_no_width() -> None:
-    for values in ([[0.25]], [[0.25] * 7], [[0.25] * 7] * 3):
+    for values in ([[0.25] * 3], [[0.25] * 7], [[0.25] * 7] * 3):
         found = bootstrap(values)
         assert (found.low, found.mean, found.high) == (0.25, 0.25, 0.25)
+
+
+@pytest.mark.parametrize("documents", [1, 2])
+@pytest.mark.parametrize("pairs", [1, 3])
+def test_there_is_no_interval_over_one_or_two_documents(documents: int, pairs: int) -> None:
+    found = bootstrap(np.ones((pairs, documents)), draws=50)
+    assert (found.low, found.mean, found.high) == (None, 1, None)
 
 
 def test_correlations_are_scipys() -> None:
