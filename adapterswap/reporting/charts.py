@@ -42,12 +42,15 @@ class Bars:
 class Heatmap:
     """A landscape as a table: `rows` from the highest u down, each with a cell or None for every b.
 
+    `most` is over how many units a cell's mean is at most; a mean over fewer does not quite compare.
+
     A cell is (its `GridCell`, its shade from 0 for the worst to 1 for the best).
     """
 
     grid: Grid
     bottoms: tuple[int, ...]
     rows: tuple[tuple[int, tuple[tuple[GridCell, float] | None, ...]], ...]
+    most: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def heatmaps(grids: Sequence[Grid], higher_is_better: Mapping[str, bool]) -> lis
         for top in sorted({top for _, top in cells}, reverse=True):
             row = [cells.get((bottom, top)) for bottom in bottoms]
             rows.append((top, tuple(None if cell is None else (cell, _shade(cell.mean, worst, best)) for cell in row)))
-        found.append(Heatmap(grid, bottoms, tuple(rows)))
+        found.append(Heatmap(grid, bottoms, tuple(rows), max(cell.units for cell in grid.cells)))
     return found
 
 

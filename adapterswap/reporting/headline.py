@@ -51,8 +51,8 @@ class Difference:
         to: the reference's row.
         units: how many units both have.
         mean: the mean difference.
-        low, high: its 95 % interval. None where documents have no scores of their own or there are fewer than three, and
-            where a side has two experts (or there are two seeds).
+        low, high: its 95 % interval. None where documents have no scores of their own or there are fewer than three,
+            and where a side has two experts (or there are two seeds).
         over: what the interval is over: `task experts`, `language experts`, `seeds` or `adapters` (several of one row),
             where there are more than one, and `documents`. Empty where there is no interval.
     """

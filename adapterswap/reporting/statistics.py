@@ -17,7 +17,7 @@ __all__ = [
     "MIN_LEVELS", "MIN_UNITS", "Correlation", "Interval", "bootstrap", "correlate", "standard_error",
 ]  # fmt: skip
 
-MIN_LEVELS = 3  # of a factor that is resampled, and of documents: with two, 95 % intervals held the mean in 85 % of simulated runs
+MIN_LEVELS = 3  # of whatever is resampled: with two experts, 95 % intervals held the mean in 85 % of simulated runs
 MIN_UNITS = 5  # for a p-value: with four units no order of them has a two-sided p below 0.08
 
 _EXACT = 7  # up to so many points, Spearman's p is taken from all orders of them: 5,040 at most

@@ -1,12 +1,14 @@
 """A sweep in a few rows: per family how its cells did, and its best configuration.
 
-The best configuration is chosen on the documents set apart for that, and reported on the others; of equals it is the
+The best configuration is chosen on the documents set apart for that, and reported on the others, among those that are
+finished with all of their pairs: means over other pairs do not compare; of equals it is the
 papers' default, then the first of the recipe (`best_of`, which reports use too). Min, mean and max are over cells, on
 all documents. Intervals and tests are not this module's. Knows results; knows nothing of models.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -25,11 +27,11 @@ class Row:
 
     Attributes:
         family: what it is called.
-        n: its finished cells.
-        minimum, mean, maximum: of the cells' values, see `cell_value`; None where there are none.
-        configurations: how many it has.
-        best: the configuration with the best mean over its pairs on the documents to choose on, see `best_of`; None
-            where there is nothing to choose.
+        n: its finished cells that have a value, see `cell_value`.
+        minimum, mean, maximum: of these values; None where there are none.
+        configurations: how many it has, of those that have a finished cell.
+        best: the configuration with the best mean over its pairs on the documents to choose on, see `best_of`, among
+            those of which no pair is missing; None where there is nothing to choose.
         chosen_at: its mean there.
         reported_at: its mean on the other documents; of the only configuration, if there is one.
         relative_error: the largest of its cells, see `CellResult`; None where all of them are exact.
@@ -81,10 +83,13 @@ def summarize(run: Run) -> list[Row]:
     places = {cell.cell: place for place, cell in enumerate(run.cells)}
     for result in sorted(run.results, key=lambda result: places.get(result.cell.cell, len(places))):
         families[result.cell.family].append(result)
-    return [_row(family, results, run.tasks) for family, results in families.items()]
+    asked = Counter((cell.family, cell.configuration) for cell in run.cells)
+    return [_row(family, results, run.tasks, asked) for family, results in families.items()]
 
 
-def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) -> Row:
+def _row(
+    family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo], asked: Mapping[tuple[str, str], int]
+) -> Row:
     values = [value for result in results if (value := cell_value(result, tasks)) is not None]
     configurations: dict[str, list[CellResult]] = {}
     for result in results:
@@ -92,13 +97,16 @@ def _row(family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo]) 
     scores = {
         name: _mean(half_value(result, tasks, "select") for result in found) for name, found in configurations.items()
     }
+    alone = sum(one == family for one, _ in asked) == 1
     candidates = [
-        (score, all(result.cell.default for result in configurations[name]), name) for name, score in scores.items()
+        (scores[name], all(result.cell.default for result in found), name)
+        for name, found in configurations.items()
+        if alone or len(found) == asked[family, name]
     ]
     best = best_of(candidates, sign_of(results, tasks))
     return Row(
         family=family,
-        n=len(results),
+        n=len(values),
         minimum=min(values, default=None),
         mean=_mean(values),
         maximum=max(values, default=None),

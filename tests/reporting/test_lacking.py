@@ -330,3 +330,21 @@ def test_rows_whose_intervals_are_over_something_else_are_named(tmp_path: Path) 
     found = row(report, "joint").difference
     assert found is not None
     assert found.over == ("task experts", "language experts", "adapters", "documents")
+
+
+def test_configurations_over_other_pairs_are_not_compared(tmp_path: Path) -> None:
+    """A sweep that was stopped after the easiest pair of a worse configuration."""
+
+    def finished(cell: Cell) -> bool:
+        return cell.composition.get("bottom") != 4 or cell.short.startswith("math1+sw1@")
+
+    def values(cell: Cell, task: str) -> list[float]:
+        return [float(cell.short.startswith("math1+sw1@") and index % 2) for index in range(8)]
+
+    asked = recipe(compositions=[{"bottom": [4, 5], "top": [2]}])
+    folder = craft(tmp_path / "run", asked, documents=8, finished=finished, values=values)
+    found = next(each for each in summarize(read_run(folder)) if each.family == "layer_swap")
+    assert (found.n, found.best) == (10, "bottom=5,top=2")
+    assert found.mean == pytest.approx((0.5 + 0.5) / 10)
+    landscape = render_page(reported(folder)).split('id="landscape"')[1].split("</section>")[0]
+    assert landscape.count("1 of 9 pairs") == 1
