@@ -27,7 +27,7 @@ class Comparison:
 
     Attributes:
         one, other: the methods.
-        difference: the mean score of `one` minus that of `other`.
+        difference: the mean score of `one` minus that of `other`, higher being better.
         nemenyi: p for their mean ranks; None for two methods only, which need no correction, and for few settings.
         wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm over the comparisons with
             the reference, or over all where there is none; None for comparisons without the reference, and for few

@@ -30,7 +30,7 @@ class Ranking:
         methods: the label of each family's row that was ranked.
         left_out: families that fewer than half of the settings have.
         dropped: settings that a ranked family lacks.
-        ranks: the tests.
+        ranks: the tests, on scores whose sign is turned where less is better.
     """
 
     methods: tuple[str, ...]

@@ -348,3 +348,18 @@ def test_configurations_over_other_pairs_are_not_compared(tmp_path: Path) -> Non
     assert found.mean == pytest.approx((0.5 + 0.5) / 10)
     landscape = render_page(reported(folder)).split('id="landscape"')[1].split("</section>")[0]
     assert landscape.count("1 of 9 pairs") == 1
+
+
+def test_a_difference_of_ranks_says_that_its_sign_is_turned(tmp_path: Path) -> None:
+    folder = craft(tmp_path / "run", recipe(retention=[]), documents=8)
+    assert "its sign is turned" not in render_page(reported(folder))
+    described = json.loads((folder / "sweep.json").read_text())
+    described["tasks"][SW]["higher_is_better"] = False
+    (folder / "sweep.json").write_text(json.dumps(described))
+    report = reported(folder)
+    apart = row(report, "base").difference
+    assert report.ranking is not None
+    ranked = next(each for each in report.ranking.ranks.comparisons if {each.one, each.other} == {"base", "soup"})
+    assert apart is not None
+    assert ranked.difference == pytest.approx(-apart.mean)
+    assert "its sign is turned" in render_page(report)
