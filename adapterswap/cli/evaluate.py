@@ -223,8 +223,8 @@ def _dry_run(
     print_table(table)
     click.echo(f"\nThe first prompt of {previews[0].name}:\n\n{previews[0].prompt}")
     for task in previews:
-        if task.room is not None and task.room < settings.max_gen_toks:
-            note(f"{task.name}: the longest prompt leaves {task.room} tokens, fewer than --max-gen-toks")
+        if task.room is not None and task.max_gen_toks is not None and task.room < task.max_gen_toks:
+            note(f"{task.name}: the longest prompt leaves {task.room} tokens to an output of up to {task.max_gen_toks}")
     note("nothing evaluated (--dry-run)")
 
 
@@ -246,7 +246,8 @@ def _print(result: EvaluationResult) -> None:
         heads = [metric if name == "none" else f"{metric}\n{name}" for metric, name in columns]
         table = _table("task", "shots", "n", *heads)
         for task in tasks:
-            table.add_row(task.name, str(task.num_fewshot), str(task.num_docs), *map(_score_text, task.scores))
+            shots = "differ" if task.num_fewshot is None else str(task.num_fewshot)
+            table.add_row(task.name, shots, str(task.num_docs), *map(_score_text, task.scores))
         print_table(table)
 
 
@@ -259,7 +260,10 @@ def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
     asked = result.settings["num_fewshot"]
     for task in result.tasks.values():
         if task.cut:
-            note(f"{task.name}: {task.cut} of {task.num_docs} outputs were cut at --max-gen-toks {max_gen_toks}")
+            limit = f"--max-gen-toks {task.max_gen_toks}"
+            if task.max_gen_toks != max_gen_toks:
+                limit = f"{task.max_gen_toks} tokens, the limit of the task or of --gen-kwargs"
+            note(f"{task.name}: {task.cut} of {task.num_docs} outputs were cut at {limit}")
         if task.truncated:
             note(f"{task.name}: {task.truncated} of {task.num_docs} prompts lost their beginning")
         if asked is not None and task.num_fewshot != asked:

@@ -160,9 +160,11 @@ def _collect(found: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[
         samples[task] = merged
     # A group that asks for no means of its own stands among the results too, with nothing in it.
     tasks = {
-        name: _task_result(name, found, samples[name], truncated[name]) for name in found["results"] if name in samples
+        name: _task_result(name, found, samples[name], truncated[name], model.max_gen_toks)
+        for name in found["results"]
+        if name in samples
     }
-    groups = {name: _task_result(name, found, {}, 0) for name in found.get("groups", {})}
+    groups = {name: _task_result(name, found, {}, 0, model.max_gen_toks) for name in found.get("groups", {})}
     ordered = tuple(sample for merged in samples.values() for _, sample in sorted(merged.items()))
     return EvaluationResult(tasks=tasks, samples=ordered, settings=settings, groups=groups)
 
@@ -196,7 +198,11 @@ def _add_filter(sample: Sample, row: Mapping[str, Any]) -> None:
     }
 
 
-def _task_result(name: str, found: Mapping[str, Any], samples: Mapping[int, Sample], truncated: int) -> TaskResult:
+def _task_result(
+    name: str, found: Mapping[str, Any], samples: Mapping[int, Sample], truncated: int, max_gen_toks: int
+) -> TaskResult:
+    from adapterswap.evaluation.harness import output_limit
+
     numbers = found["results"][name]
     scores = []
     for key, value in numbers.items():
@@ -208,13 +214,16 @@ def _task_result(name: str, found: Mapping[str, Any], samples: Mapping[int, Samp
         scores.append(
             Score(metric, filter_name, float(value), stderr if isinstance(stderr, float) else None, better is not False)
         )
-    generates = found["configs"].get(name, {}).get("output_type") == "generate_until"
+    config = found["configs"].get(name, {})
+    generates = config.get("output_type") == "generate_until"
+    shots = found["n-shot"].get(name)
     return TaskResult(
         name=name,
         num_docs=int(numbers.get("sample_len", found["n-samples"].get(name, {}).get("effective", 0))),
-        num_fewshot=int(found["n-shot"].get(name) or 0),
+        num_fewshot=int(shots or 0) if samples or shots is not None else None,
         version=str(found["versions"].get(name)),
         scores=tuple(scores),
         cut=sum(sample.cut for sample in samples.values()) if generates else None,
         truncated=truncated,
+        max_gen_toks=output_limit(config.get("generation_kwargs"), max_gen_toks) if generates else None,
     )

@@ -16,6 +16,7 @@ from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import exact_match_fn
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation.answers import extract_answer
@@ -23,7 +24,7 @@ from adapterswap.evaluation.batches import in_batches, request_key, seed_of
 from adapterswap.evaluation.mgsm import mgsm_task
 from adapterswap.processes import Processes
 
-__all__ = ["EvaluatedModel", "OfflineTask", "build_mgsm_task"]
+__all__ = ["EvaluatedModel", "OfflineTask", "build_mgsm_task", "output_limit"]
 
 _FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter, and its last match
 
@@ -114,6 +115,11 @@ def _score(doc: dict[str, str], results: list[str | Decimal | None]) -> dict[str
     return {"exact_match": float(answer == Decimal(doc["answer"]))}
 
 
+def output_limit(gen_kwargs: Mapping[str, Any] | None, default: int) -> int:
+    """The longest output in tokens: the task's own limit, under any name that the harness knows, or the default."""
+    return int(normalize_gen_kwargs(dict(gen_kwargs or {}), default)["max_gen_toks"])
+
+
 class EvaluatedModel(HFLM):  # type: ignore[misc]
     """A loaded model as the harness sees it: without bars, and telling what the harness leaves unsaid.
 
@@ -174,7 +180,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         lengths = dict(zip(prompts, self._measured(list(prompts)), strict=True))
         for request in requests:
             prompt, gen_kwargs = request.args
-            budget = int(gen_kwargs.get("max_gen_toks", self.max_gen_toks))
+            budget = output_limit(gen_kwargs, self.max_gen_toks)
             if lengths[prompt] + budget <= self.max_length:
                 continue
             self.truncated.add(request_key(prompt, gen_kwargs))

@@ -29,6 +29,7 @@ class TaskPreview:
         prompt: the first document's prompt.
         longest: the longest prompt in tokens.
         room: tokens that the model's context leaves for an output after it; None for tasks that generate nothing.
+        max_gen_toks: the longest output in tokens, the task's own limit where it has one; None likewise.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TaskPreview:
     prompt: str
     longest: int
     room: int | None
+    max_gen_toks: int | None = None
 
 
 def preview(
@@ -57,6 +59,8 @@ def preview(
 
     from lm_eval.evaluator_utils import get_sample_size
     from lm_eval.models.utils import resolve_max_length
+
+    from adapterswap.evaluation.harness import output_limit
 
     def as_chat(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
@@ -93,6 +97,7 @@ def preview(
                     prompt=prompts[0],
                     longest=longest,
                     room=context - longest if generates else None,
+                    max_gen_toks=output_limit(requests[0].args[1], settings.max_gen_toks) if generates else None,
                 )
             )
     return previews

@@ -53,21 +53,23 @@ class TaskResult:
     Attributes:
         name: the task.
         num_docs: n, how many documents were evaluated.
-        num_fewshot: how many shots stood before each.
+        num_fewshot: how many shots stood before each; None for a group whose tasks differ in it.
         version: the task's own version.
         scores: one for each metric and filter.
         cut: outputs that ended because they reached the limit of tokens, not by themselves; None for tasks that
             compare likelihoods.
         truncated: prompts that lost their beginning, because they did not fit.
+        max_gen_toks: the limit of tokens, the task's own where it has one; None for tasks that generate nothing.
     """
 
     name: str
     num_docs: int
-    num_fewshot: int
+    num_fewshot: int | None
     version: str
     scores: tuple[Score, ...]
     cut: int | None = None
     truncated: int = 0
+    max_gen_toks: int | None = None
 
     def score(self, filter: str | None = None, metric: str | None = None) -> Score:
         """The one score of that filter and metric.

@@ -61,9 +61,8 @@ def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examin
     loaded = load_tasks(options.tasks, settings)
     problems = Problems()
     for task in asked if not options.truncate else ():
-        limits = loaded["tasks"][task.name].get_config("generation_kwargs") or {}
-        budget = int(limits.get("max_gen_toks", settings.max_gen_toks))
-        if task.room is not None and task.room < budget:
+        budget = task.max_gen_toks
+        if task.room is not None and budget is not None and task.room < budget:
             problems.add(
                 f"selection: {task.name}: the longest prompt has {task.longest} tokens, and leaves {task.room} of the "
                 f"model's context to an output of up to {budget}",

@@ -203,7 +203,19 @@ def test_a_dry_run_says_what_would_not_fit(run: Run, tmp_path: Path, byte_base: 
     config = json.loads((bare / "config.json").read_text("utf-8")) | {"max_position_embeddings": 1000}
     (bare / "config.json").write_text(json.dumps(config), encoding="utf-8")
     result = run("evaluate", "--base-model", bare, "--tasks", "mgsm_direct_te", "--limit", 1, "--dry-run")
-    assert "fewer than --max-gen-toks" in result.stderr
+    assert "tokens to an output of up to 512" in result.stderr
+    few = run(
+        "evaluate", "--base-model", bare, "--tasks", "mgsm_direct_te", "--limit", 1, "--dry-run", "--num-fewshot", 0,
+        "--gen-kwargs", "max_new_tokens=4",
+    )  # fmt: skip
+    assert "to an output of up to" not in few.stderr
+
+
+def test_outputs_are_said_to_be_cut_where_they_were(evaluate_: Run) -> None:
+    """Not at --max-gen-toks, where the task or --gen-kwargs has a limit of its own."""
+    result = evaluate_("--gen-kwargs", "max_new_tokens=3")
+    assert "mgsm_direct_sw: 2 of 2 outputs were cut at 3 tokens" in result.stderr
+    assert "--max-gen-toks 8" not in result.stderr
 
 
 def test_gen_kwargs(evaluate_: Run, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ aggregate_metric_list:
   - {metric: acc_norm, weight_by_size: false}
 metadata: {version: 2}
 """
+MIXED = "group: pico_mixed\ntask: [pico_choice_short, pico_choice_shots]\naggregate_metric_list: [{metric: acc}]\n"
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +96,13 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, data = tmp_path_factory.mktemp("kinds"), tmp_path_factory.mktemp("data")
     (data / "rows.json").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
     texts = TASKS | {name: CHOICE.replace("{name}", name) for name in ("short", "all")}
+    texts["shots"] = texts["all"].replace("pico_choice_all", "pico_choice_shots") + "num_fewshot: 2\n"
     for name, text in texts.items():
         content = (HEAD + text).format(data=data / "rows.json", cache=data / "cache")
         (folder / f"{name}.yaml").write_text(content, encoding="utf-8")
     (folder / "pico_docs.py").write_text(DOCS, encoding="utf-8")
     (folder / "group.yaml").write_text(GROUP, encoding="utf-8")
+    (folder / "mixed.yaml").write_text(MIXED, encoding="utf-8")
     return folder
 
 
@@ -155,6 +158,20 @@ def test_outputs_under_filters_of_the_task_s_own(byte_model: Model, kinds: Path)
         assert sample.answers == {"first-word": word[0] if word else "[invalid]", "as-is": sample.output}
         assert "." not in sample.output
     assert result.tasks["pico_write"].cut is not None
+
+
+def test_a_limit_of_the_task_s_own_is_the_one_that_outputs_are_cut_at(byte_model: Model, kinds: Path) -> None:
+    result = run(byte_model, kinds, "pico_write", "pico_last")
+    written = result.tasks["pico_write"]
+    assert (written.cut, written.max_gen_toks) == (3, 6)
+    assert (result.tasks["pico_last"].cut, result.tasks["pico_last"].max_gen_toks) == (None, None)
+
+
+def test_a_group_whose_tasks_differ_in_shots_has_none(byte_model: Model, kinds: Path) -> None:
+    assert run(byte_model, kinds, "pico_all").groups["pico_all"].num_fewshot == 0
+    result = run(byte_model, kinds, "pico_mixed")
+    assert [task.num_fewshot for task in result.tasks.values()] == [0, 2]
+    assert result.groups["pico_mixed"].num_fewshot is None
 
 
 def test_groups_within_groups_and_both_kinds_of_means(byte_model: Model, kinds: Path) -> None:
