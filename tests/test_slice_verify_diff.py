@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import crafting
 import numpy as np
 import pytest
 import torch
@@ -48,6 +49,25 @@ def test_a_slice_holds_its_layers_byte_for_byte(run: Callable[..., Result], swah
     assert {int(key.split(".layers.")[1].split(".")[0]) for key in shell} == {0, 1, 5}
     assert all(torch.equal(shell[key], whole[key]) for key in shell)
     assert sum(tensor.nbytes for tensor in shell.values()) == told["bytes"]
+
+
+def test_the_share_of_a_slice_is_of_what_peft_loads(run: Callable[..., Result], tmp_path: Path) -> None:
+    """Not of tensors in the file that the config does not target."""
+    crafting.adapter(tmp_path / "some", settings=crafting.config(layers_to_transform=[0, 1], layers_pattern="layers"))
+    options = ("--num-layers", 4, "-o", tmp_path / "shell", "--json", "--dry-run")
+    told = json.loads(run("slice", tmp_path / "some", "--layers", "0-1", *options).stdout)
+    assert (told["modules"], told["of_modules"], told["share"]) == (4, 4, 1)
+    told = json.loads(run("slice", tmp_path / "some", "--layers", "1", *options).stdout)
+    assert (told["modules"], told["of_modules"], told["share"]) == (2, 4, 0.5)
+
+
+def test_compose_counts_the_modules_that_it_writes(run: Callable[..., Result], tmp_path: Path) -> None:
+    crafting.adapter(tmp_path / "math")
+    zones = ("--num-layers", 4, "--bottom", 1, "--top", 0)
+    reset = run("compose", "-t", tmp_path / "math", "-l", "base", *zones, "-o", tmp_path / "reset")
+    assert "6 of 8 modules; 12 of 12 tensors" in reset.stderr
+    inspected = json.loads(run("inspect", tmp_path / "reset", "--json").stdout)
+    assert len(inspected["modules"]) == 6
 
 
 def test_a_slice_takes_its_depth_from_a_base_that_is_named(

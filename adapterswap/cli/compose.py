@@ -139,7 +139,9 @@ def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     for remark in plan.notes:
         note(remark)
     copied = sum(tensor.is_copied for tensor in layout.tensors)
-    told = f"{len(plan.modules)} modules; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
+    kept = sum(bool(module.terms) for module in plan)  # the others stay as in the base, and are not written
+    modules = f"{kept} of {len(plan.modules)} modules" if kept < len(plan.modules) else f"{kept} modules"
+    told = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
     for one, other in _same(plan):
         note(f"Warning: {one} and {other} are one folder, so the composition takes everything from one expert")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, print_json
+
+if TYPE_CHECKING:
+    from adapterswap.experts.adapters import Adapter
 
 
 @click.command("slice")
@@ -51,7 +56,7 @@ def command(
     else:
         write_prepared(written, out_path, overwrite=overwrite)
     kept = sum(bool(module.terms) for module in plan)
-    share = written.layout.nbytes / sum(tensor.nbytes for tensor in adapter.file.tensors.values())
+    share = written.layout.nbytes / _loaded_bytes(adapter)
     told = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": kept}
     told |= {"of_modules": len(plan.modules), "bytes": written.layout.nbytes, "share": share}
     if as_json:
@@ -64,3 +69,10 @@ def command(
     for remark in plan.notes:
         note(remark)
     note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+
+
+def _loaded_bytes(adapter: Adapter) -> int:
+    """The size of what PEFT loads: a file may hold modules that its config does not target."""
+    lora = (tensor for module in adapter.modules.values() for tensor in (module.a, module.b, module.base))
+    whole = (tensor for module in adapter.saved.values() for tensor in module.tensors.values())
+    return sum(tensor.nbytes for tensor in (*lora, *whole) if tensor is not None)
