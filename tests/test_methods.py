@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import crafting
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from conftest import LAYERS, load_base, logits, merged_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,9 +27,13 @@ from adapterswap import AdapterswapError, Composition
 from adapterswap.arithmetic.approximation import approximate
 from adapterswap.arithmetic.lowrank import Factors, inner, row_magnitudes, truncate
 from adapterswap.arithmetic.nonlinear import drop_mask, keep_largest, merge_deltas
+from adapterswap.arithmetic.outputs import Form
+from adapterswap.arithmetic.reduction import dense_delta
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.arithmetic.tensors import factor_reader
 from adapterswap.planning.allocation import Rule
+from adapterswap.planning.model_plan import adapters_only
+from adapterswap.writing import prepare, write_prepared
 
 FULL = 12  # the largest rank that a 12×8 or 8×12 module can have, and more
 
@@ -375,3 +381,45 @@ def test_a_reader_needs_no_plan_to_be_linear(pair: list[Path]) -> None:
         module = next(iter(plan.experts[pair[0].name].modules.values()))
         factors = read(pair[0].name, module)
         close(factors.b @ factors.a, deltas(pair[0])[module.name])
+
+
+@pytest.mark.parametrize("method", ["soup", "ties"])
+@pytest.mark.parametrize(("dtype", "bound"), [("BF16", 0.0001), ("BF16", 0.3), ("F32", 0.3)])
+def test_the_error_of_what_is_written_holds_its_rounding(tmp_path: Path, method: str, dtype: str, bound: float) -> None:
+    settings = crafting.config(r=3)
+    folders = [
+        crafting.adapter(tmp_path / name, crafting.tensors(seed=seed, dtype=dtype, rank=3, width=16), settings)
+        for seed, name in enumerate(("math", "swahili"))
+    ]
+    options: dict[str, Any] = {"density": 0.5} if method == "ties" else {}
+    composition = Composition(task="math", language="swahili", num_layers=4, method=method, **options)
+    plan = adapters_only(adapterswap.compose(composition, dict(zip(("math", "swahili"), folders, strict=True))))
+    prepared = prepare(plan, Form(max_error=bound))
+    out = write_prepared(prepared, tmp_path / "out")
+    written, sources = deltas(out), [deltas(folder) for folder in folders]
+    assert prepared.reduced.keys() == written.keys()
+    with factor_reader(plan) as read:
+        for module in plan:
+            exact = np.mean([source[module.name] for source in sources], axis=0)
+            if method == "ties":
+                exact = dense_delta(module, prepared.resolved, read).astype(np.float64)
+            lost = np.linalg.norm(written[module.name] - exact) / np.linalg.norm(exact)
+            found = prepared.reduced[module.name]
+            assert found.written_error == pytest.approx(lost, rel=1e-2, abs=1e-6)
+            assert found.error <= bound
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "is up to 0.000" not in card
+    worst = max(found.written_error for found in prepared.reduced.values())
+    assert f"is up to {worst:.3f}" in card
+
+
+def test_a_rounding_beyond_the_wanted_error_is_reported(run: Callable[..., Result], tmp_path: Path) -> None:
+    for name, dtype in (("whole", "F32"), ("half", "BF16")):
+        for seed, side in enumerate("ml"):
+            place = tmp_path / f"{name}-{side}"
+            crafting.adapter(place, crafting.tensors(seed=seed, dtype=dtype, rank=3), crafting.config(r=3))
+        options = ("--method", "soup", "--max-error", 0.0001, "--num-layers", 4, "--dry-run", "-o", tmp_path / "out")
+        result = run("compose", "-t", tmp_path / f"{name}-m", "-l", tmp_path / f"{name}-l", *options)
+        assert result.exit_code == 0, result.stderr
+        assert ("beyond --max-error 0.0001" in result.stderr) == (name == "half")
+        assert ("< 0.001 on average" in result.stderr) == (name == "whole")

@@ -94,11 +94,19 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class Reduced:
-    """A module that was truncated: its rank, its factors as tensors with data, and its relative error in ΔW."""
+    """A module that was truncated.
+
+    Attributes:
+        rank: of its factors.
+        tensors: these, with data.
+        error: ‖ΔW - ΔW'‖ / ‖ΔW‖ (Frobenius norm), before the factors are rounded to their dtype.
+        written_error: the same with the factors as they are written.
+    """
 
     rank: int
     tensors: tuple[OutputTensor, ...]
     error: float
+    written_error: float
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ forms; writes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -14,12 +15,12 @@ import numpy.typing as npt
 
 from adapterswap.arithmetic.approximation import approximate
 from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora
-from adapterswap.arithmetic.lowrank import Factors, Truncated, concatenate, truncate
+from adapterswap.arithmetic.lowrank import Factors, Truncated, concatenate, inner, truncate
 from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
 from adapterswap.arithmetic.outputs import Form, OutputTensor, Reduced
 from adapterswap.arithmetic.peft_config import written_scale
 from adapterswap.arithmetic.resolving import Resolved, side_factors
-from adapterswap.arithmetic.tensors import FactorReader, factor_reader, finite_bytes, too_large
+from adapterswap.arithmetic.tensors import FactorReader, decode, factor_reader, finite_bytes, too_large
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import LoraModule
 from adapterswap.planning.modules import ModulePlan
@@ -114,4 +115,19 @@ def _as_tensors(module: ModulePlan[LoraModule], result: Truncated, plan: Plan, f
         OutputTensor(key, dtype, part.shape, axis, data=finite_bytes(np.asarray(part, np.float32), dtype, key))
         for axis, key, part in values
     )
-    return Reduced(rank, tensors, result.error)
+    a, b = (decode(tensor.data, dtype, tensor.shape) for tensor in tensors if tensor.data is not None)
+    return Reduced(rank, tensors, result.error, _written_error(result, Factors(a * root, b * root * np.sign(scale))))
+
+
+def _written_error(result: Truncated, written: Factors) -> float:
+    """The relative error of factors that differ from the truncated ones by rounding.
+
+    What was cut off is orthogonal to what rounding changes, up to products of two roundings.
+    """
+    kept = float(np.sum(np.square(result.singular_values, dtype=np.float64)))
+    if kept == 0:
+        return result.error
+    exact = result.factors
+    rounded = concatenate([(1, Factors(exact.a, exact.b - written.b)), (1, Factors(exact.a - written.a, written.b))])
+    norm = math.sqrt(kept / (1 - result.error**2)) if result.error < 1 else math.sqrt(kept)
+    return math.hypot(result.error, math.sqrt(max(0.0, inner(rounded, rounded))) / norm)

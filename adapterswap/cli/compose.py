@@ -158,17 +158,26 @@ def _same(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _print_numbers(written: Prepared) -> None:
+    from adapterswap.planning.describe import error_text
+
     for name, magnitude in written.resolved.magnitudes.items():
         note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
     for name, share in written.resolved.kept_share().items():
         note(f"{name}: {share:.1%} of its rows are kept")
     if written.reduced:
-        worst = max(written.reduced, key=lambda name: written.reduced[name].error)
-        errors = [reduced.error for reduced in written.reduced.values()]
+        worst = max(written.reduced, key=lambda name: written.reduced[name].written_error)
+        errors = [reduced.written_error for reduced in written.reduced.values()]
+        mean = sum(errors) / len(errors)
         note(
-            f"{len(errors)} modules truncated: relative error of ΔW {sum(errors) / len(errors):.3f} on average, "
-            f"{max(errors):.3f} at most ({worst})"
+            f"{len(errors)} modules truncated: relative error of ΔW {error_text(mean)} on average, "
+            f"{error_text(max(errors))} at most ({worst})"
         )
+        allowed, cut = written.form.max_error, [reduced.error for reduced in written.reduced.values()]
+        if allowed is not None and max(cut) <= allowed < max(errors):
+            note(
+                f"Warning: the rounding of {worst} to its dtype takes it beyond --max-error {allowed:g}: its error is "
+                f"{max(errors):.2g}"
+            )
         if max(errors) > _TELLING_ERROR:
             note(f"Warning: more than {_TELLING_ERROR:.0%} of a module's ΔW is lost. Raise --max-rank to keep more.")
 

@@ -91,7 +91,7 @@ def _table(report: Report, target: Target) -> Table:
     for head in (*heads, *["ΔW error"] * reduced):
         table.add_column(head, justify="right")
     for row in target.rows:
-        error = ["unknown" if row.is_reduced and row.relative_error is None else _text(row.relative_error)] * reduced
+        error = [_error(row)] * reduced
         table.add_row(*(Text(text) for text in (*_cells(row), *error)))
     return table
 
@@ -106,6 +106,14 @@ def _cells(row: Row) -> list[str]:
         "–" if apart is None or apart.low is None else f"{apart.low:+.3f} … {apart.high:+.3f}",
         *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),
     ]
+
+
+def _error(row: Row) -> str:
+    from adapterswap.planning.describe import error_text
+
+    if row.relative_error is None:
+        return "unknown" if row.is_reduced else "–"
+    return error_text(row.relative_error)
 
 
 def _text(value: float | None) -> str:

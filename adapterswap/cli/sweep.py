@@ -181,13 +181,19 @@ def _print(rows: list[Row], run: Run) -> None:
         values = [_number(value) for value in (row.minimum, row.mean, row.maximum)]
         halves = [_number(value) for value in (row.chosen_at, row.reported_at)]
         chosen = ["", "", halves[1]] if row.best is None else [row.best or "(defaults)", *halves]
-        table.add_row(row.family, str(row.n), *values, *chosen, *[_number(row.relative_error)] * reduced)
+        table.add_row(row.family, str(row.n), *values, *chosen, *[_error(row.relative_error)] * reduced)
     print_table(table)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     click.echo(f"\nMeans over {', '.join(targets)}.")
     click.echo("Configurations are chosen on one part of the documents, and reported on the other.")
     if reduced:
         click.echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
+
+
+def _error(value: float | None) -> str:
+    from adapterswap.planning.describe import error_text
+
+    return "" if value is None else error_text(value)
 
 
 def _number(value: Any) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "blend_text",
     "differing_bases",
     "draw_strip",
+    "error_text",
     "ignored_modules",
     "marks",
     "method_text",
@@ -150,6 +151,11 @@ def method_text(rule: Rule | None, weights: Mapping[str, float], method: BlendMe
         kept = f" at density {rule.density:g}" if method in SPARSE_METHODS else ""
         text = f"{method}({text}){kept}"
     return f"{text}, weighted by magnitude" if rule.weights else text
+
+
+def error_text(error: float) -> str:
+    """A relative error with three decimals; one that these would hide is told from none: `< 0.001`."""
+    return "< 0.001" if 0 < error < 0.0005 else f"{error:.3f}"
 
 
 def absence_text(weights: Mapping[str, float], absent: Sequence[str], *, stays: bool) -> str:

@@ -12,7 +12,7 @@ import yaml
 from adapterswap import __version__
 from adapterswap.experts.sources import public_name
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.describe import strip, unusual
+from adapterswap.planning.describe import error_text, strip, unusual
 from adapterswap.planning.model_describe import model_strip, model_unusual
 from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.plan import Plan
@@ -154,8 +154,8 @@ def _truncation(record: CompositionRecord) -> list[str]:
     """A line on modules whose ΔW is not exact, if there are any."""
     if not record.reduced:
         return []
-    worst = max(module["relative_error"] for module in record.reduced.values())
+    worst = escaped(error_text(max(module["relative_error"] for module in record.reduced.values())))
     ranks = sorted({module["rank"] for module in record.reduced.values()})
     rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
     count = "1 module was" if len(record.reduced) == 1 else f"{len(record.reduced)} modules were"
-    return [f"{count} reduced to {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst:.3f}"]
+    return [f"{count} reduced to {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst}"]

@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from adapterswap import __version__
+from adapterswap.planning.describe import error_text
 from adapterswap.reporting import charts
 from adapterswap.reporting.headline import resampled
 from adapterswap.reporting.relations import Indicator
@@ -62,7 +63,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters.update(score=_score, signed=_signed, p_value=_p_value, p_text=_p_text, unit=_unit, minus=_minus)
+    environment.filters.update(
+        error=error_text, score=_score, signed=_signed, p_value=_p_value, p_text=_p_text, unit=_unit, minus=_minus
+    )
     return environment
 
 

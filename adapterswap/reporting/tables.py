@@ -10,6 +10,7 @@ import io
 from collections.abc import Sequence
 
 from adapterswap.errors import printable
+from adapterswap.planning.describe import error_text
 from adapterswap.reporting.headline import Row, Spread, Target, resampled
 from adapterswap.reporting.report import Report
 
@@ -118,10 +119,14 @@ def _reduced(target: Target) -> str:
     """A sentence on methods whose compositions were reduced to a rank; empty if there are none."""
     rows = [row for row in target.rows if row.is_reduced]
     errors = "; ".join(
-        f"{_tex(row.label)} {'not recorded' if row.relative_error is None else _number(row.relative_error)}"
+        f"{_tex(row.label)} {'not recorded' if row.relative_error is None else _error(row.relative_error)}"
         for row in rows
     )
     return f" Reduced to low rank, with the largest relative error of a module's $\\Delta W$: {errors}." if rows else ""
+
+
+def _error(value: float) -> str:
+    return error_text(value).replace("<", "$<$")
 
 
 def _number(value: float | None) -> str:

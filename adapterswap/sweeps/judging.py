@@ -156,8 +156,8 @@ class LocalJudge:
                 yield None
             return
         written = prepare(plan, Form(**cell.output))
-        errors = (reduced.error for reduced in written.reduced.values())
-        relative_error = round(float(max(errors, default=0.0)), 6) if cell.output else None
+        errors = (reduced.written_error for reduced in written.reduced.values())
+        relative_error = float(f"{max(errors, default=0.0):.6g}") if cell.output else None
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
             place = Path(stack.enter_context(TemporaryDirectory()))

@@ -114,8 +114,8 @@ class CellResult:
         results: by task.
         seconds: `switch`, from one composition to this one, and `evaluate`.
         relative_error: of a cell with a bound on its rank, the largest ‖ΔW − ΔW'‖ / ‖ΔW‖ of a module (Frobenius norm),
-            ΔW' being what was judged; 0 if nothing was truncated. None for cells without a bound, which are exact, and
-            in sweeps of older versions, which did not record it.
+            ΔW' being what was judged, its rounding included; 0 if nothing had to be reduced. None for cells without a
+            bound, which are exact, and in sweeps of older versions, which did not record it.
     """
 
     cell: Cell

@@ -48,7 +48,7 @@ class Prepared:
     @property
     def measured(self) -> dict[str, Any]:
         """What only the tensors told: magnitudes, shares of rows that are kept, ranks and errors of truncation."""
-        reduced = {name: {"rank": one.rank, "relative_error": one.error} for name, one in self.reduced.items()}
+        reduced = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in self.reduced.items()}
         measured = {
             "magnitudes": dict(self.resolved.magnitudes), "kept_rows": self.resolved.kept_share(), "reduced": reduced,
         }  # fmt: skip
