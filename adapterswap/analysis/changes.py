@@ -101,7 +101,7 @@ class Changes:
 
     @property
     def magnitude(self) -> float:
-        """The mean over all rows of their mean absolute change: what `weights: magnitude` divides by."""
+        """The mean over all rows of their mean absolute change; `weights: magnitude` counts embeddings too."""
         return float(np.mean(np.concatenate([change.rows for change in self.modules])))
 
 

@@ -27,6 +27,7 @@ _SHARED_START = 0.5
 
 # A dense ΔW has as many directions as rows; so many of the largest, or those that reach this error, stand for it.
 _DIRECTIONS, _ERROR = 16, 1e-3
+_NOTHING = 1e-6  # what a direction carries that is left out, beside the strongest
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def _meet(matrix: Matrix, one: Delta, other: Delta) -> ModuleInterference:
         raise AdapterswapError(f"{matrix.name} is {told}", "Compare experts of one base")
     product, squares, conflicts, elements = 0.0, [0.0, 0.0], 0, 0
     for x, y in zip(blocks(one), blocks(other), strict=True):
-        both = x * y
-        product += float(both.sum(dtype=np.float64))
+        product += float(np.sum(np.multiply(x, y, dtype=np.float64)))
+        both = np.sign(x) * np.sign(y)  # products of small numbers would vanish
         for side, block in enumerate((x, y)):
             squares[side] += float(np.sum(np.square(block, dtype=np.float64)))
         conflicts += int(np.count_nonzero(both < 0))
@@ -160,7 +161,12 @@ def _shape(delta: Delta) -> tuple[int, int]:
 def _bases(delta: Delta) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
     """Orthonormal bases (as columns) of the space that ΔW writes into, and of the one that it reads from."""
     if isinstance(delta, Factors):
-        return _orthonormal(delta.b), _orthonormal(delta.a.T)
+        q_b, r_b = np.linalg.qr(delta.b)
+        q_a, r_a = np.linalg.qr(delta.a.T)
+        # Of ΔW itself: where one factor lacks a rank, the other has directions that ΔW does not use.
+        u, sigma, vt = np.linalg.svd(r_b.astype(np.float64) @ r_a.astype(np.float64).T)
+        kept = sigma > sigma[0] * _NOTHING
+        return q_b @ u[:, : len(sigma)][:, kept], q_a @ vt[: len(sigma)][kept].T
     from adapterswap.arithmetic.approximation import approximate
 
     factors = approximate(np.ascontiguousarray(delta), rank=_DIRECTIONS, error=_ERROR).factors
@@ -170,7 +176,7 @@ def _bases(delta: Delta) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.float
 def _orthonormal(matrix: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
     """A basis of the columns' space: directions that carry nothing are left out."""
     u, sigma, _ = np.linalg.svd(matrix, full_matrices=False)
-    basis: npt.NDArray[np.floating] = u[:, sigma > sigma[0] * 1e-6] if sigma[0] else u[:, :0]
+    basis: npt.NDArray[np.floating] = u[:, sigma > sigma[0] * _NOTHING]
     return basis
 
 

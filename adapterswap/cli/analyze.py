@@ -215,7 +215,8 @@ def _print(tables: list[FractionTable], changes: list[Changes], pairs: list[Inte
                     for key, head in heads.items()]  # fmt: skip
         _print_layers(" and ".join(pair.experts), measured)
     if tables[0].threshold is not None:
-        note(f"rows: the share, over a layer's matrices, whose mean absolute change is above {tables[0].threshold:.3g}")
+        above = f"whose mean absolute change is above {tables[0].threshold:.3g}"
+        note(f"rows: the share {above}, of each kind of matrix, averaged over the kinds in a layer")
     for pair in pairs:
         if pair.shared_start is not None:
             note(

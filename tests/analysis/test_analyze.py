@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import crafting
 import numpy as np
 import pytest
 import torch
@@ -382,3 +383,55 @@ def test_a_layer_beyond_any_model_is_refused(run: Callable[..., Result], math: P
     assert run("analyze", "--from-csv", table).exit_code == 1
     table.write_text("expert,layer,module,fraction_of_rows_above_threshold\na,9998,q_proj,0.5\n")
     assert run("analyze", "--from-csv", table, "-o", tmp_path / "pictures").exit_code == 0
+
+
+def test_subspaces_are_those_of_the_product_and_not_of_its_factors(tmp_path: Path) -> None:
+    """A copy of A's first row, and a row of A that B does not use: ΔW has rank 1."""
+    random = np.random.default_rng(0)
+    places = []
+    for name in ("one", "other"):
+        content = crafting.tensors(layers=1, rank=3, seed=len(name), width=16)
+        for key, (dtype, shape, raw) in content.items():
+            values = np.frombuffer(raw, np.float32).reshape(shape).copy()
+            if "lora_A" in key:
+                values[1] = values[0]
+                values[2] = random.standard_normal(shape[1])
+            else:
+                values[:, 2] = 0
+            content[key] = dtype, shape, values.tobytes()
+        places.append(crafting.adapter(tmp_path / name, content, crafting.config(r=3)))
+    one, other = map(open_adapter, places)
+    for module in interfere({"one": one, "other": other}).modules:
+        x, y = (dense(place, module.matrix.name) for place in places)
+        assert np.linalg.matrix_rank(x) == np.linalg.matrix_rank(y) == 1
+        for found, left, right in ((module.written, x, y), (module.read, x.T, y.T)):
+            (angle,) = subspace_angles(np.linalg.svd(left)[0][:, :1], np.linalg.svd(right)[0][:, :1])
+            assert found == near(np.cos(angle) ** 2, scale=1)
+        assert module.by_chance == (1 / x.shape[0], 1 / x.shape[1])
+
+
+def test_signs_of_small_changes_are_counted(tmp_path: Path) -> None:
+    small = crafting.tensors(layers=1, seed=1)
+    for key, (dtype, shape, raw) in small.items():
+        small[key] = dtype, shape, (np.frombuffer(raw, np.float32) * np.float32(1e-13)).tobytes()
+    one, other = crafting.adapter(tmp_path / "one", small), crafting.adapter(tmp_path / "other", small)
+    for module in interfere({"one": open_adapter(one), "other": open_adapter(other)}).modules:
+        assert (module.conflicts, module.elements) == (0, 32)
+        assert module.cosine == near(1, scale=1)
+
+
+def dense(folder: Path, name: str) -> np.ndarray:
+    weights = load_file(folder / "adapter_model.safetensors")
+    b, a = (weights[f"base_model.model.{name}.lora_{factor}.weight"].double().numpy() for factor in "BA")
+    return np.asarray(b @ a)
+
+
+def test_the_note_on_rows_says_what_is_averaged(run: Callable[..., Result], tmp_path: Path) -> None:
+    """Four rows that changed and eight that did not are a half: the mean of 1 and 0, and not a third."""
+    content = crafting.tensors(layers=1)
+    for key, (dtype, shape, raw) in content.items():
+        if "q_proj" in key:
+            content[key] = dtype, shape, (np.frombuffer(raw, np.float32) * np.float32(1e-3)).tobytes()
+    result = run("analyze", crafting.adapter(tmp_path / "one", content), "--threshold", 0.01)
+    assert "0.500" in result.stdout
+    assert "of each kind of matrix, averaged over the kinds" in result.stderr
