@@ -142,7 +142,7 @@ def _print_estimate(expected: TrainEstimate) -> None:
     _tell("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
     _tell("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
     for source in rows.sources:
-        _tell("source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} kept")
+        _tell("source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} after filter and samples")
     _tell("rows", f"{rows.train:,} to train on, {rows.validation:,} held out, {rows.dropped:,} dropped")
     _tell("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
     if asked := expected.selection:

@@ -182,11 +182,14 @@ def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
         f"Trained by adapterswap {__version__} on {base.source}: {_what(recipe)}"
         f"{report.trainable_parameters:,} parameters, {report.steps:,} steps, {report.tokens:,} tokens.",
         "",
-        "| source | rows read | rows kept |",
+        "| source | rows read | after filter and samples |",
         "|---|---:|---:|",
         *(f"| {_public(counts['source'])} | {counts['read']:,} | {counts['kept']:,} |" for counts in rows.sources),
         "",
-        f"{rows.train:,} rows were trained on, {rows.validation:,} held out, {rows.dropped:,} dropped.",
+        f"{rows.train:,} rows were trained on, {rows.validation:,} held out, {rows.dropped:,} dropped"
+        + (f", {rows.surplus:,} left out beyond samples_per_side" if rows.surplus else "")
+        + (f"; {rows.split:,} long texts became several rows" if rows.split else "")
+        + ".",
     ]
     if report.train_losses:
         lines.append(

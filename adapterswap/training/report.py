@@ -24,10 +24,10 @@ class Rows:
         overlap: rows dropped, because they share text with an evaluation.
         cut_off: rows dropped, because nothing to train on was left within max_length.
         surplus: rows left out beyond `samples_per_side`.
-        truncated: rows used that were cut to max_length.
+        truncated: rows used, to train on or held out of the same sources, that were cut to max_length.
         split: long texts that became several rows of max_length.
         boundary_moved: rows used whose prompt ends in other tokens than when it stands alone.
-        longest: tokens of the longest row.
+        longest: tokens of the longest row of the sources, used or not, before it was cut.
         tokens, trained_tokens: in one pass over the training rows: all, and those that the loss is taken on.
         sha256: of the training rows' tokens.
     """
@@ -95,11 +95,11 @@ class TrainReport:
         path: the expert's folder.
         steps: updates of the weights.
         resumed_from: the step that a checkpoint gave, or None.
-        train_losses: [step, mean loss per trained token since the last entry].
+        train_losses: [step, mean of the losses of the steps since the last entry; that of a step is per trained token].
         eval_losses: [step, loss on the validation rows], the last one at the end; empty without validation.
         rows: what became of the rows.
         tokens: tokens read in training, padding not counted.
-        seconds: wall time of the training steps of this process.
+        seconds: wall time of the training steps of this process, checkpoints included, but not what evaluating took.
         trainable_parameters: of the adapter; without one, of the model.
         processes: how many computed it together.
         selection: the checkpoints' scores, and which one was written; None where the last step's weights were.

@@ -134,7 +134,7 @@ def train(
                 f"training was stopped by SIGTERM after step {stopping.stopped} of {steps}",
                 "Pass `resume=True` to continue",
             )
-        seconds = time.monotonic() - began - (judge.seconds if judge else 0)
+        seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
         if data.validation and not judge:  # the judge has had it measured
             bar.phase("measuring the validation loss")
             trainer.evaluate()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
@@ -29,27 +29,27 @@ class TokenCounts:
     """What tokenising did.
 
     Attributes:
-        truncated: rows cut to max_length that still have a token to train on.
         cut_off: rows dropped, because nothing to train on was left within max_length.
         split: rows longer than max_length that became several.
-        boundary_moved: rows whose prompt alone ends in other tokens than it has before its completion, so that the
-            model trains on a context that it does not see when it answers the prompt.
         longest: tokens of the longest row, before cutting.
+        truncated: for each row that is left, whether it was cut to max_length.
+        boundary_moved: likewise, whether its prompt alone ends in other tokens than it has before its completion, so
+            that the model trains on a context that it does not see when it answers the prompt.
     """
 
-    truncated: int = 0
     cut_off: int = 0
     split: int = 0
-    boundary_moved: int = 0
     longest: int = 0
+    truncated: list[bool] = field(default_factory=list)
+    boundary_moved: list[bool] = field(default_factory=list)
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
-            self.truncated + other.truncated,
             self.cut_off + other.cut_off,
             self.split + other.split,
-            self.boundary_moved + other.boundary_moved,
             max(self.longest, other.longest),
+            self.truncated + other.truncated,
+            self.boundary_moved + other.boundary_moved,
         )
 
 
@@ -131,18 +131,21 @@ def tokenize(
     while batch := list(islice(examples, _BATCH)):
         encode = _encoder(batch, tokenizer)
         for example in batch:
-            row, mask = _row(example, encode, tokenizer.eos_token_id, counts)
+            row, mask, moved = _row(example, encode, tokenizer.eos_token_id)
             counts.longest = max(counts.longest, len(row))
             if split_long and len(row) > max_length and example.trained == _ALL:
                 counts.split += 1
                 begins = range(0, len(row) - 1, max_length - 1)
+                counts.truncated += [False] * len(begins)
+                counts.boundary_moved += [False] * len(begins)
                 ids.extend(row[begin : begin + max_length] for begin in begins)
                 masks.extend(mask[begin : begin + max_length] for begin in begins)
                 continue
             if not mask[1:max_length].any():
                 counts.cut_off += 1
                 continue
-            counts.truncated += len(row) > max_length
+            counts.truncated.append(len(row) > max_length)
+            counts.boundary_moved.append(moved)
             ids.append(row[:max_length])
             masks.append(mask[:max_length])
     starts = np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64)
@@ -168,8 +171,9 @@ def _encoder(batch: Sequence[Example], tokenizer: Any) -> dict[tuple[bool, str],
 
 
 def _row(
-    example: Example, encode: dict[tuple[bool, str], list[int]], eos: int, counts: TokenCounts
-) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    example: Example, encode: dict[tuple[bool, str], list[int]], eos: int
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], bool]:
+    """A row's ids and mask, and whether the boundary of a prompt moved."""
     ids = encode[example.chat, example.text]
     if not example.chat and ids[-1:] != [eos]:
         ids = [*ids, eos]
@@ -184,8 +188,7 @@ def _row(
             moved |= begin < len(prefix) and prefix[begin:] != [eos]
         end = len(ids) if after is None else _common(encode[example.chat, after], ids)
         mask[begin:end] = True
-    counts.boundary_moved += moved
-    return np.array(ids, np.int32), mask
+    return np.array(ids, np.int32), mask, moved
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

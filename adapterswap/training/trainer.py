@@ -7,6 +7,7 @@ torch and trl.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
 
     Attributes:
         rows_in_turns: the order of the rows, where it is not a shuffle.
+        seconds_evaluating: how long the validation loss was measured so far.
     """
 
     rows_in_turns: RowsInTurns | None = None
+    seconds_evaluating = 0.0
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return self.rows_in_turns or super()._get_train_sampler(*args, **kwargs)
@@ -52,8 +55,10 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """See the Trainer. Reading the rows draws from the generator that dropout draws from, which is put back."""
+        began = time.monotonic()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             losses: dict[str, float] = super().evaluate(*args, **kwargs)
+        self.seconds_evaluating += time.monotonic() - began
         return losses
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:

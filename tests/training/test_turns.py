@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,43 @@ def test_samples_per_side_bounds_each_side(tmp_path: Path, make_recipe: MakeReci
     assert again.rows.sha256 == data.rows.sha256
     everything = load_data(make_recipe(**options, samples_per_side=64), open_base(recipe.base_model))
     assert everything.rows.surplus == 0
+
+
+def test_rows_that_are_left_out_are_not_counted_as_cut(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    """All rows have 7 tokens, so all that are used are cut at 6; the others are not used."""
+    recipe = make_recipe(datasets=two_sides(tmp_path), validation={"rows": 8}, samples_per_side=20)
+    cut = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_length": 6})})
+    rows = load_data(cut, open_base(recipe.base_model)).rows
+    assert (rows.train, rows.validation, rows.surplus) == (32, 8, 44 + 12)
+    assert rows.truncated == 40
+    report = train(cut, out_path=tmp_path / "out", progress=False)
+    card = (report.path / "README.md").read_text(encoding="utf-8")
+    assert "32 rows were trained on, 8 held out, 0 dropped, 56 left out beyond samples_per_side." in card
+
+
+def test_the_clock_of_training_stands_while_the_loss_is_measured(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adapterswap.training.trainer import ExpertTrainer
+
+    measured, walls = [], []
+    plain, whole = ExpertTrainer.evaluation_loop, ExpertTrainer.train
+
+    def slow(self: Any, *args: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        measured.append(self.state.global_step)
+        return plain(self, *args, **options)
+
+    def timed(self: Any, *args: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        result = whole(self, *args, **options)
+        walls.append(time.monotonic() - began - 0.5 * len(measured))
+        return result
+
+    monkeypatch.setattr(ExpertTrainer, "evaluation_loop", slow)
+    monkeypatch.setattr(ExpertTrainer, "train", timed)
+    options = {"max_steps": 4, "batch_size": 8}
+    recipe = make_recipe(validation={"rows": 8, "every_samples": 16}, training=options)
+    report = train(recipe, out_path=tmp_path / "out", progress=False)
+    assert measured[:2] == [2, 4]
+    assert report.seconds < walls[0] + 0.2
