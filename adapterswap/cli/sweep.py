@@ -151,6 +151,8 @@ def _print_estimate(expected: Estimate) -> None:
         "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first",
         "time": "not estimated: no cell is finished yet" if expected.seconds is None else _duration(expected.seconds),
     }
+    if expected.copied:
+        lines["equal"] = f"{expected.copied:,} that another row has too, judged once"
     if expected.repeated:
         lines["repeated"] = f"{expected.repeated:,} compositions that a family holds twice, judged once"
     for label, text in lines.items():

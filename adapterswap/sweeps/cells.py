@@ -43,6 +43,11 @@ class Cell:
         """The cell without its experts: `bottom=3,top=1`; cells with the same one differ in their pair alone."""
         return self.short.partition("@")[2] if self.composition else ""
 
+    @property
+    def identity(self) -> str:
+        """What cells of different families have in common that are the same, so that one of them is judged."""
+        return repr((sorted(self.composition.items()), sorted(self.output.items()), self.tasks))
+
     def as_json(self) -> dict[str, Any]:
         """A side is a name, a list of names where it is souped, or null."""
         return {

@@ -33,6 +33,7 @@ class Estimate:
         requests: to the model, for the cells that are left, as if all were judged whole.
         switched: cells that are left and need a switch alone.
         reduced: cells that are left and are reduced to an adapter first.
+        copied: cells that are left and equal another one, whose results they get.
         seconds: for the cells that are left, at the rate of the finished ones on whatever machine ran them; None where
             none is finished.
     """
@@ -47,6 +48,7 @@ class Estimate:
     requests: int
     switched: int
     reduced: int
+    copied: int
     seconds: float | None
 
     def as_json(self) -> dict[str, Any]:
@@ -70,6 +72,10 @@ def estimate(prepared: Prepared, found: Findings | None = None) -> Estimate:
 
     cells = expected(prepared, found.seen)
     pending = [cell for cell in cells if cell.cell not in found.seen]
+    judged = {result.cell.identity for result in found.results.values()}
+    new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in judged}
+    copied = len(pending) - len(new)
+    pending = [cell for cell in pending if new.get(cell.identity) is cell]
     live = sum(is_live(prepared, cell) for cell in pending)
     measured = [result for result in found.results.values() if result.seconds["evaluate"] > 0]
     left = sum(map(asked, pending))
@@ -88,5 +94,6 @@ def estimate(prepared: Prepared, found: Findings | None = None) -> Estimate:
         requests=left,
         switched=live,
         reduced=len(pending) - live,
+        copied=copied,
         seconds=seconds,
     )

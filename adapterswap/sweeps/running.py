@@ -118,7 +118,7 @@ class _Completion:
 
     def __init__(self, prepared: Prepared, record: Recording, tell: Tell) -> None:
         self._prepared, self._record, self._found, self._tell = prepared, record, record.found, tell
-        self._alike = {_identity(result.cell): result for result in self._found.results.values()}
+        self._alike = {result.cell.identity: result for result in self._found.results.values()}
         self._total = len(expected(prepared, self._found.seen))
         self._best: CellResult | None = None
         for result in self._found.results.values():
@@ -141,11 +141,11 @@ class _Completion:
 
     def _judge_whole(self, pending: Sequence[Assignment], judge: Judge) -> None:
         """Judge cells on everything; of those that are the same, one."""
-        new = {_identity(one.cell): one for one in reversed(pending) if _identity(one.cell) not in self._alike}
-        judged = judge.judged([one for one in pending if new.get(_identity(one.cell)) is one], self._on_progress)
+        new = {one.cell.identity: one for one in reversed(pending) if one.cell.identity not in self._alike}
+        judged = judge.judged([one for one in pending if new.get(one.cell.identity) is one], self._on_progress)
         for cell in (assignment.cell for assignment in pending):
             self._begin(cell.short, pending)
-            if (like := self._alike.get(_identity(cell))) is not None:
+            if (like := self._alike.get(cell.identity)) is not None:
                 result = replace(like, cell=cell, seconds={"switch": 0.0, "evaluate": 0.0})
                 self._record.add_copy(result, like)
             else:
@@ -154,7 +154,7 @@ class _Completion:
                     self._record.keep_questions(task, questions)
                 result = found.result
                 self._record.add(result, found.samples)
-                self._alike[_identity(cell)] = result
+                self._alike[cell.identity] = result
             self._best = better(self._best, result, self._prepared.tasks)
 
     def _judge_rung(self, pending: Sequence[Assignment], judge: Judge) -> None:
@@ -178,8 +178,3 @@ class _Completion:
 
     def _on_progress(self, done: int, of: int) -> None:
         self._tell(replace(self._now, requests=done, requests_total=of))
-
-
-def _identity(cell: Cell) -> str:
-    """What makes two cells of different families the same."""
-    return repr((sorted(cell.composition.items()), sorted(cell.output.items()), cell.tasks))

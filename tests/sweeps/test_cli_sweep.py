@@ -38,6 +38,7 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
         "requests": 18,
         "switched": 5,
         "reduced": 1,
+        "copied": 0,
         "seconds": None,
     }
     assert not (tmp_path / "run").exists()
@@ -45,6 +46,22 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
     assert "requests    12" in shown.stdout
     assert "not estimated" in shown.stdout
     assert "1 whose zones overlap" in shown.stdout
+
+
+def test_what_two_rows_have_is_asked_once(run: Call, content: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    path, out = tmp_path / "twice.yaml", tmp_path / "run"
+    families = [{"bottom": [1, 2], "top": 1}, {"name": "again", "bottom": 1, "top": 1}]
+    path.write_text(yaml.safe_dump(content(compositions=families, baselines=[])))
+    counted = json.loads(run("sweep", path, "-o", out, "--dry-run", "--json").stdout)
+    assert (counted["cells"], counted["copied"], counted["switched"], counted["requests"]) == (3, 1, 2, 6)
+    assert "1 that another row has too" in run("sweep", path, "-o", out, "--dry-run").stdout
+    assert run("sweep", path, "-o", out, "--device", "cpu").exit_code == 0
+    finished = [json.loads(line) for line in (out / "cells.jsonl").read_text().splitlines()]
+    assert sum(cell["seconds"]["evaluate"] > 0 for cell in finished) == 2
+    lines = (out / "cells.jsonl").read_text().splitlines(keepends=True)
+    (out / "cells.jsonl").write_text("".join(lines[:2]))  # what is left equals what is finished
+    counted = json.loads(run("sweep", path, "-o", out, "--dry-run", "--json").stdout)
+    assert (counted["finished"], counted["copied"], counted["requests"], counted["seconds"]) == (2, 1, 0, 0)
 
 
 def test_a_sweep_prints_a_table_and_goes_on(run: Call, file: Path, tmp_path: Path) -> None:
