@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.identity import sha256_of
 from adapterswap.files.folders import check_place, locked, refuse_strangers, strangers, sync_one
 from adapterswap.files.sealing import sealed
 from adapterswap.files.smallfiles import exists, expand, read_json
@@ -34,7 +35,6 @@ from adapterswap.sweeps.results import (
     samples_file,
 )
 from adapterswap.sweeps.values import CellResult, Findings, RungResult
-from adapterswap.writing.copying import sha256_of
 
 __all__ = ["Recording", "check_out_path", "recording"]
 

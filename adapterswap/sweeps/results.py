@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.identity import sha256_of
 from adapterswap.files.sealing import SEAL, is_sealed
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
-from adapterswap.writing.copying import sha256_of
 
 __all__ = [
     "CELLS",
@@ -245,7 +245,7 @@ def _why_not_sampled(run: Run, result: CellResult) -> str | None:
 
 
 def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[tuple[dict[str, Any], _Line]]:
-    """The whole lines of a file, none if there is none, and what they say; what follows the last newline was torn off."""
+    """The whole lines of a file, and what they say; what follows the last newline was torn off."""
     if not exists(path):
         return []
     with open_regular(path, _MEND) as file:

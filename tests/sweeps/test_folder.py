@@ -200,7 +200,9 @@ def test_edited_files_beside_the_cells_are_refused(
     """As many lines as before; and where nothing is left to judge."""
     change(next((run / name).iterdir()))
     for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
-        with pytest.raises(AdapterswapError, match=rf"{name}/.* (is missing|is not as the sweep wrote it)|missing in {name}/"):
+        with pytest.raises(
+            AdapterswapError, match=rf"{name}/.* (is missing|is not as the sweep wrote it)|missing in {name}/"
+        ):
             read()
 
 
