@@ -6,20 +6,21 @@ torch.
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
+from ruamel.yaml.comments import CommentedMap
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.files.extending import Layer, find_fragment, load_layers, take_names, writer
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.yamlfiles import read_content, validate
-from adapterswap.files.yamltext import load_yaml
+from adapterswap.files.yamltext import dump_yaml, round_trip
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan_checks import check_names, check_rules
 from adapterswap.shipped import near_names, shipped_recipes
@@ -31,6 +32,7 @@ from adapterswap.training.recipe import ROW_PATHS, TrainRecipe
 __all__ = ["Kind", "ShippedRecipe", "check_recipe", "copy_recipes", "list_recipes", "resolve_recipe", "standalone_copy"]
 
 _DEPTH = 512  # layers, where a recipe does not say how many its base has: more than any model has
+_COMMENTS_AT = 60  # column, or right after a longer line
 
 
 @dataclass(frozen=True)
@@ -128,44 +130,29 @@ def resolve_recipe(path: Path) -> tuple[dict[str, Any], str]:
     """
     content, layers = read_content(path, paths=[pattern for kind in _KINDS.values() for pattern in kind.paths])
     names: dict[Path | None, str] = {file: name for name, file in shipped_recipes().items()}
-    return content, "".join(_lines(content, (), layers, names))
+    return content, dump_yaml(_commented(content, (), layers, names))
 
 
-def _lines(
+def _commented(
     content: dict[str, Any], location: tuple[str, ...], layers: Sequence[Layer], names: dict[Path | None, str]
-) -> Iterator[str]:
+) -> CommentedMap:
+    """`content` with the file that wrote each value beside its key."""
+    mapping = CommentedMap(content)
     for key, value in content.items():
         here = (*location, key)
-        indent = "  " * len(location)
         written = {writer(layers, place) for place in _leaves(value, here)}
         if isinstance(value, dict) and len(written) > 1:
-            yield f"{indent}{_dump({key: None}).removesuffix(' null' + chr(10))}\n"
-            yield from _lines(value, here, layers, names)
-            continue
-        (source,) = written
-        first, *rest = _dump({key: value}).splitlines()
-        yield f"{indent}{first}  # {names.get(source, str(source))}\n"
-        yield from (f"{indent}{line}\n" for line in rest)
+            mapping[key] = _commented(value, here, layers, names)
+        else:
+            (source,) = written
+            mapping.yaml_add_eol_comment(names.get(source, str(source)), key, column=_COMMENTS_AT)
+    return mapping
 
 
 def _leaves(value: Any, location: tuple[str, ...]) -> list[tuple[str, ...]]:
     if isinstance(value, dict) and value:
         return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*location, key))]
     return [location]
-
-
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines in one, quoted: a comment may follow."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None),
-)
-
-
-def _dump(value: Any) -> str:
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 def standalone_copy(names: Sequence[str]) -> dict[str, str]:
@@ -225,11 +212,11 @@ def copy_recipes(
 
 def _with_relative_names(file: Path, places: dict[Path, str]) -> str:
     """The text of a shipped recipe, with what it extends named by relative paths; comments stay."""
-    text = file.read_text(encoding="utf-8")
-    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    for key, value in root.value:
-        if key.value == "extends":
-            found = [places[find_fragment(name, file)] for name in take_names(load_yaml(file), file)]
-            named = [os.path.relpath(place, Path(places[file]).parent) for place in found]
-            text = text[: value.start_mark.index] + f"[{', '.join(named)}]" + text[value.end_mark.index :]
-    return text
+    yaml, text = round_trip(), io.StringIO()
+    content = yaml.load(file.read_text(encoding="utf-8"))
+    if "extends" in content:
+        found = [places[find_fragment(name, file)] for name in take_names(dict(content), file)]
+        content["extends"] = [os.path.relpath(place, Path(places[file]).parent) for place in found]
+    yaml.default_flow_style = None  # on one line; what was read keeps its own style
+    yaml.dump(content, text)
+    return text.getvalue()

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from crafting import CONFIG, WEIGHTS, adapter, config, file_bytes, parts, tensors
 
-with atheris.instrument_imports(include=["adapterswap", "json", "re", "yaml"]):
+with atheris.instrument_imports(include=["adapterswap", "json", "re", "ruamel"]):
     from adapterswap.errors import AdapterswapError
     from adapterswap.experts.adapters import open_adapter
     from adapterswap.experts.patterns import Patterns

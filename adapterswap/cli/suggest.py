@@ -150,14 +150,14 @@ def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: 
 
 def _recipe(suggestion: Suggestion, task: str, language: str, base_model: str | None) -> str:
     """A recipe that `adapterswap compose` takes."""
-    import yaml
+    from adapterswap.files.yamltext import dump_yaml
 
     content: dict[str, Any] = {"experts": {"task": task, "language": language}}
     if base_model is not None:
         content["base_model"] = base_model
     content |= dict(suggestion.composition)
     text = "".join(f"# {reason}\n" for reason in suggestion.reasons)
-    return text + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return text + dump_yaml(content)
 
 
 def _print(importance: Importance, suggestion: Suggestion) -> None:

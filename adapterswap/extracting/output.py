@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import yaml
 
 from adapterswap import __version__
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
@@ -24,6 +23,7 @@ from adapterswap.extracting.pairing import Pair, Selection
 from adapterswap.extracting.result import Extracted, Extraction, shortened
 from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
+from adapterswap.files.yamltext import dump_yaml
 from adapterswap.records.cards import escaped
 from adapterswap.records.record import FORMAT, Asked, ExtractedModule, ExtractionRecord, LeftOut, shards_source
 from adapterswap.writing.copying import write_at
@@ -141,15 +141,15 @@ def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:
 def _card(pair: Pair, found: Extraction, base: str | None) -> str:
     """The model card: what it was cut out of, how near it comes, what is missing."""
     front = {
+        **({"base_model": base} if base and "/" in base else {}),
         "library_name": "peft",
         "tags": ["adapterswap", "lora"],
-        **({"base_model": base} if base and "/" in base else {}),
     }
     rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", found.modules, layer)
                      for layer in dict.fromkeys(m.layer for m in found.modules))  # fmt: skip
     lost = "".join(f"- {escaped(line)}\n" for line in lost_lines(found))
     return f"""---
-{yaml.safe_dump(front, sort_keys=True).strip()}
+{dump_yaml(front).strip()}
 ---
 
 # {escaped(pair.full.source.name)} as an adapter

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -100,19 +101,14 @@ def find_fragment(name: str, path: Path) -> Path:
 
 def merge_layers(layers: Sequence[Layer]) -> dict[str, Any]:
     """What the files say together, the last one last."""
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged = _merge(merged, layer.content)
-    return merged
+    return reduce(_merge, (layer.content for layer in layers), {})
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
+    merged = below | above
     for key, value in above.items():
-        earlier = merged.get(key)
-        if isinstance(earlier, dict) and isinstance(value, dict):
-            value = _merge(earlier, value)
-        merged[key] = value
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            merged[key] = _merge(below[key], value)
     return merged
 
 

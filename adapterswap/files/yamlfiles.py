@@ -102,8 +102,6 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
             value = parse_yaml(text)
         except ValueError:
             value = text
-        if isinstance(value, str):
-            value = _number(value)
         place: Any = content
         *parents, last = path.split(".")
         for step in parents:
@@ -114,14 +112,6 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
             _item(place, last, override)
             place[int(last)] = value
     return content
-
-
-def _number(text: str) -> Any:
-    """YAML 1.1 reads `3e-4` as text; everyone who types it means the number."""
-    try:
-        return float(text) if "e" in text.lower() else text
-    except ValueError:
-        return text
 
 
 def _item(place: Any, step: str, override: str) -> Any:

@@ -1,57 +1,102 @@
-"""YAML that may come from a stranger: safe, bounded, and sound.
+"""YAML that may come from a stranger: safe, bounded, and sound; and YAML as text.
 
-No object construction, no key twice, no control characters; the size is bounded, also after aliases are followed. Knows
-nothing of what the values mean.
+ruamel.yaml reads and writes it, by YAML 1.2. Added here is what it leaves to its users: bounds that hold also after
+aliases are followed, no control characters, and plain keys, each of them once even beside a `<<`. Knows nothing of what
+the values mean.
 """
 
 from __future__ import annotations
 
-import unicodedata
+import io
+import re
+import warnings
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError, YAMLWarning
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.reader import Reader
+from ruamel.yaml.representer import RoundTripRepresenter
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.tag import Tag
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.smallfiles import exists, read_small, shown
 
-__all__ = ["load_yaml", "parse_yaml"]
+__all__ = ["dump_yaml", "load_yaml", "parse_yaml", "round_trip"]
 
-_MAX_BYTES = 2**18  # of a recipe; PyYAML takes about ten seconds for a megabyte
+_MAX_BYTES = 2**18  # of a recipe; ruamel.yaml takes some five seconds for the worst of this size
 _MAX_VALUES = 20_000  # keys, values and items of a recipe once its aliases are followed
 _MAX_DEPTH = 40
+_PREFIX = "tag:yaml.org,2002:"
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML says that keys are unique; PyYAML keeps the last one in silence."""
+class _Resolver(VersionedResolver):
+    """YAML 1.2 calls `yes` and `no` text, but who writes `do_sample: no` means false."""
 
-    merged = 0
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is ScalarNode and implicit[0] and re.fullmatch("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", value):
+            return Tag(suffix=f"{_PREFIX}bool")
+        return super().resolve(kind, value, implicit)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *shared` may be overridden, that is its point
+
+class _Constructor(SafeConstructor):
+    """Refuses what the library takes, and says where a value stands that cannot be read."""
+
+    def construct_document(self, node: Node) -> Any:
+        """Follow aliases first: the library counts what is written, and a few lines can ask for billions of copies."""
+        stack, count = [(node, 1)], 1
+        while stack:
+            part, depth = stack.pop()
+            if isinstance(part, ScalarNode):
                 continue
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain value", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {shown(key)} stands twice", node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+            inner = part.value
+            if isinstance(part, MappingNode):
+                self._check_keys(part)
+                inner = [item for pair in inner for item in pair]
+            count += len(inner)
+            if count > _MAX_VALUES or (inner and depth == _MAX_DEPTH):
+                raise _refusal(f"it holds more than {_MAX_VALUES} values, or {_MAX_DEPTH} levels of them,", part)
+            stack += [(item, depth + 1) for item in inner]
+        return super().construct_document(node)
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Carry out `<<`, which copies; a few lines of YAML can ask for billions of copies."""
-        merges = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
-        if len(merges) > 1 or any(isinstance(value, yaml.SequenceNode) for value in merges):
-            raise yaml.constructor.ConstructorError(None, None, "`<<` takes one mapping", node.start_mark)
-        super().flatten_mapping(node)
-        self.merged += len(node.value) if merges else 0
-        if self.merged > _MAX_VALUES:
-            raise yaml.constructor.ConstructorError(None, None, "`<<` copies too much", node.start_mark)
+    def _check_keys(self, mapping: MappingNode) -> None:
+        """The library takes lists for keys, and beside a `<<` any number of keys that are the same."""
+        seen: set[Any] = set()
+        for key, _ in mapping.value:
+            name = key.value if key.tag == f"{_PREFIX}merge" else self.construct_object(key)
+            if not isinstance(name, Hashable):
+                raise _refusal("a key must be a plain value", key)
+            if name in seen:
+                raise _refusal(f"the key {shown(name)} stands twice", key)
+            seen.add(name)
+
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, str) and (odd := Reader.NON_PRINTABLE.search(value)):
+                raise ValueError(f"it holds the control character {odd[0]!r}")
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise ValueError("it is too large")
+            return value
+        except (ValueError, LookupError, ArithmeticError) as error:  # also the library's, of `2001-99-99` or `!!int ""`
+            raise _refusal(
+                f"{shown(node.value)} is not a valid {str(node.tag).rpartition(':')[2]}: {error}", node
+            ) from None
+
+
+for _tag in ("binary", "omap", "pairs", "set"):
+    _Constructor.add_constructor(_PREFIX + _tag, SafeConstructor.construct_undefined)
+
+
+class _Representer(RoundTripRepresenter):
+    """Writes null out: a key with nothing behind it looks forgotten."""
+
+
+_Representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(f"{_PREFIX}null", "null"))
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -84,38 +129,32 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ValueError: with the reason why there is none that is sound.
     """
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver, yaml.Constructor, yaml.max_depth = _Resolver, _Constructor, _MAX_DEPTH
     try:
-        content = yaml.load(text, Loader=_Loader)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
-        raise ValueError(" ".join(str(error).split()).replace('in "<unicode string>", ', "at ")) from None
-    _check_values(content)
-    return content
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", YAMLWarning)  # an anchor that stands twice
+            return yaml.load(text)
+    except (YAMLError, YAMLWarning) as error:
+        # Without what is for programmers, and what points into a line shown above it.
+        reason = re.sub(r", if necessary increase .*|\^ \(line: \d+\)", "", str(error))
+        raise ValueError(" ".join(reason.split()).replace('in "<unicode string>", ', "at ")) from None
 
 
-def _check_values(content: Any) -> None:
-    """Aliases share a value in memory, but whoever walks through the content meets it anew each time."""
-    stack = [(content, 1)]
-    for _ in range(_MAX_VALUES):
-        if not stack:
-            return
-        value, depth = stack.pop()
-        inner: list[Any] = []
-        if isinstance(value, dict):
-            inner = [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set):
-            inner = list(value)
-        elif isinstance(value, str) and (odd := next((c for c in value if _is_control(c)), None)):
-            raise ValueError(f"{shown(value)} holds the control character {odd!r}")
-        elif isinstance(value, int) and abs(value) >= 2**63:
-            raise ValueError(f"{shown(value)} is too large a number")
-        if inner and depth == _MAX_DEPTH:
-            raise ValueError(f"it nests more than {_MAX_DEPTH} deep")
-        stack += [(item, depth + 1) for item in inner]
-    raise ValueError(f"it holds more than {_MAX_VALUES} values")
+def round_trip() -> YAML:
+    """What reads YAML to change it and writes it with its comments; it writes plain data in blocks."""
+    yaml = YAML()
+    yaml.Resolver, yaml.Representer = _Resolver, _Representer
+    yaml.preserve_quotes, yaml.width = True, 10**6
+    return yaml
 
 
-def _is_control(character: str) -> bool:
-    """What can steer a terminal or is no character at all; line ends and tabs are text."""
-    return unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t\r"
+def dump_yaml(content: Any) -> str:
+    """`content` as YAML, in the order of its keys."""
+    stream = io.StringIO()
+    round_trip().dump(content, stream)
+    return stream.getvalue()
+
+
+def _refusal(problem: str, node: Node) -> YAMLError:
+    return YAMLError(f"{problem} at line {node.start_mark.line + 1}, column {node.start_mark.column + 1}")

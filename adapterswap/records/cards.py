@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 
-import yaml
-
 from adapterswap import __version__
 from adapterswap.experts.sources import public_name
+from adapterswap.files.yamltext import dump_yaml
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.describe import error_text, strip, unusual
 from adapterswap.planning.model_describe import model_strip, model_unusual
@@ -55,9 +54,9 @@ def adapter_card(plan: Plan, record: CompositionRecord) -> str:
     base = public_name(plan.base_model)
     sources = [str(adapter.source) for adapter in plan.experts.values()]
     front = {
+        **({"base_model": base} if base and "/" in base else {}),
         "library_name": "peft",
         "tags": ["adapterswap", "lora", "merge"],
-        **({"base_model": base} if base and "/" in base else {}),
     }
     layers = sliced_layers(plan)
     made = (
@@ -71,7 +70,7 @@ def adapter_card(plan: Plan, record: CompositionRecord) -> str:
     lines = [*map(escaped, [*_origins(record), *unusual(plan)]), *_truncation(record)]
     remarks = "".join(f"- {line}\n" for line in lines)
     return f"""---
-{yaml.safe_dump(front, sort_keys=True).strip()}
+{dump_yaml(front).strip()}
 ---
 
 # {" + ".join(map(escaped, plan.experts))}
@@ -106,15 +105,15 @@ def merged_card(plan: ModelPlan, record: CompositionRecord) -> str:
     sources = {name: str(expert.source) for name, expert in plan.experts.items()}
     ids = [name for name in ([base] if base else [expert.source.name for expert in plan.full.values()]) if "/" in name]
     front = {
+        **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
         "library_name": "transformers",
         "tags": ["adapterswap", "merge"],
-        **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
     }
     kinds = {name: "LoRA adapter" if name in plan.adapters else "full checkpoint" for name in plan.experts}
     experts = "\n".join(f"| {escaped(name)} | {escaped(sources[name])} | {kinds[name]} |" for name in plan.experts)
     remarks = "".join(f"- {escaped(line)}\n" for line in [*_origins(record), *model_unusual(plan)])
     return f"""---
-{yaml.safe_dump(front, sort_keys=True).strip()}
+{dump_yaml(front).strip()}
 ---
 
 # {" + ".join(map(escaped, plan.experts))}

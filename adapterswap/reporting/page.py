@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from adapterswap import __version__
+from adapterswap.files.yamltext import dump_yaml
 from adapterswap.planning.describe import error_text
 from adapterswap.reporting import charts
 from adapterswap.reporting.headline import resampled
@@ -48,7 +49,7 @@ def render_page(report: Report) -> str:
         resampled=[resampled(target) for target in report.targets],
         disagreements=[each for each in report.disagreements if each.examples],
         min_units=MIN_UNITS,
-        recipe=_yaml(report.recipe),
+        recipe=dump_yaml(report.recipe) if report.recipe else "",
         width=charts.WIDTH, height=charts.HEIGHT, left=charts.LEFT, bottom=charts.BOTTOM,
     )  # fmt: skip
 
@@ -100,12 +101,6 @@ def _ranked(report: Report) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _yaml(content: Any) -> str:
-    import yaml
-
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=None) if content else ""
 
 
 def _score(value: float | None) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import Result
+from ruamel.yaml import YAML
 
 from adapterswap.files.yamlfiles import read_content
 from adapterswap.recipes import check_recipe, list_recipes, resolve_recipe, standalone_copy
@@ -56,7 +58,7 @@ def test_an_entry_point_is_short_and_says_no_ids() -> None:
 def test_a_resolved_recipe_says_the_same_in_one_piece(name: str, run: Run, tmp_path: Path) -> None:
     whole = read_content(shipped_recipes()[name])[0]
     text = run("recipes", "cat", name, "--resolved").stdout
-    assert yaml.safe_load(text) == whole
+    assert YAML(typ="safe").load(text) == whole
     assert "  # regimes/" in text
     assert json.loads(run("recipes", "cat", name, "--json").stdout) == whole
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
@@ -69,11 +71,13 @@ def test_each_line_of_a_resolved_recipe_names_its_file(tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text("extends: one.yaml\na: {y: 3}\nd: {e: null}\n", encoding="utf-8")
     content, text = resolve_recipe(tmp_path / "two.yaml")
     assert (
-        yaml.safe_load(text)
+        YAML(typ="safe").load(text)
         == content
         == {"a": {"x": 1, "y": 3}, "b": {"l": [1, 2], "m": "p\nq"}, "c": [], "d": {"e": None}}
     )
-    assert text.replace(f"{tmp_path}/", "").splitlines() == [
+    lines = re.sub(f" +# {tmp_path}/", "  # ", text).splitlines()  # the comments begin in one column
+    assert {line.index("#") for line in text.splitlines() if "#" in line} == {60}
+    assert lines == [
         "a:",
         "  x: 1  # one.yaml",
         "  y: 3  # two.yaml",
@@ -180,6 +184,15 @@ def test_every_whole_recipe_can_be_copied_at_once(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text, encoding="utf-8")
     for name in WHOLE:
         assert read_content(tmp_path / f"{name}.yaml")[0] == read_content(shipped_recipes()[name])[0]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_copy_differs_only_in_the_names_that_it_extends(name: str) -> None:
+    """Comments, blank lines, quotes and numbers stay as they were written."""
+    before = shipped_recipes()[name].read_text(encoding="utf-8").splitlines()
+    after = standalone_copy([name])[f"{name}.yaml"].splitlines()
+    changed = [line for line, copied in zip(before, after, strict=True) if line != copied]
+    assert all(line.startswith("extends: ") for line in changed)
 
 
 def test_validate_tells_every_mistake_in_every_file(run: Run, tmp_path: Path) -> None:
