@@ -11,6 +11,7 @@ from typing import Any
 
 from adapterswap.evaluation.isolation import seeded, silenced
 from adapterswap.evaluation.settings import Settings
+from adapterswap.evaluation.stock_tasks import told_by_tasks
 from adapterswap.evaluation.task_code import rendering
 from adapterswap.evaluation.tasks import load_tasks
 
@@ -74,7 +75,12 @@ def preview(
 
     context = resolve_max_length(config, tokenizer)
     previews = []
-    with silenced(), rendering(sandboxed=settings.sandboxed), seeded(settings.seed):
+    with (
+        silenced(),
+        rendering(sandboxed=settings.sandboxed),
+        seeded(settings.seed),
+        told_by_tasks(loaded["tasks"]),
+    ):
         for name, task in loaded["tasks"].items():
             task.set_fewshot_seed(settings.seed)
             task.build_all_requests(

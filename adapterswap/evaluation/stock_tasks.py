@@ -5,8 +5,11 @@ Knows nothing of tasks that are shipped here, or of settings.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,10 @@ from adapterswap.errors import AdapterswapError, Problems, did_you_mean, reason_
 from adapterswap.evaluation.task_code import harness_folder, refuse_task_code, rendering
 from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 
-__all__ = ["check_known", "check_mentioned", "load_stock"]
+__all__ = ["check_known", "check_mentioned", "load_stock", "told_by_tasks"]
 
 _NAMES = re.compile(rb"^(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
+_TASK = os.path.join("lm_eval", "api", "task.py")  # where the harness calls a task's templates and functions
 _PATTERN = set("*?[")
 _LISTED = "`lm_eval ls tasks` lists the harness's tasks"
 
@@ -87,8 +91,6 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
         AdapterswapError: data that cannot be loaded; a task that needs images, or runs code unconfirmed: the model's,
             or that of `include_path`.
     """
-    import datasets
-
     manager = _manager(include_path)
     matched = manager.match_tasks(list(names))
     problems = Problems()
@@ -101,19 +103,34 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     try:
         with code_allowed(unsafe_code), rendering(sandboxed=include_path is not None and not trust_task_code):
             loaded = manager.load(matched)
-    except (
-        OSError, ValueError, KeyError, ImportError, RuntimeError, datasets.exceptions.DatasetsError
-    ) as error:  # whatever a task's data loader raises  # fmt: skip
+    except Exception as error:  # whatever a task's data loader raises, or code of its own that is run with it
         raise AdapterswapError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
-            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed",
-        ) from None
+            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed. "
+            "In a task of your own, check its files and its data",
+        ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "MULTIMODAL", False):
             raise AdapterswapError(f"the task {name} needs images or sound", "Run it with lm_eval itself")
     if not unsafe_code:  # tasks written in Python say so only when they are loaded
         _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
     return loaded
+
+
+@contextmanager
+def told_by_tasks(names: Iterable[str]) -> Iterator[None]:
+    """Errors inside a task as ours: its templates and its code meet rows that they were not written for."""
+    try:
+        yield
+    except AdapterswapError:
+        raise
+    except Exception as error:
+        if not any(frame.filename.endswith(_TASK) for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise AdapterswapError(
+            f"a document of {', '.join(names)} cannot be asked or scored: {reason_of(error)}",
+            "Correct the task's files, or the rows of its data",
+        ) from error
 
 
 def _refuse_code(names: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints of an unfinished run, in `<out_path>.checkpoints` beside the output, so that `--resume` can go on.
 
-They hold what the transformers Trainer saves (adapter, optimizer, schedule, generators) with a hash of each file, and
-`run.json`, a fingerprint of recipe, rows and base: a run is only resumed as the same run, and from a checkpoint that is
-as it was written. Removed when training is done, unless they are to be kept.
+They hold what the transformers Trainer saves (adapter, optimizer, schedule, generators) with a hash of each file and of
+the run, and `run.json`, a fingerprint of recipe, rows, tasks and base: a run is only resumed as the same run, and from
+a checkpoint of it that is as it was written. Removed when training is done, unless they are to be kept.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.identity import fingerprints, model_fingerprints
-from adapterswap.files.folders import check_place, refuse_strangers, strangers
+from adapterswap.files.folders import check_place, refuse_strangers, strangers, sync_folder, sync_one
 from adapterswap.files.smallfiles import read_json, write_json
 
 __all__ = ["Checkpoints", "seal"]
@@ -26,6 +26,8 @@ __all__ = ["Checkpoints", "seal"]
 _SEAL = "fingerprints.json"  # in each checkpoint: written last, so one without it was not completed
 
 _RUN = "run.json"
+_BUILDING = "run.tmp"
+_BESIDE = f"../{_RUN}"  # in a seal: the run that the checkpoint belongs to
 _CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
 _WITHOUT_EFFECT = ("keep_checkpoints", "report_to")  # options of training that do not change its result
 
@@ -57,26 +59,35 @@ class Checkpoints:
             )
 
     def prepare(
-        self, recipe: dict[str, Any], rows_sha256: str, base: Path, *, resume: bool, processes: int = 1
+        self, recipe: dict[str, Any], inputs: Mapping[str, Any], base: Path, *, resume: bool, processes: int = 1
     ) -> Path | None:
         """Make the folder ready; return the last checkpoint that is as it was written, to resume from, if there is one.
 
         Args:
             recipe: with all values.
-            rows_sha256: of the rows' tokens.
+            inputs: hashes of what else the run reads, by what it is: its rows, and so on.
             base: the folder of the base.
             resume: whether to look for one.
             processes: how many train together.
 
         Raises:
-            AdapterswapError: the unfinished run has another recipe, other rows, another base or number of processes; or
-                each of its checkpoints was damaged.
+            AdapterswapError: the unfinished run has another recipe, other rows or tasks, another base or number of
+                processes, or its run.json is gone; or each of its checkpoints was damaged.
         """
-        run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, rows_sha256)
+        run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, inputs)
         note = self.folder / _RUN
         if not resume:
             self.remove()
-        if note.is_file():
+        if not note.is_file():
+            if self._complete():
+                raise AdapterswapError(
+                    f"{self.folder} holds checkpoints and no {_RUN}, so nothing says what they were trained on",
+                    "Restore that file, or pass `overwrite=True` without `resume` to start again",
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / _BUILDING, run, sort_keys=True)
+            (self.folder / _BUILDING).replace(note)
+        else:
             before = read_json(note, "Pass `overwrite=True` without `resume` to start again")
             if before != run:
                 changed = sorted(key for key in run if before.get(key) != run[key])
@@ -84,8 +95,6 @@ class Checkpoints:
                     f"{self.folder} holds checkpoints of another run: changed since then: {', '.join(changed)}",
                     "Undo the change, or pass `overwrite=True` without `resume` to start again",
                 )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(note, run, sort_keys=True)
         complete = sorted(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
         damaged = {}
         for checkpoint in complete:
@@ -132,14 +141,29 @@ class Checkpoints:
     def _names(self) -> list[str]:
         """What training writes there, as `OutputKind.names` has it; nothing, if it never did."""
         if not (self.folder / _RUN).is_file():
-            return []
+            return [_BUILDING]
         folders = [path.name for path in self.folder.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-        return ["selection.json", "selection.tmp", "best/**", "runs/**", *(f"{name}/**" for name in folders), _RUN]
+        return [
+            "selection.json",
+            "selection.tmp",
+            "best/**",
+            "runs/**",
+            *(f"{name}/**" for name in folders),
+            _BUILDING,
+            _RUN,
+        ]
 
 
 def seal(checkpoint: Path) -> None:
-    """Note what a checkpoint's files hold, once all of them are written."""
-    write_json(checkpoint / _SEAL, fingerprints(checkpoint))
+    """Note what a checkpoint's files hold, once all of them are written, and force them to the disk.
+
+    The checkpoint before it, which a machine that loses power would go on from, may go as soon as the next one comes.
+    """
+    sync_folder(checkpoint)
+    write_json(checkpoint / _SEAL, _contents(checkpoint))
+    sync_one(checkpoint / _SEAL)
+    for folder in (checkpoint, checkpoint.parent):
+        sync_one(folder)
 
 
 def _changed(checkpoint: Path) -> str | None:
@@ -148,15 +172,22 @@ def _changed(checkpoint: Path) -> str | None:
         written = read_json(checkpoint / _SEAL)
     except AdapterswapError:
         return _SEAL
-    now = {name: value for name, value in fingerprints(checkpoint).items() if name != _SEAL}
+    now = _contents(checkpoint)
     return next((name for name in sorted(written.keys() | now.keys()) if written.get(name) != now.get(name)), None)
 
 
-def _fingerprint(recipe: dict[str, Any], rows_sha256: str) -> dict[str, str]:
+def _contents(checkpoint: Path) -> dict[str, str]:
+    """The fingerprints of a checkpoint's files, and of the run that it belongs to."""
+    found = {name: value for name, value in fingerprints(checkpoint).items() if name != _SEAL}
+    return {**found, _BESIDE: _hash(read_json(checkpoint.parent / _RUN))}
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _fingerprint(recipe: dict[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:
     """Per key of the recipe a short hash; what does not change the result is left out."""
     parts = {key: value for key, value in recipe.items() if key != "out_path"}
     parts["training"] = {key: value for key, value in parts["training"].items() if key not in _WITHOUT_EFFECT}
-    parts["rows"] = rows_sha256
-    return {
-        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16] for key, value in parts.items()
-    }
+    return {key: _hash(value) for key, value in {**parts, **inputs}.items()}

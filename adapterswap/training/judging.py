@@ -20,14 +20,21 @@ from transformers import TrainerCallback
 from adapterswap.bases import Base
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.evaluation import Settings, evaluate
+from adapterswap.evaluation.fingerprints import task_files, task_fingerprint
 from adapterswap.evaluation.preview import preview
 from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.experts.identity import fingerprints
+from adapterswap.files.folders import sync_folder, sync_one
+from adapterswap.files.sealing import is_sealed, sealed
+from adapterswap.files.smallfiles import read_json
 from adapterswap.processes import Processes
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.selection import Enough, Judged, Selection, SelectionOptions, best_first, is_judged, worn_out
 
 __all__ = ["Examination", "Judge", "examine"]
+
+_MEND = "Pass `overwrite=True` without `resume` to start again"
 
 _PRIMARY = {"exact_match": "normalized"}  # MGSM's filter that counts
 
@@ -40,12 +47,14 @@ class Examination:
         metrics: by task or group that counts, the metric and the filter.
         documents, requests: how many each checkpoint is given, over all tasks.
         settings: how.
+        fingerprints: of the tasks, and of the files of `include_path`.
     """
 
     metrics: Mapping[str, tuple[str, str]]
     documents: int
     requests: int
     settings: Settings
+    fingerprints: Mapping[str, str]
 
 
 def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examination:
@@ -77,7 +86,8 @@ def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examin
             problems.add(f"selection.metric: {name!r} is none of the tasks that count", f"Those: {', '.join(metrics)}")
     problems.raise_if_any()
     documents, requests = sum(task.num_docs for task in asked), sum(task.num_requests for task in asked)
-    return Examination(metrics, documents, requests, settings)
+    prints = {f"task {name}": task_fingerprint(task) for name, task in loaded["tasks"].items()}
+    return Examination(metrics, documents, requests, settings, {**prints, **task_files(settings.include_path)})
 
 
 def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
@@ -138,17 +148,42 @@ class Judge(TrainerCallback):  # type: ignore[misc]
         self._table_path, self._best = folder / "selection.json", folder / "best"
         self._processes, self._bar = processes, bar
         self._table: list[Judged] = []
+        self._weights: dict[str, dict[str, str]] = {}  # by folder in best/, the fingerprints of its files
         self.seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take up what was found before; a checkpoint that was not judged when the run was ended is judged now."""
-        known = self._processes.main and self._table_path.is_file()
-        rows = self._processes.from_main(json.loads(self._table_path.read_text(encoding="utf-8")) if known else [])
-        self._table = [Judged(**row) for row in rows if row["step"] <= state.global_step]
+        """Take up what was found before; a checkpoint that was not judged when the run was ended is judged now.
+
+        Raises:
+            AdapterswapError: the table, or the weights of a checkpoint among the best, are not as they were written.
+        """
+        rows = self._processes.from_main(self._read(args, state) if self._processes.main else [])
+        self._table = [Judged(**row) for row in rows]
         if state.global_step and state.global_step not in {row.step for row in self._table}:
             self._judge_if_due(args, state)
         if self._has_enough(state):
             raise Enough
+
+    def _read(self, args: Any, state: Any) -> list[dict[str, Any]]:
+        """The rows up to the step that the run goes on from."""
+        content = read_json(self._table_path, _MEND) if self._table_path.is_file() else {}
+        if not is_sealed(content):
+            content = {"table": [], "best": {}}
+        rows = [row for row in content["table"] if row["step"] <= state.global_step]
+        due = [step for step in range(1, state.global_step) if self._is_due_at(step, args, state)]
+        if [row["step"] for row in rows if row["step"] < state.global_step] != due:
+            raise AdapterswapError(f"{self._table_path} is not as it was written", _MEND)
+        self._weights = content["best"]
+        kept = {row.step for row in best_first([Judged(**row) for row in rows])[: self._options.keep_best]}
+        # Where an earlier checkpoint is gone on from, a later one may have pushed some out: it will do so again.
+        for name in self._weights:
+            if int(name.rpartition("-")[2]) in kept:
+                self._check_weights(name)
+        return rows
+
+    def _check_weights(self, name: str) -> None:
+        if fingerprints(self._best / name) != self._weights.get(name):
+            raise AdapterswapError(f"{self._best / name} is not as it was written", _MEND)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The validation loss goes into the table too, and is measured before the checkpoint is saved."""
@@ -166,7 +201,10 @@ class Judge(TrainerCallback):  # type: ignore[misc]
         return self._stopped
 
     def _is_due(self, args: Any, state: Any) -> bool:
-        return is_judged(state.global_step, state.max_steps, int(args.save_steps), self._options.every)
+        return self._is_due_at(state.global_step, args, state)
+
+    def _is_due_at(self, step: int, args: Any, state: Any) -> bool:
+        return is_judged(step, state.max_steps, int(args.save_steps), self._options.every)
 
     def _judge_if_due(self, args: Any, state: Any) -> None:
         if not self._is_due(args, state):
@@ -194,10 +232,16 @@ class Judge(TrainerCallback):  # type: ignore[misc]
     def _keep(self, checkpoint: Path) -> None:
         """Put this checkpoint's weights among the best, then the table in place, then drop those that fell out."""
         link_weights(checkpoint, self._best / checkpoint.name)
-        waiting = self._table_path.with_suffix(".tmp")
-        waiting.write_text(json.dumps([asdict(row) for row in self._table], indent=2) + "\n", encoding="utf-8")
-        waiting.replace(self._table_path)
+        sync_folder(self._best)
+        self._weights[checkpoint.name] = fingerprints(self._best / checkpoint.name)
         kept = {f"checkpoint-{step}" for step in self._kept()}
+        self._weights = {name: prints for name, prints in self._weights.items() if name in kept}
+        waiting = self._table_path.with_suffix(".tmp")
+        content = sealed({"table": [asdict(row) for row in self._table], "best": self._weights})
+        waiting.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        sync_one(waiting)
+        waiting.replace(self._table_path)
+        sync_one(self._table_path.parent)
         for folder in self._best.iterdir():
             if folder.name not in kept:
                 shutil.rmtree(folder)
@@ -213,9 +257,13 @@ class Judge(TrainerCallback):  # type: ignore[misc]
     def restored(self) -> Iterator[int]:
         """Put each kept checkpoint's weights into the trainer's model, as `--resume` does, and yield its step; the
         best's come last, and stay there without a word.
+
+        Raises:
+            AdapterswapError: they are not as they were written.
         """
         best, *others = self._kept()
         for step in (*reversed(others), best):
+            self._check_weights(f"checkpoint-{step}")
             self._trainer._load_from_checkpoint(str(self._best / f"checkpoint-{step}"))
             if step != best:
                 yield step

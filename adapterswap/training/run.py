@@ -120,8 +120,13 @@ def train(
         if options.save_every_samples:
             processes.wait()  # all have looked at what is there before one changes it
             if processes.main:
+                read: dict[str, Any] = {"rows": data.rows.sha256}
+                if data.validation:
+                    read["validation_rows"] = data.validation.sha256()
+                if recipe.selection:
+                    read["selection_tasks"] = examination.fingerprints
                 start = checkpoints.prepare(
-                    recipe.resolved(), data.rows.sha256, base.source.folder, resume=resume, processes=processes.count
+                    recipe.resolved(), read, base.source.folder, resume=resume, processes=processes.count
                 )
             start = processes.from_main(start)
             trainer.add_callback(stopping)

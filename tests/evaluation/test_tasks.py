@@ -140,6 +140,30 @@ def test_a_task_whose_data_is_not_at_hand_is_told(own_tasks: Path) -> None:
         load_tasks(["gsm8k"], Settings(include_path=own_tasks))
 
 
+BROKEN = {
+    "its code": ("scoring.py", "raise NameError('Paath')"),
+    "its data": ("rows.jsonl", '{"question": "a", '),
+    "a row without a choice": ("rows.jsonl", '{"question": "q", "choices": ["a", "b"], "label": 7}'),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_task_of_ones_own_that_is_broken_is_told(kind: str, byte_model: Model, tmp_path: Path) -> None:
+    """Templates and functions of a task are a stranger's programs, which raise what they like."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    text = CHOICES.format(name="broken", data=folder / "rows.jsonl", cache=tmp_path / "cache")
+    (folder / "task.yaml").write_text(text + "process_results: !function scoring.score\n")
+    (folder / "scoring.py").write_text(
+        "def score(doc, results):\n    return {'acc': len(doc['choices'][doc['label']])}\n"
+    )
+    (folder / "rows.jsonl").write_text('{"question": "q", "choices": ["a", "b"], "label": 0}\n')
+    name, content = BROKEN[kind]
+    (folder / name).write_text(content + "\n")
+    with pytest.raises(AdapterswapError, match="pico_broken"):
+        evaluate(*byte_model, ["pico_broken"], Settings(include_path=folder))
+
+
 def test_families_and_patterns() -> None:
     assert list(load_tasks(["mgsm_direct"])["tasks"]) == [f"mgsm_direct_{code}" for code in LANGUAGES]
     assert list(load_tasks(["mgsm_*_sw"])["tasks"]) == ["mgsm_direct_sw", "mgsm_native_cot_sw", "mgsm_en_cot_sw"]

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from adapterswap.errors import AdapterswapError
 from adapterswap.training import TrainRecipe, train
 
-from .conftest import two_sides
+from .conftest import echo_rows, two_sides, write_jsonl
 from .spying import spied
 
 MakeRecipe = Callable[..., TrainRecipe]
@@ -193,6 +193,44 @@ def test_a_run_is_not_resumed_on_another_base(
     os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     with pytest.raises(AdapterswapError, match="changed since then: base"):
         train(recipe, out_path=tmp_path / "broken", resume=True)
+
+
+def test_a_run_is_not_resumed_with_other_validation_rows(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their losses would stand in one list with those on the rows before."""
+    held_out = write_jsonl(tmp_path / "held-out.jsonl", echo_rows(8, seed=1))
+    validation = {"datasets": [{"path": str(held_out), "prompt": "{question}", "completion": " {answer}"}]}
+    recipe = make_recipe(training=OPTIONS, validation=validation)
+    interrupted_run(recipe, tmp_path / "broken", monkeypatch)
+    write_jsonl(held_out, echo_rows(8, seed=2))
+    with pytest.raises(AdapterswapError, match="changed since then: validation_rows"):
+        train(recipe, out_path=tmp_path / "broken", resume=True)
+
+
+def test_a_run_is_not_resumed_where_nothing_says_what_it_was(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(training=OPTIONS)
+    interrupted_run(recipe, tmp_path / "broken", monkeypatch)
+    (tmp_path / "broken.checkpoints" / "run.json").unlink()
+    with pytest.raises(AdapterswapError, match=r"no run\.json"):
+        train(recipe, out_path=tmp_path / "broken", resume=True)
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as it was written, but elsewhere."""
+    recipe = make_recipe(training=OPTIONS)
+    unbroken = train(recipe, out_path=tmp_path / "unbroken")
+    _, last = interrupted_run(recipe, tmp_path / "broken", monkeypatch)
+    _, other = interrupted_run(make_recipe(training={**OPTIONS, "seed": 7}), tmp_path / "other", monkeypatch)
+    shutil.rmtree(last)
+    shutil.copytree(other, last)
+    resumed = train(recipe, out_path=tmp_path / "broken", resume=True)
+    assert resumed.resumed_from == 2
+    assert files(resumed.path) == files(unbroken.path)
 
 
 BROKEN_CONFIGS = {"heads": {"num_attention_heads": 0}, "rope": {"rope_parameters": {"rope_type": "spiral"}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -218,11 +219,55 @@ def test_a_run_that_is_told_to_end_is_judged_when_it_goes_on(
         patched.setattr(judging, "evaluate", interrupted)
         with pytest.raises(AdapterswapError, match="stopped by SIGTERM"):
             train(recipe, out_path=tmp_path / "expert", progress=False)
-    rows = json.loads((tmp_path / "expert.checkpoints" / "selection.json").read_text())
+    rows = json.loads((tmp_path / "expert.checkpoints" / "selection.json").read_text())["table"]
     assert [row["step"] for row in rows] == [1]  # step 2 was saved, and there was no time to judge it
     resumed = train(recipe, out_path=tmp_path / "expert", resume=True, progress=False)
     assert resumed.resumed_from == 2
     assert resumed.selection == unbroken.selection
+
+
+def test_what_was_found_before_is_only_believed_as_it_was_written(
+    tmp_path: Path, selecting: MakeRecipe, own_tasks: Path, monkeypatch: Any
+) -> None:
+    """The table, the best weights, and the tasks that gave it: an expert of edited weights looks like a sound one."""
+    tasks = shutil.copytree(own_tasks, tmp_path / "tasks")
+    recipe = selecting(training={"max_steps": 6, "save_every_samples": 8}, include_path=str(tasks))
+    out, folder = tmp_path / "expert", tmp_path / "expert.checkpoints"
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainReport, "__init__", lambda self, **fields: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):  # after training, before anything is written
+            train(recipe, out_path=out, progress=False)
+    table = json.loads((folder / "selection.json").read_text())
+    shutil.copytree(folder, tmp_path / "kept")
+    weights = next((folder / "best").glob("*/adapter_model.safetensors"))
+
+    def rescored() -> None:
+        table["table"][0]["score"] += 0.5
+        (folder / "selection.json").write_text(json.dumps(table))
+
+    def changed_task() -> None:
+        for file in tasks.glob("*.yaml"):
+            file.write_text(file.read_text() + 'target_delimiter: "  "\n')
+
+    def negated() -> None:
+        raw = bytearray(weights.read_bytes())
+        raw[-1] ^= 0x80
+        weights.unlink()  # which may be a link of a checkpoint's
+        weights.write_bytes(raw)
+
+    edits: dict[str, Callable[[], object]] = {
+        r"selection\.json is not as it was written": rescored,
+        r"selection\.json is not as": (folder / "selection.json").unlink,
+        r"best/checkpoint-\d+ is not as": negated,
+        "changed since then: selection_tasks": changed_task,
+    }
+    for told, edit in edits.items():
+        edit()
+        with pytest.raises(AdapterswapError, match=told):
+            train(recipe, out_path=out, resume=True, progress=False)
+        assert not out.exists()
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "kept", folder)
 
 
 def test_early_stopping(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
