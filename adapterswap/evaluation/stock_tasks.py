@@ -106,8 +106,8 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     except Exception as error:  # whatever a task's data loader raises, or code of its own that is run with it
         raise AdapterswapError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
-            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed. "
-            "In a task of your own, check its files and its data",
+            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed. For "
+            "a task of your own, check its files and data",
         ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "MULTIMODAL", False):

@@ -245,7 +245,7 @@ def _why_not_sampled(run: Run, result: CellResult) -> str | None:
 
 
 def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[tuple[dict[str, Any], _Line]]:
-    """The whole lines of a file, and what they say; what follows the last newline was torn off."""
+    """The whole lines of a file and what they say, if there is one; what follows the last newline was torn off."""
     if not exists(path):
         return []
     with open_regular(path, _MEND) as file:

@@ -1,0 +1,122 @@
+"""Kills, edits and replacements of everything that a run reads: what it gives in the end is of one input, or refused.
+
+For a sweep, for training, and for the cache of a server. The events are drawn from seeds, so that a failure says the
+one that repeats it; `DISTURBANCES=1000 pytest tests/disturbing` draws so many for each kind of run, and
+`DISTURBANCES_FROM` is the first seed.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .program import INPUTS, OWN, group_of
+
+HERE = Path(__file__).parent
+COUNTS = {"sweep": 6, "train": 6, "serve": 16}
+FIRST = int(os.environ.get("DISTURBANCES_FROM", "0"))
+WHAT = ["flip", "edit", "replace", "truncate", "delete", "swap"]
+
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """`program("sweep", events)`: what came of them."""
+    folder = tmp_path_factory.mktemp("disturbing")
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
+    with (folder / "errors").open("w") as errors:
+        running = subprocess.Popen(
+            [sys.executable, str(HERE / "program.py"), str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+        )  # fmt: skip
+    assert running.stdin is not None
+    assert running.stdout is not None
+    learnt: dict[str, dict[str, Any]] = {}
+
+    def ask(kind: str, events: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        if kind not in learnt:
+            learnt[kind] = {}
+            learnt[kind] = ask(kind, [])
+        if events is None:
+            return learnt[kind]
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(json.dumps({"kind": kind, "events": events}) + "\n")
+        running.stdin.flush()
+        line = running.stdout.readline()
+        assert line, (folder / "errors").read_text()[-3000:]
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    yield ask
+    running.stdin.close()
+    running.stdout.close()
+    assert running.wait() == 0
+
+
+def events_of(seed: int, kind: str) -> list[dict[str, Any]]:
+    """Most often a kill, then one or two changes; sometimes the same again; of a server also while it lives."""
+    chance = random.Random(seed)
+    groups = ["own", "own", *INPUTS[kind]]
+
+    def killed() -> dict[str, Any]:
+        return {
+            "what": "kill", "seed": chance.randrange(10**6), "how": chance.choice(["itself", "held", "going on"])
+        }  # fmt: skip
+
+    def changed(among: list[str]) -> dict[str, Any]:
+        return {"what": chance.choice(WHAT), "seed": chance.randrange(10**6), "group": chance.choice(among)}
+
+    events = [killed()] if chance.random() < 0.9 else []
+    events += [changed(groups) for _ in range(chance.choice([1, 1, 1, 2]))]
+    if chance.random() < 0.25:
+        events += [killed(), changed(groups)]
+    if kind == "serve" and chance.random() < 0.4:
+        events.append({**changed(["own", "experts"]), "live": True})
+    return events
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_every_file_that_is_read_is_known(kind: str, program: Ask) -> None:
+    """What a run opens is what the other test changes; a file that nobody thought of fails here."""
+    learnt = program(kind)
+    assert [path for path, group in learnt["read"].items() if group is None] == []
+    assert learnt["elsewhere"] == []
+    assert {"own", *INPUTS[kind]} <= {*learnt["read"].values()}
+
+
+def test_a_file_that_nobody_named_is_unknown() -> None:
+    for kind in INPUTS:
+        assert group_of("base/config.json", kind) == "base"
+        assert group_of("base/model.bin", kind) is None
+        assert group_of("notes/answers.json", kind) is None
+        assert group_of("runs/out2/sweep.json", kind) is None
+        assert OWN[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", INPUTS)
+def test_what_comes_of_disturbed_runs_is_of_one_input_or_refused(kind: str, program: Ask) -> None:
+    count = int(os.environ.get("DISTURBANCES", "0")) or COUNTS[kind]
+    outcomes: collections.Counter[str] = collections.Counter()
+    failures = []
+    program(kind)
+    for seed in range(FIRST, FIRST + count):
+        found = program(kind, events_of(seed, kind))
+        outcomes[found["outcome"]] += 1
+        if found["failure"] is not None:
+            failures.append((seed, found["failure"], found["events"], found["said"]))
+    print(kind, dict(outcomes))
+    assert failures == []
+    assert outcomes["refused"]
+    assert outcomes["undisturbed"] + outcomes["begun anew"]
