@@ -189,7 +189,12 @@ class Findings:
         finished = self.results.get(cell)
         if assignment.documents is None or rung is None:
             return finished
-        if finished is None or (cell, rung) in self.rungs:
-            return self.rungs.get((cell, rung))
-        parts = {task: finished.results[task].only(asked) for task, asked in assignment.documents.items()}
+        seen = self.rungs.get((cell, rung))
+        asked = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
+        # With another seed of the search, as many documents are other ones.
+        if seen is not None and {task: {*value.docs} for task, value in seen.results.items()} == asked:
+            return seen
+        if finished is None:
+            return None
+        parts = {task: finished.results[task].only(doc_ids) for task, doc_ids in assignment.documents.items()}
         return RungResult(cell, rung, parts, {})

@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import sys
@@ -347,7 +348,16 @@ class World:
 
 
 def same(kind: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two results are; lines of rungs.jsonl may be lost, since a finished cell says what they said."""
+    """Whether one result is as good as another.
+
+    Lines of rungs.jsonl may be lost, since a finished cell says what they said. A server may refuse some names.
+    """
+    if kind == "serve":
+        refused = {name.removesuffix("-refused") for name in one if name.endswith("-refused")}
+        one, other = (
+            {name: content for name, content in found.items() if re.split("[-/]", name)[0] not in refused}
+            for found in (one, other)
+        )
     if kind == "sweep":
         one, other = dict(one), dict(other)
         if not {*one.pop("rungs.jsonl", ())} <= {*other.pop("rungs.jsonl", ())}:

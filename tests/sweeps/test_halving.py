@@ -12,12 +12,14 @@ import pytest
 import yaml
 
 from adapterswap.sweeps import Progress, SweepRecipe, prepare, sweep
+from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
 from adapterswap.sweeps.preparing import Prepared
 from adapterswap.sweeps.recording import check_out_path
 from adapterswap.sweeps.search import ask, rungs
 from adapterswap.sweeps.settings import Halving, Search
+from adapterswap.sweeps.values import Findings, RungResult, TaskValue
 
 from .conftest import plain
 from .test_dying import dying
@@ -79,6 +81,16 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }  # fmt: skip
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
     return folder
+
+
+def test_a_rung_on_other_documents_is_not_known() -> None:
+    """As when a search goes on with another seed: its rungs have as many documents, and other ones."""
+    cell = Cell("0123456789ab", "swap", ("math",), ("sw",), {}, {}, "math+sw", False, ("syllables",))
+    found = Findings()
+    value = TaskValue(None, None, {}, {1: 1.0, 2: 0.0})
+    found.rungs[cell.cell, 2] = RungResult(cell.cell, 2, {"syllables": value}, {})
+    assert found.get(Assignment(cell, {"syllables": (1, 2)})) == found.rungs[cell.cell, 2]
+    assert found.get(Assignment(cell, {"syllables": (1, 3)})) is None
 
 
 @pytest.fixture
