@@ -15,7 +15,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.evaluation.isolation import compiled_once, restored_modes, seeded, silenced
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.stock_tasks import told_by_tasks
+from adapterswap.evaluation.stock_tasks import explained_task_errors
 from adapterswap.evaluation.task_code import rendering
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
 from adapterswap.evaluation.unsafe_code import code_allowed
@@ -93,7 +93,7 @@ def evaluate(
         stack.enter_context(compiled_once())
         stack.enter_context(seeded(settings.seed))
         stack.enter_context(code_allowed(settings.confirm_run_unsafe_code))
-        stack.enter_context(told_by_tasks(loaded["tasks"]))
+        stack.enter_context(explained_task_errors(loaded["tasks"]))
         harness_model = EvaluatedModel(
             model,
             tokenizer if tokenizer.pad_token_id is not None else copy.deepcopy(tokenizer),  # the harness sets one

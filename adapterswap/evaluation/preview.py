@@ -11,7 +11,7 @@ from typing import Any
 
 from adapterswap.evaluation.isolation import seeded, silenced
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.stock_tasks import told_by_tasks
+from adapterswap.evaluation.stock_tasks import explained_task_errors
 from adapterswap.evaluation.task_code import rendering
 from adapterswap.evaluation.tasks import load_tasks
 
@@ -79,7 +79,7 @@ def preview(
         silenced(),
         rendering(sandboxed=settings.sandboxed),
         seeded(settings.seed),
-        told_by_tasks(loaded["tasks"]),
+        explained_task_errors(loaded["tasks"]),
     ):
         for name, task in loaded["tasks"].items():
             task.set_fewshot_seed(settings.seed)

@@ -18,7 +18,7 @@ from adapterswap.errors import AdapterswapError, Problems, did_you_mean, reason_
 from adapterswap.evaluation.task_code import harness_folder, refuse_task_code, rendering
 from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 
-__all__ = ["check_known", "check_mentioned", "load_stock", "told_by_tasks"]
+__all__ = ["check_known", "check_mentioned", "explained_task_errors", "load_stock"]
 
 _NAMES = re.compile(rb"^(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
 _TASK = os.path.join("lm_eval", "api", "task.py")  # where the harness calls a task's templates and functions
@@ -118,8 +118,12 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
 
 
 @contextmanager
-def told_by_tasks(names: Iterable[str]) -> Iterator[None]:
-    """Errors inside a task as ours: its templates and its code meet rows that they were not written for."""
+def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
+    """Turn errors raised inside a task into ours: its templates and code may not suit its data.
+
+    Raises:
+        AdapterswapError: a task of these names raised something.
+    """
     try:
         yield
     except AdapterswapError:

@@ -86,7 +86,7 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
 
     Args:
         folder: the folder.
-        whole: refuse sweeps of older versions, which noted no hashes, and folders that were shared in part.
+        whole: refuse sweeps of older versions, which have no hashes, and folders without prompts.
 
     Raises:
         AdapterswapError: it is none, is of another format, or a file or line in it is damaged or not as the sweep wrote
@@ -177,16 +177,16 @@ def _check_files(
 ) -> None:  # fmt: skip
     """Compare a cell's samples and its tasks' prompts with the hashes in its line; each file is read once."""
     for name, path in files_of(run.folder, result.cell).items():
-        shared = not exists(path.parent) and (name.startswith(SAMPLES) or not whole)  # without that folder
-        if path in hashes or shared or (name not in noted and not whole):
+        left_out = not exists(path.parent) and (name.startswith(SAMPLES) or not whole)  # with the whole folder
+        if path in hashes or left_out or (name not in noted and not whole):
             continue
         hashes[path] = sha256_of(path) if exists(path) else None
         if hashes[path] != noted.get(name):
-            told = "is missing" if hashes[path] is None else "is not as the sweep wrote it"
-            mend = "Restore it"
+            state = "is missing" if hashes[path] is None else "is not as the sweep wrote it"
+            remedy = "Restore it"
             if name.startswith(SAMPLES):
-                mend += f", or delete the line of {result.cell.cell} in {CELLS} and run the same sweep again"
-            problems.add(f"{path} {told}", mend)
+                remedy += f", or delete the line of {result.cell.cell} in {CELLS} and run the same sweep again"
+            problems.add(f"{path} {state}", remedy)
 
 
 def files_of(folder: Path, cell: Cell) -> dict[str, Path]:
