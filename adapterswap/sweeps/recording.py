@@ -173,16 +173,17 @@ class Recording:
         if task in self._checked:
             return
         path = prompts_file(self._folder, task)
+        text = "".join(map(_line, questions))
         if not exists(path):
-            self._place(path, "".join(map(_line, questions)))
-        for part in ("prompt", "target"):
-            before = {row["doc_id"]: row[part] for row in read_questions(self._folder, task) if part in row}
-            now = {row["doc_id"]: json.loads(_line({part: row[part]}))[part] for row in questions}
-            if before and before != now:  # the first edition kept no targets
-                raise AdapterswapError(
-                    f"{task} has other {part}s than those that {self._folder} was begun with",
-                    "Restore the task's files, choose another path, or pass `overwrite=True`",
-                )
+            self._place(path, text)
+        elif path.read_bytes() != text.encode("utf-8"):
+            prompts = [json.loads(_line(row))["prompt"] for row in questions]
+            before = [row.get("prompt") for row in read_questions(self._folder, task) if isinstance(row, dict)]
+            part = "prompts" if before != prompts else "targets"
+            raise AdapterswapError(
+                f"{task} has other {part} than those that {self._folder} was begun with",
+                "Restore the task's files, choose another path, or pass `overwrite=True`",
+            )
         self._checked.add(task)
 
     def _samples(self, result: CellResult) -> Path:

@@ -111,6 +111,16 @@ def test_other_prompts_are_refused(run: Path, recipe: Recipe) -> None:
         sweep(recipe(), run, device="cpu")
 
 
+def test_prompts_without_what_was_asked_are_refused(run: Path, recipe: Recipe) -> None:
+    """As a file of samples has lines of the same documents, with their targets."""
+    (run / "cells.jsonl").unlink()
+    path = run / "prompts" / "mgsm_direct_sw.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({key: row[key] for key in ("doc_id", "target")}) + "\n" for row in rows))
+    with pytest.raises(AdapterswapError, match="has other prompts than"):
+        sweep(recipe(), run, device="cpu")
+
+
 def test_other_right_answers_are_refused(run: Path, recipe: Recipe) -> None:
     (run / "cells.jsonl").unlink()  # else their hashes in it would tell
     path = run / "prompts" / "mgsm_direct_sw.jsonl"
