@@ -46,8 +46,11 @@ def tables(study: Study) -> Iterator[Table]:
         scores.add_row(method, *values, what, style="bold" if method == "layer swap" else "")
     yield scores
 
-    differences = Table(title="Layer swap minus the other, xx maths, paired", title_justify="left")
-    for heading in ("than", "difference", "95 % over seeds", "seeds better : worse", "seed by seed"):
+    differences = Table(
+        title="Layer swap minus the other, xx maths, paired\n(a seed is clear where its 95 % over problems leaves out 0)",
+        title_justify="left",
+    )
+    for heading in ("than", "difference", "95 % over seeds", "clearly better : worse", "seed by seed"):
         differences.add_column(heading, justify="left" if heading in ("than", "seed by seed") else "right")
     for method in _COMPARED:
         found = study.against(method)
@@ -56,7 +59,7 @@ def tables(study: Study) -> Iterator[Table]:
             method,
             f"{summary.mean:+.3f}",
             "" if summary.interval is None else f"± {summary.interval:.3f}",
-            f"{found.won} : {found.lost}",
+            f"{found.won} : {found.lost} of {number}",
             " ".join(f"{value:+.3f}" for value in summary.values),
         )
     yield differences

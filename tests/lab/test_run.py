@@ -149,7 +149,10 @@ def test_tables_tell_means_spreads_and_paired_differences() -> None:
     reset = [float(seed.right["reset"]["xx"].mean()) for seed in study.seeds]
     assert f"{np.mean(swap):.3f} ± {np.std(swap, ddof=1):.3f}" in text
     assert f"{np.mean(swap) - np.mean(reset):+.3f}" in text
-    assert "0 : 3" in text  # the made-up reset is better, and the table says so
+    assert "0 : 3 of 3" in text  # the made-up reset is better, and the table says so
+    for method in ("tuned sum", "inverse swap"):  # neighbours: some seeds may be unclear, and are neither
+        found = study.against(method)
+        assert f"{found.won} : {found.lost} of 3" in text
     groups = study.by_unfamiliar("soup")
     assert list(groups) == ["0", "1", "2+"]
     whole = sum(groups[label].mean * n for label, n in (("0", 50), ("1", 50), ("2+", 100))) / 200
