@@ -314,3 +314,19 @@ def test_adapters_of_other_shapes_cannot_be_compared(run: Callable[..., Result],
 def test_verify_is_a_function_too(composed: dict[str, Path]) -> None:
     with pytest.raises(AdapterswapError, match="Give --expert math=PATH"):
         verify(composed["swap"])
+
+
+def test_a_small_distance_is_told_from_none(run: Callable[..., Result], tmp_path: Path) -> None:
+    content = crafting.tensors()
+    one = crafting.adapter(tmp_path / "one", content)
+    key, (dtype, shape, raw) = next(iter(content.items()))
+    values = np.frombuffer(raw, np.float32).copy()
+    values[0] *= np.float32(1.0001)
+    near = crafting.adapter(tmp_path / "near", content | {key: (dtype, shape, values.tobytes())})
+    found = json.loads(run("diff", one, near, "--json").stdout)
+    assert 1e-7 < found["layers"]["0"]["distance"] < 5e-5
+    rows = [line.split() for line in run("diff", one, near).stdout.splitlines()]
+    assert next(row for row in rows if row[:1] == ["0"])[3:5] == ["<", "0.0001"]
+    assert next(row for row in rows if row[:1] == ["1"])[3] == "0.0000"
+    same = run("diff", one, one).stdout
+    assert "<" not in same

@@ -154,6 +154,6 @@ def _reason(importance: Importance, outer: set[int]) -> str:
     task, language = (sum(share[side] for share in shares) for side in (0, 1))
     held = f"layer {min(outer)} holds" if len(outer) == 1 else f"layers {format_layers(outer)} hold"
     return (
-        f"{held} {language:.0%} of what the language expert does and {task:.0%} of what "
-        f"the task expert does, by {importance.measured}"
+        f"{held} {language:.0%} of what the language expert does in the layers, "
+        f"and {task:.0%} of what the task expert does there, by {importance.measured}"
     )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from adapterswap.checking.comparing import Difference, SavedDifference
     from adapterswap.experts.adapters import Adapter
 
+_NOISE = 1e-7  # a distance of ΔW is known up to about 1e-8, see `compare`
+
 
 @click.command("diff")
 @click.argument("one", type=PATH)
@@ -99,8 +101,15 @@ def _print(rows: list[Difference], what: str) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         cosine = "–" if row.cosine is None else f"{row.cosine:.4f}"
-        table.add_row(row.name, f"{row.norms[0]:.4g}", f"{row.norms[1]:.4g}", f"{row.distance:.4f}", cosine)
+        table.add_row(
+            row.name, f"{row.norms[0]:.4g}", f"{row.norms[1]:.4g}", _distance_text(row.distance, _NOISE), cosine
+        )
     print_table(table)
+
+
+def _distance_text(distance: float, noise: float = 0.0) -> str:
+    """Four decimals; a distance beyond `noise` that these would hide is told from none."""
+    return "< 0.0001" if noise < distance < 0.00005 else f"{distance:.4f}"
 
 
 def _print_saved(rows: list[SavedDifference]) -> None:
@@ -114,7 +123,8 @@ def _print_saved(rows: list[SavedDifference]) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         numbers = [shown(value, ".4g") for value in (*row.norms, row.apart)]
-        table.add_row(row.name, row.shape, *numbers, shown(row.distance, ".4f"))
+        distance = "–" if row.distance is None else _distance_text(row.distance)
+        table.add_row(row.name, row.shape, *numbers, distance)
     print_table(table)
     for row in rows:
         if remark := _remark(row):

@@ -102,10 +102,16 @@ def _cells(row: Row) -> list[str]:
         row.label,
         str(len(row.chosen)) if len(row.chosen) == row.expected else f"{len(row.chosen)} of {row.expected}",
         *((_text(value) for value in (spread.min, spread.mean, spread.max)) if spread else ("–", "–", "–")),
-        "–" if apart is None else f"{apart.mean:+.3f}",
-        "–" if apart is None or apart.low is None else f"{apart.low:+.3f} … {apart.high:+.3f}",
+        "–" if apart is None else _signed(apart.mean),
+        "–" if apart is None or apart.low is None else f"{_signed(apart.low)} … {_signed(apart.high)}",
         *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),
     ]
+
+
+def _signed(value: float) -> str:
+    """With its sign; what is rounded to zero has none."""
+    text = f"{value:+.3f}"
+    return "0.000" if float(text) == 0 else text
 
 
 def _error(row: Row) -> str:

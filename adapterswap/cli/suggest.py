@@ -173,6 +173,6 @@ def _print(importance: Importance, suggestion: Suggestion) -> None:
     for reason in suggestion.reasons:
         click.echo(reason)
     task, language = suggestion.kept
-    click.echo(f"kept: {task:.0%} of the task expert, {language:.0%} of the language expert")
+    click.echo(f"kept: {task:.0%} of what the task expert does in the layers, {language:.0%} of the language expert's")
     if suggestion.form == "zones":
         click.echo(" ".join(f"--{name} {count}" for name, count in suggestion.composition.items()))

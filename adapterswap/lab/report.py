@@ -47,7 +47,7 @@ def tables(study: Study) -> Iterator[Table]:
     yield scores
 
     differences = Table(
-        title="Layer swap minus the other, xx maths, paired\n(a seed is clear where its 95 % over problems leaves out 0)",
+        title="Layer swap minus the other, xx maths, paired\n(clear: 95 % over a seed's problems leave out 0)",
         title_justify="left",
     )
     for heading in ("than", "difference", "95 % over seeds", "clearly better : worse", "seed by seed"):

@@ -133,6 +133,8 @@ def _number(value: float | None) -> str:
     if value is None:
         return "--"
     text = f"{value:.3f}" if abs(value) <= 1 else f"{value:.1f}"
+    if float(text) == 0:
+        return text.removeprefix("-")
     return f"${text}$" if value < 0 else text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -363,3 +364,22 @@ def test_a_difference_of_ranks_says_that_its_sign_is_turned(tmp_path: Path) -> N
     assert apart is not None
     assert ranked.difference == pytest.approx(-apart.mean)
     assert "its sign is turned" in render_page(report)
+
+
+def test_a_difference_that_rounds_to_zero_has_no_sign(tmp_path: Path) -> None:
+    """One document of 4,000 in one pair of nine."""
+
+    def values(cell: Cell, task: str) -> list[float]:
+        lost = cell.family == "layer_swap" and cell.short.startswith("math1+sw1@")
+        return [float(not (lost and index == 3999)) for index in range(4000)]
+
+    folder = craft(
+        tmp_path / "run", recipe(retention=[], compositions=[{"bottom": 5}]), documents=4000, split=False, values=values
+    )
+    report = reported(folder)
+    found = row(report, "layer_swap").difference
+    assert found is not None
+    assert found.mean == pytest.approx(-1 / 36000)
+    shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
+    for text in (shown.stdout, latex_tables(report), re.sub(r'data-value="[^"]*"', "", render_page(report))):
+        assert re.search(r"[-\u2212+]0\.000(?!\d)", text) is None
