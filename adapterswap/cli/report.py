@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from adapterswap.reporting import Report
-    from adapterswap.reporting.headline import Row, Target
+    from adapterswap.reporting.headline import Difference, Row, Target
 
 
 @click.command("report")
@@ -103,9 +103,15 @@ def _cells(row: Row) -> list[str]:
         str(len(row.chosen)) if len(row.chosen) == row.expected else f"{len(row.chosen)} of {row.expected}",
         *((_text(value) for value in (spread.min, spread.mean, spread.max)) if spread else ("–", "–", "–")),
         "–" if apart is None else _signed(apart.mean),
-        "–" if apart is None or apart.low is None else f"{_signed(apart.low)} … {_signed(apart.high)}",
+        _interval(apart),
         *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),
     ]
+
+
+def _interval(apart: Difference | None) -> str:
+    if apart is None or apart.low is None or apart.high is None:
+        return "–"
+    return f"{_signed(apart.low)} … {_signed(apart.high)}"
 
 
 def _signed(value: float) -> str:

@@ -180,7 +180,7 @@ def lost_lines(found: Extraction) -> list[str]:
     for reason, (count, share) in found.lost_by_reason.items():
         names = shortened(each.name for each in found.lost if each.reason == reason)
         shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more kinds" if len(names) > _NAMES else "")
-        lines.append(f"{count} {reason} ({shown}): {share:.2%} of the whole change")
+        lines.append(f"{count} {reason} ({shown}): a norm of {share:.2%} of the whole change's")
     return lines
 
 

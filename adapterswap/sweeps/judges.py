@@ -6,7 +6,7 @@ Asks lm-evaluation-harness's tasks; knows nothing of experts and compositions.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
@@ -39,7 +39,8 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[Asked, dict[str
 
     Raises:
         AdapterswapError: see `load_tasks` and `target_groups`; a task that is both a target and retention; a primary
-            score of a task that is not asked for, or that it does not have.
+            score of a task that is not asked for, or that it does not have; targets of which one is better with more
+            of its score and another with less.
     """
     groups = target_groups(recipe)
     problems = Problems()
@@ -69,7 +70,19 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[Asked, dict[str
         with problems.collect():
             infos[name] = _describe(name, found[name], role, recipe.primary.get(name), settings, recipe.selection)
     problems.raise_if_any()
+    _check_directions([info for info in infos.values() if info.role == "target"])
     return Asked(target, retention), infos
+
+
+def _check_directions(targets: Sequence[TaskInfo]) -> None:
+    """Refuse targets whose scores are better in opposite directions: configurations are chosen by the mean of both."""
+    higher, lower = ([task.name for task in targets if task.higher_is_better is more] for more in (True, False))
+    if higher and lower:
+        raise AdapterswapError(
+            f"tasks: more is better in {', '.join(higher)}, and less is better in {', '.join(lower)}, so "
+            "their mean says nothing",
+            "Name one kind in `retention`, or judge them in sweeps of their own",
+        )
 
 
 def _describe(

@@ -264,3 +264,28 @@ def test_an_expert_trained_in_full_somewhere_is_refused(recipe: Recipe, world: P
 def test_a_primary_score_may_be_chosen(recipe: Recipe) -> None:
     chosen = prepare(recipe(primary={"mgsm_direct_sw": "exact_match,flexible-extract"}))
     assert chosen.tasks["mgsm_direct_sw"].primary == ("exact_match", "flexible-extract")
+
+
+def test_targets_of_opposite_directions_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    """A mean of accuracy and perplexity has no best; beside a target, either may be reported."""
+    (tmp_path / "rows.json").write_text('{"text": "Haba na haba"}\n{"text": "Maji ni uhai"}\n', encoding="utf-8")
+    task = {
+        "task": "pico_words", "output_type": "loglikelihood", "dataset_path": "json", "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.json")}, "cache_dir": str(tmp_path / "cache")},
+        "doc_to_text": "{{text.split(' ')[0]}}", "doc_to_target": "{{' ' + text.split(' ')[1]}}",
+        "metric_list": [
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+        ],
+    }  # fmt: skip
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "words.json").write_text(json.dumps(task), encoding="utf-8")
+    (tmp_path / "tasks" / "words.json").rename(tmp_path / "tasks" / "words.yaml")  # JSON is YAML
+    settings = {"num_fewshot": 0, "limit": 2, "include_path": str(tmp_path / "tasks")}
+    both = {"tasks": ["mgsm_direct_sw", "pico_words"], "settings": settings}
+    assert prepare(recipe(**both)).tasks["pico_words"].higher_is_better
+    chosen = {"primary": {"pico_words": "perplexity"}}
+    with pytest.raises(AdapterswapError, match="less is better in pico_words"):
+        prepare(recipe(**both, **chosen))
+    beside = {"tasks": ["mgsm_direct_sw"], "retention": ["pico_words"], "settings": settings}
+    assert not prepare(recipe(**beside, **chosen)).tasks["pico_words"].higher_is_better
