@@ -59,7 +59,7 @@ def preview(
     loaded = load_tasks(tasks, settings)
 
     from lm_eval.evaluator_utils import get_sample_size
-    from lm_eval.models.utils import resolve_max_length
+    from lm_eval.models.utils import has_bos_prefix, resolve_max_length
 
     from adapterswap.evaluation.harness import output_limit
 
@@ -92,7 +92,9 @@ def preview(
             )
             requests, task._instances = task.instances, None
             prompts = [str(request.args[0]) for request in requests]
-            longest = max(map(len, tokenizer(prompts)["input_ids"]))
+            # A chat template may have written what the tokenizer would put before a prompt: the harness adds it once.
+            begun = has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
+            longest = max(map(len, tokenizer(prompts, add_special_tokens=not begun)["input_ids"]))
             generates = task.OUTPUT_TYPE == "generate_until"
             previews.append(
                 TaskPreview(

@@ -310,3 +310,25 @@ def test_all_bad_settings_are_told_together(byte_model: Model) -> None:
 def test_a_fraction_of_the_documents(byte_model: Model) -> None:
     previews = preview(byte_model[1], byte_model[0].config, ["mgsm_direct_sw"], Settings(limit=0.1))
     assert [(task.num_docs, task.num_fewshot) for task in previews] == [(25, 8)]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_longest_prompt_is_counted_as_the_harness_does(byte_model: tuple[Any, Any], chat: bool) -> None:
+    """The token that begins every text stands before a prompt once, whoever puts it there."""
+    from tokenizers.processors import TemplateProcessing
+
+    from adapterswap.evaluation.harness import EvaluatedModel
+    from adapterswap.processes import Processes
+
+    tokenizer = byte_tokenizer()
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.chat_template = "<s>" + tokenizer.chat_template
+    settings = Settings(num_fewshot=0, limit=1, max_gen_toks=2, apply_chat_template=chat)
+    (previewed,) = preview(tokenizer, byte_model[0].config, ["mgsm_direct_sw"], settings)
+    harness = EvaluatedModel(
+        byte_model[0], tokenizer, batch_size=1, max_gen_toks=2, truncate=False, seed=0, processes=Processes(),
+        on_begin=None, on_progress=None,
+    )  # fmt: skip
+    asked = harness.tok_encode(previewed.prompt)
+    assert asked[:2].count(1) == 1
+    assert previewed.longest == len(asked)
