@@ -81,7 +81,7 @@ def _latex(report: Report, target: Target) -> str:
         errors = f"Scores of the whole corpus, {target.report} documents. "
     caption = (
         f"{_tex(target.task)}: {_tex(target.metric)} over {report.units}. {errors}"
-        f"Papers' protocol: best configuration on all documents.{_reduced(target)}"
+        f"Papers' protocol: all documents, and of a selected row the best configuration on them.{_reduced(target)}"
     )
     lines = [
         "% needs \\usepackage{booktabs}",
