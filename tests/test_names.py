@@ -157,7 +157,7 @@ def test_a_config_that_targets_nothing_in_the_file_is_refused(math: Path, tmp_pa
 def test_hostile_patterns_are_refused(
     pattern: str, reason: str, math: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapterswap.experts.targets._SECONDS", 0.2)
+    monkeypatch.setattr("adapterswap.experts.patterns._SECONDS", 0.2)
     with pytest.raises(AdapterswapError, match=reason):
         adapterswap.open_adapter(rewritten(math, tmp_path / "hostile", target_modules=pattern))
 

@@ -6,6 +6,9 @@ words what it is. Knows nothing of tasks and scores.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +21,7 @@ from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import num_layers_in_config
-from adapterswap.experts.patterns import Patterns
+from adapterswap.experts.patterns import is_plain
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import read_header
@@ -34,6 +37,25 @@ _MADE_OF = (
     "rules",
     "output",
 )  # of a record
+
+
+_SECONDS = 10.0  # for the regexes of one key on all modules; real ones take milliseconds
+_PLAIN_NAMES = "Write plain names of modules"
+_REGEXES = {  # as PEFT 0.21 puts them together
+    "target_modules": "%s",
+    "exclude_modules": "%s",
+    "layers_pattern": r"(?:^|.*?\.)%s\.(\d+)\..*",
+    "modules_to_save": r"(?:^|.*\.)%s(?:$|\..*)",
+    "rank_pattern": r"(.*\.)?(%s)$",
+    "alpha_pattern": r"(.*\.)?(%s)$",
+}
+_TRY = """
+import json, re, sys
+regexes, names = json.load(sys.stdin)
+for regex in regexes:
+    for name in names:
+        re.fullmatch(regex, name)
+"""
 
 
 def find_adapter(reference: str) -> Source:
@@ -158,16 +180,28 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
 
 
 def _check_regexes(adapter: Source, modules: list[str]) -> None:
-    """PEFT tries the regexes of an adapter's config on every module; a stranger's could take it years."""
+    """PEFT tries the regexes of an adapter's config on every module; a stranger's could take it years.
+
+    It does so with `re`, which takes long for others than `regex` does and cannot be interrupted, so a process of its
+    own tries them first.
+    """
     config = read_json(adapter.folder / CONFIG)
     problems = Problems()
-    for key in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
-        value = config.get(key)
-        regexes = value if isinstance(value, dict) else {value: None} if isinstance(value, str) else {}
+    for key, in_peft in _REGEXES.items():
+        value = config.get(key) or ()
+        texts = [value] if isinstance(value, str) else value if in_peft != "%s" else ()  # a list of targets holds names
+        regexes = [in_peft % text for text in texts if isinstance(text, str) and not is_plain(text)]
+        if not regexes:
+            continue
+        command = [sys.executable, "-I", "-c", _TRY]
+        asked = json.dumps([regexes, modules])
         try:
-            Patterns(regexes).check(modules)
-        except ValueError as error:
-            problems.add(f"{key} of the adapter {adapter}: {error}", "Write plain names of modules")
+            subprocess.run(command, input=asked, text=True, capture_output=True, check=True, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            problems.add(f"{key} of the adapter {adapter}: its regexes take too long to match", _PLAIN_NAMES)
+        except subprocess.CalledProcessError as error:
+            reason = error.stderr.strip().rpartition("\n")[2]
+            problems.add(f"{key} of the adapter {adapter}: PEFT could not match its regexes: {reason}", _PLAIN_NAMES)
     problems.raise_if_any()
 
 

@@ -108,7 +108,7 @@ class AdapterConfig:
         """Call this before `rank_of` and `alpha_of`: the patterns are a stranger's, and may be made to run for ever.
 
         Raises:
-            AdapterswapError: resolving the patterns for all these modules could take longer than ten seconds.
+            AdapterswapError: resolving the patterns for all these modules takes longer than ten seconds.
         """
         problems = Problems()
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):

@@ -6,18 +6,16 @@ warning. So only targeted modules belong to the expert. Knows names and PEFT 0.2
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from adapterswap.errors import Problems
 from adapterswap.experts.layers import ends_of
+from adapterswap.experts.patterns import Matcher
 from adapterswap.files.smallfiles import shown
 
 __all__ = ["Targets", "read_targets"]
-
-_SECONDS = 10.0  # for all regexes on all modules of an adapter; real ones take milliseconds
 
 _ALL_LINEAR = "all-linear"
 # PEFT's own reading of `layers_to_transform`: the first numbered segment is the layer.
@@ -48,10 +46,10 @@ class Targets:
         Raises:
             ValueError: a regex is invalid, or takes more than ten seconds.
         """
-        match = _Matcher(_SECONDS)
+        match = Matcher()
         return {name for name in names if self._loads(name, match)}
 
-    def _loads(self, name: str, match: _Matcher) -> bool:
+    def _loads(self, name: str, match: Matcher) -> bool:
         if self.excluded is not None and _selected(self.excluded, name, match):
             return False
         if any(match(rf"(?:^|.*\.){saved}(?:$|\..*)", name) for saved in self.saved):
@@ -62,7 +60,7 @@ class Targets:
             return _selected(self.modules, name, match)
         return _selected(self.modules, name, match) and (self.layers is None or self._layer(name, match) in self.layers)
 
-    def _layer(self, name: str, match: _Matcher) -> int | None:
+    def _layer(self, name: str, match: Matcher) -> int | None:
         """The number that PEFT takes for the layer of `name`."""
         for container in self.containers or (_ANY_LIST,):
             start = r".*?\." if container == _ANY_LIST else r"(?:^|.*?\.)"
@@ -106,27 +104,7 @@ def read_targets(content: Mapping[str, Any], where: str, problems: Problems) -> 
     )
 
 
-def _selected(selection: frozenset[str] | str, name: str, match: _Matcher) -> bool:
+def _selected(selection: frozenset[str] | str, name: str, match: Matcher) -> bool:
     if isinstance(selection, str):
         return match(selection, name) is not None
     return any(end in selection for end in ends_of(name))
-
-
-class _Matcher:
-    """Matches a regex against a whole name, within a number of seconds for all calls together.
-
-    The regexes are those of a downloaded file and may be made to run for years, which `re` cannot interrupt.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._deadline = time.monotonic() + seconds
-
-    def __call__(self, pattern: str, name: str) -> Any:
-        import regex  # here, because most adapters name their modules plainly
-
-        try:
-            return regex.fullmatch(pattern, name, timeout=max(0.001, self._deadline - time.monotonic()))
-        except TimeoutError:
-            raise ValueError(f"the regex {shown(pattern)} takes too long to match") from None
-        except (regex.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{shown(pattern)} is not a valid regex: {error}") from None
