@@ -171,6 +171,7 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
         ("loop/out", "Choose a path whose parents are folders"),
         ("x" * 250, "file name too long. Choose a shorter name"),
         ("a\0b", "a null byte"),
+        ("a\ud800", "cannot be the name of a file"),
         ("/sys/out", "Choose a path that you may write to"),
         ("/dev/null", "is a file"),
     ],

@@ -128,6 +128,31 @@ def composed(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Pa
     return {name: tmp_path / name for name in (*forms, "math", "swahili")}
 
 
+def test_a_base_that_no_adapter_could_name(
+    run: Callable[..., Result], base: Callable[[str], Path], math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    """Experts that name no base get the one that is given; a path that is no text could not be read again."""
+    named = tmp_path / "base\udcff"
+    shutil.copytree(base("llama"), named)
+    experts = [tmp_path / "math", tmp_path / "swahili"]
+    for expert, source in zip(experts, (math, swahili), strict=True):
+        shutil.copytree(source, expert)
+        content = json.loads((expert / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+        (expert / "adapter_config.json").write_text(json.dumps(content))
+    out = ("-o", tmp_path / "out", "--base-model")
+    for command in (
+        ("compose", "-t", experts[0], "-l", experts[1], "--bottom", 1, "--top", 1),
+        ("slice", experts[0], "--layers", "0-1"),
+    ):
+        refused = run(*command, *out, named)
+        assert refused.exit_code == 1
+        assert "adapter_config.json cannot name" in refused.stderr
+        assert not (tmp_path / "out").exists()
+        assert run(*command, *out, base("llama")).exit_code == 0
+        assert run("inspect", tmp_path / "out").exit_code == 0
+        shutil.rmtree(tmp_path / "out")
+
+
 def test_verify_says_equal(run: Callable[..., Result], composed: dict[str, Path]) -> None:
     sources = ["--expert", f"math={composed['math']}", "--expert", f"swahili={composed['swahili']}"]
     for name in ("swap", "ties", "portable"):

@@ -59,3 +59,10 @@ def test_it_is_read_again_as_it_was(tmp_path: Path, content: dict[str, Any], sor
     assert read_json(path) == content
     keys = list(read_json(path))
     assert keys == (sorted(content) if sort_keys else list(content))
+
+
+def test_half_of_a_surrogate_pair_is_read_again_as_it_was(tmp_path: Path) -> None:
+    content = {"a\ud800": ["\udfff\ud83d", "\U0001f600"]}
+    write_json(tmp_path / "out.json", content)
+    assert read_json(tmp_path / "out.json") == content
+    assert "\U0001f600" in (tmp_path / "out.json").read_text(encoding="utf-8")

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapter_config import scale
 
-__all__ = ["Shape", "adapter_config", "is_fused", "most_common", "written_scale"]
+__all__ = ["Shape", "adapter_config", "check_base_name", "is_fused", "most_common", "written_scale"]
 
 _PER_EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -34,6 +35,19 @@ def written_scale(rank: int, rslora: bool, wanted: float) -> tuple[float, float]
     # PEFT's own configs hold whole numbers: keep one where alpha is one up to the rounding of its computation.
     alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
     return alpha, scale(rank, alpha, rslora)
+
+
+def check_base_name(base_model: str | None) -> None:
+    """Refuse a base whose path an adapter's config cannot hold, such as one with bytes that are not UTF-8.
+
+    Raises:
+        AdapterswapError: the path has characters that are not printable.
+    """
+    if base_model is not None and not base_model.isprintable():
+        raise AdapterswapError(
+            f"the path of the base, {base_model}, holds characters that adapter_config.json cannot name",
+            "Rename the folder, or pass another path to it (`base_model`), such as a symlink",
+        )
 
 
 def adapter_config(
@@ -56,7 +70,11 @@ def adapter_config(
         shapes: each module's rank and alpha.
         rank, alpha: the global values; modules that differ stand in the patterns.
         saved: modules trained in full. The other arguments: see `AdapterConfig`.
+
+    Raises:
+        AdapterswapError: see `check_base_name`.
     """
+    check_base_name(base_model)
     # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
     names = sorted(shapes, key=lambda name: (-name.count("."), name))
     return {

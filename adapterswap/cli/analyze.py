@@ -111,6 +111,8 @@ def _open(references: tuple[str, ...]) -> dict[str, Adapter | Checkpoint]:
                 note(f"{reference} is called {name!r} here")
         if name in opened:
             problems.add(f"two experts are called {name!r}", "Give each a name of its own: NAME=PATH")
+        if not name.isprintable():
+            problems.add(f"{name!r} cannot be the name of an expert", "Give it one of printable characters: NAME=PATH")
         with problems.collect():
             opened[name] = open_expert(path)
     problems.raise_if_any()

@@ -18,6 +18,7 @@ from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import explained_task_errors
 from adapterswap.evaluation.task_code import rendering
 from adapterswap.evaluation.tasks import load_tasks, require_lm_eval
+from adapterswap.evaluation.texts import check_texts
 from adapterswap.evaluation.unsafe_code import code_allowed
 from adapterswap.processes import Processes
 
@@ -56,8 +57,8 @@ def evaluate(
         Scores with standard errors, and every sample; in each process, and the same from any number of them.
 
     Raises:
-        AdapterswapError: see `load_tasks` and `Settings.check`; a document that a task cannot ask or score; a prompt
-            that does not fit; the device runs out of memory.
+        AdapterswapError: see `load_tasks`, `Settings.check` and `check_texts`; a document that a task cannot ask or
+            score; a prompt that does not fit; the device runs out of memory.
     """
     require_lm_eval()
     settings = settings or Settings()
@@ -102,6 +103,7 @@ def evaluate(
             truncate=settings.truncate,
             seed=settings.seed,
             processes=processes,
+            check=lambda: check_texts(loaded["tasks"]),
             on_begin=begin if on_progress else None,
             on_progress=step if on_progress else None,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -141,6 +142,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         truncate: bool,
         seed: int,
         processes: Processes,
+        check: Callable[[], None],
         on_begin: Callable[[], None] | None,
         on_progress: Callable[[], None] | None,
     ) -> None:
@@ -153,6 +155,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         self._max_gen_toks, self._truncate = max_gen_toks, truncate
         self._on_begin, self._on_progress = on_begin, on_progress
         self._seed, self._processes = seed, processes
+        self._check = lru_cache(maxsize=1)(check)  # once for all kinds of requests
         self._cut_in_batch: list[bool] = []
         self.cut: set[str] = set()
         self.truncated: set[str] = set()
@@ -176,6 +179,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         Raises:
             AdapterswapError: a prompt and its output do not fit into the model's context.
         """
+        self._check()
         prompts = dict.fromkeys(request.args[0] for request in requests)
         lengths = dict(zip(prompts, self._measured(list(prompts)), strict=True))
         for request in requests:
@@ -196,10 +200,12 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         """See the harness."""
+        self._check()
         return self._answers(requests, in_batches(requests, self.batch_size, self._measured), super().loglikelihood)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         """See the harness."""
+        self._check()
         batches = in_batches(requests, self.batch_size, self._measured)
         return self._answers(requests, batches, super().loglikelihood_rolling)
 

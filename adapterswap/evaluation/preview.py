@@ -14,6 +14,7 @@ from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import explained_task_errors
 from adapterswap.evaluation.task_code import rendering
 from adapterswap.evaluation.tasks import load_tasks
+from adapterswap.evaluation.texts import check_texts
 
 __all__ = ["TaskPreview", "preview"]
 
@@ -90,6 +91,7 @@ def preview(
                 fewshot_as_multiturn=settings.apply_chat_template,
                 chat_template=as_chat if settings.apply_chat_template else None,
             )
+            check_texts({name: task})
             requests, task._instances = task.instances, None
             prompts = [str(request.args[0]) for request in requests]
             # A chat template may have written what the tokenizer would put before a prompt: the harness adds it once.

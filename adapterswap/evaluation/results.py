@@ -169,7 +169,7 @@ def write_result(
     }
     with atomic_folder(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs) as folder:
         write_json(folder / "results.json", content)
-        with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
+        with (folder / "samples.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
             for sample in result.samples:
                 file.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False, default=str) + "\n")
 

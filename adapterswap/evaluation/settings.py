@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from adapterswap.errors import Problems
+from adapterswap.evaluation.texts import broken_texts
 from adapterswap.files.smallfiles import expand
 from adapterswap.files.yamlfiles import FiniteModel
 
@@ -74,6 +75,12 @@ class Settings:
         for name, value in (("batch_size", self.batch_size), ("max_gen_toks", self.max_gen_toks)):
             if value < 1:
                 problems.add(f"{name} is {value}", "Give 1 or more")
+        for name, content in (("system_instruction", self.system_instruction), ("gen_kwargs", self.gen_kwargs)):
+            for text in broken_texts(content):
+                problems.add(
+                    f"`{name}` holds half of a surrogate pair, which is no character: {text!r}",
+                    "Give it as UTF-8 text",
+                )
         if tokenizer.eos_token_id is None:
             problems.add("the tokenizer has no end-of-sequence token", "Set eos_token in its tokenizer_config.json")
         if self.apply_chat_template and not tokenizer.chat_template:

@@ -57,7 +57,7 @@ def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, ot
     text = _harness_files() + (_task_files(Path(include_path)) if include_path is not None else b"")
     problems = Problems()
     for name in names:
-        if not _PATTERN & set(name) and name.encode() not in text:
+        if not _PATTERN & set(name) and name.encode("utf-8", "surrogatepass") not in text:
             known = {*others, *(found.decode() for found in _NAMES.findall(text))}
             problems.add(f"There is no task {name!r}", did_you_mean(name, sorted(known), _LISTED, at_most=3))
     problems.raise_if_any()
@@ -91,6 +91,8 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
         AdapterswapError: data that cannot be loaded; a task that needs images, or runs code unconfirmed: the model's,
             or that of `include_path`.
     """
+    from datasets.exceptions import DatasetsError
+
     manager = _manager(include_path)
     matched = manager.match_tasks(list(names))
     problems = Problems()
@@ -103,6 +105,16 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     try:
         with code_allowed(unsafe_code), rendering(sandboxed=include_path is not None and not trust_task_code):
             loaded = manager.load(matched)
+    except UnicodeError as error:
+        raise AdapterswapError(
+            f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
+            "Save the task's files and data as UTF-8 text, without halves of surrogate pairs such as \\ud800",
+        ) from None
+    except DatasetsError as error:
+        raise AdapterswapError(
+            f"the data of {', '.join(names)} cannot be read: {reason_of(error.__cause__ or error)}",
+            "Correct the data that the task's file names, or download it again",
+        ) from None
     except Exception as error:  # whatever a task's data loader raises, or code of its own that is run with it
         raise AdapterswapError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",

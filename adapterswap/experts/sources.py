@@ -171,7 +171,7 @@ def public_name(base: str | None) -> str | None:
     """A base's Hub id as it stands, or the last part of a local path: what may be told to others."""
     if base is None or is_hub_id(base):
         return base
-    return Path(base).name
+    return printable(Path(base).name)
 
 
 def hub_remedy(

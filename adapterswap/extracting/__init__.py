@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.arithmetic.cores import cores, torch_threads
+from adapterswap.arithmetic.peft_config import check_base_name
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import open_checkpoint
@@ -72,13 +73,14 @@ def extract(
         AdapterswapError: neither rank nor error; a folder that exists (without `overwrite`), holds other files, or
             cannot be written; a checkpoint that cannot be opened; two that are no fine-tune and base: of different
             architectures or shapes, quantised; layers or modules that they do not have; NaN or infinity; no difference
-            to extract.
+            to extract; a base whose path is not printable, which the adapter has to name.
     """
     if dtype is not None and dtype not in DTYPES:
         raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(DTYPES)}")
     form = CutForm(rank, max_error, DTYPES[dtype] if dtype else None, _device(device))
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
+    check_base_name(str(base_model))
     inputs = [checkpoint.source.folder for checkpoint in opened]
     selection = Selection(layers, tuple(modules), embeddings)
     matched = leave_out_unloadable(pair(*opened, selection))

@@ -430,6 +430,12 @@ def _os_errors(target: Path) -> Iterator[None]:
     if "\0" in str(target):
         raise AdapterswapError(f"{str(target)!r} contains a null byte", "Choose another path")
     try:
+        os.fsencode(target)
+    except UnicodeEncodeError as error:
+        raise AdapterswapError(
+            f"{str(target)!r} cannot be the name of a file: {error.reason}", "Choose another path"
+        ) from None
+    try:
         yield
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)

@@ -150,6 +150,8 @@ def read_json(path: Path, mend: str = "Write or download it again") -> dict[str,
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False, allow_nan: bool = False) -> None:
     """Write a JSON object for people to read: a key a line, letters as they are, a line's end at the end.
 
+    Halves of surrogate pairs, which UTF-8 cannot say, are written as JSON's escapes for them (`\\ud800`).
+
     Args:
         path: the file; what is there is replaced.
         content: what the file says.
@@ -161,7 +163,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = Fals
         ValueError: the content holds NaN or infinity (without `allow_nan`).
     """
     text = json.dumps(content, indent=2, ensure_ascii=False, sort_keys=sort_keys, allow_nan=allow_nan)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def parse_json(raw: bytes, where: str, mend: str) -> dict[str, Any]:

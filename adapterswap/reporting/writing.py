@@ -45,4 +45,4 @@ def write_files(report: Report, folder: Path) -> None:
     }
     for name, content in contents.items():
         # What models write may hold half of a character, which UTF-8 has no bytes for.
-        (folder / name).write_bytes(content.encode("utf-8", errors="replace"))
+        (folder / name).write_bytes(content.encode("utf-8", errors="backslashreplace"))

@@ -176,7 +176,7 @@ class Recording:
         text = "".join(map(_line, questions))
         if not exists(path):
             self._place(path, text)
-        elif path.read_bytes() != text.encode("utf-8"):
+        elif path.read_bytes() != text.encode("utf-8", "backslashreplace"):
             prompts = [json.loads(_line(row))["prompt"] for row in questions]
             before = [row.get("prompt") for row in read_questions(self._folder, task) if isinstance(row, dict)]
             part = "prompts" if before != prompts else "targets"
@@ -199,7 +199,7 @@ class Recording:
         self.found.results[result.cell.cell] = result
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
-        path, line = self._folder / name, _line(sealed(content)).encode("utf-8")
+        path, line = self._folder / name, _line(sealed(content)).encode("utf-8", "backslashreplace")
         with _told(self._folder):
             made = not exists(path)
             with path.open("ab", buffering=0) as file:
@@ -222,7 +222,7 @@ class Recording:
                 path.parent.mkdir()
                 sync_one(path.parent.parent)
             try:
-                building.write_text(text, encoding="utf-8")
+                building.write_text(text, encoding="utf-8", errors="backslashreplace")
                 sync_one(building)
                 building.replace(path)
                 sync_one(path.parent)

@@ -277,6 +277,7 @@ def test_mistakes_are_told(run: Callable[..., Result], base: Callable[[str], Pat
         ((full, "--base-model", base("gpt2")), 1, "the base lacks it"),
         ((tmp_path / "absent",), 1, "does not exist"),
         ((f"a={math}", f"a={math}"), 1, "two experts are called 'a'"),
+        ((f"a\udcff={math}",), 1, r"'a\udcff' cannot be the name of an expert"),
         (("--from-csv", tmp_path / "absent.csv"), 1, "absent.csv cannot be read: No such file or directory. Give"),
     ):
         result = run("analyze", *arguments)

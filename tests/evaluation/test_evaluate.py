@@ -271,6 +271,13 @@ def test_numbers_that_json_cannot_say_are_null(tmp_path: Path) -> None:
     assert (row["doc"], row["output"]) == ({"x": None}, [[None, False], [-1.5, True]])
 
 
+def test_outputs_that_utf8_cannot_say_are_read_again_as_they_were(tmp_path: Path) -> None:
+    sample = Sample("t", 0, {"x": "y"}, "p", "1", "half: \ud800", {}, {"none": {}})
+    write_result(EvaluationResult({}, (sample,), {}), tmp_path / "out", subject={"base_model": "a\udcff"})
+    assert json.loads((tmp_path / "out/samples.jsonl").read_text("utf-8"))["output"] == sample.output
+    assert json.loads((tmp_path / "out/results.json").read_text("utf-8"))["subject"] == {"base_model": "a\udcff"}
+
+
 def test_a_device_without_memory_is_told(byte_model: Model) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError

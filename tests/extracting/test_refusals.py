@@ -112,6 +112,17 @@ def test_wrong_wishes(options: dict[str, Any], told: str, checkpoint: Checkpoint
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_base_that_no_adapter_could_name(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    base, out, link = tmp_path / "base\udcff", tmp_path / "out", tmp_path / "link"
+    shutil.copytree(checkpoint("llama"), base)
+    with pytest.raises(AdapterswapError, match=r"adapter_config\.json cannot name"):
+        extract(checkpoint("llama", 1), base, out, rank=2)
+    assert list(tmp_path.iterdir()) == [base]
+    link.symlink_to(base)
+    extract(checkpoint("llama", 1), link, out, rank=2)
+    assert json.loads((out / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"] == str(link)
+
+
 def test_a_model_beside_itself(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(AdapterswapError, match=r"has the same selected weights as .* so there is nothing to extract"):
         extract(checkpoint("llama"), checkpoint("llama"), tmp_path / "out", rank=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,17 @@ def test_reporting_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_it_writes_beside_the_run(written: Written, tmp_path: Path) -> None:
-    import shutil
+def test_texts_that_utf8_cannot_say_are_written_as_escapes(written: Written, tmp_path: Path) -> None:
+    run = shutil.copytree(written.run, tmp_path / "sw")
+    described = json.loads((run / "sweep.json").read_text(encoding="utf-8"))
+    next(iter(described["experts"].values()))["source"] = "half-\ud800"
+    (run / "sweep.json").write_text(json.dumps(described), encoding="utf-8")
+    result = call(run, "-o", tmp_path / "report")
+    assert result.exit_code == 0, result.stderr
+    assert r"half-\ud800" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
 
+
+def test_it_writes_beside_the_run(written: Written, tmp_path: Path) -> None:
     run = shutil.copytree(written.run, tmp_path / "sw")
     result = call(run)
     assert result.exit_code == 0, result.stderr

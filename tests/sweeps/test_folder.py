@@ -17,7 +17,8 @@ from adapterswap import AdapterswapError
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.tasks import _load
 from adapterswap.sweeps import Run, SweepRecipe, prepare, read_prompts, read_run, read_samples, sweep
-from adapterswap.sweeps.recording import recording
+from adapterswap.sweeps.recording import Recording, recording
+from adapterswap.sweeps.values import Findings
 
 from .conftest import SETTINGS, plain
 
@@ -349,6 +350,14 @@ def test_a_sweep_that_ends_before_it_began_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt), recording(tmp_path / "deep" / "run", {}):
         raise KeyboardInterrupt
     assert not (tmp_path / "deep" / "run").exists()
+
+
+def test_prompts_that_utf8_cannot_say_are_compared_as_they_were(tmp_path: Path) -> None:
+    rows = [{"doc_id": 0, "prompt": "half: \ud800", "target": "\udfff"}]
+    for _ in range(2):  # written first, then read and compared
+        Recording(tmp_path, Findings()).keep_questions("t", rows)
+    with pytest.raises(AdapterswapError, match="has other prompts than"):
+        Recording(tmp_path, Findings()).keep_questions("t", [rows[0] | {"prompt": "half: ?"}])
 
 
 def test_what_is_no_sweep_is_told(run: Path, tmp_path: Path) -> None:
