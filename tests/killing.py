@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 # What touches the file system, as Python's audit events name it.
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "os.scandir")
@@ -54,23 +54,38 @@ def hold(stream: int = 1) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def count_steps(prefix: str, work: Callable[[], int | None]) -> int:
-    """How often a child that does `work` touches what is below `prefix`."""
+def listening(
+    prefix: str, work: Callable[[], int | None], act: Callable[[int], object], hear: Callable[[int, BinaryIO], Any]
+) -> tuple[int, Any]:
+    """Do `work` in a child that calls `act` whenever it touches what is below `prefix`, and listen to it.
+
+    Args:
+        prefix: as for `on_touch`.
+        work: what the child does.
+        act: gets the stream to which the child may write.
+        hear: gets the child's process id and what it writes, which ends when the child does.
+
+    Returns:
+        How the child ended, as `result` does, and what `hear` returned.
+    """
     heard, told = os.pipe()
 
-    def count() -> None:
-        os.write(told, b".")
-
-    def counting() -> int | None:
-        on_touch(prefix, count)
+    def watched() -> int | None:
+        on_touch(prefix, lambda: act(told))
         return work()
 
-    child = forked(counting)
+    child = forked(watched)
     os.close(told)
-    with os.fdopen(heard, "rb") as steps:
-        found = len(steps.read())
-    assert result(child) == 0
-    return found
+    with os.fdopen(heard, "rb") as stream:
+        found = hear(child, stream)
+    return result(child), found
+
+
+def count_steps(prefix: str, work: Callable[[], int | None]) -> int:
+    """How often a child that does `work` touches what is below `prefix`."""
+    ended, steps = listening(prefix, work, lambda told: os.write(told, b"."), lambda child, stream: stream.read())
+    assert ended == 0
+    return len(steps)
 
 
 def killed_at(
@@ -81,10 +96,9 @@ def killed_at(
     It kills itself, or this process kills it: while it is held there, or as soon as this process hears of it, wherever
     the child has got to by then. Touches count once it is `ready`.
     """
-    heard, told = os.pipe()
     left = step
 
-    def act() -> None:
+    def act(told: int) -> None:
         nonlocal left
         if not ready():
             return
@@ -96,13 +110,8 @@ def killed_at(
         elif left == 0:
             os.write(told, b"going on\n")
 
-    def dying() -> int | None:
-        on_touch(prefix, act)
-        return work()
-
-    child = forked(dying)
-    os.close(told)
-    with os.fdopen(heard, "rb") as line:
-        if line.readline():  # empty once the child has ended without a word
+    def kill(child: int, stream: BinaryIO) -> None:
+        if stream.readline():  # empty once the child has ended without a word
             os.kill(child, signal.SIGKILL)
-    return result(child)
+
+    return listening(prefix, work, act, kill)[0]

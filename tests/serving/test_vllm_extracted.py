@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from adapterswap.extracting import extract
 
 from .cases import LENGTH, PROMPTS
 from .conftest import load, make_expert
-from .environment import environment, needs_vllm, vllm_python
+from .environment import answers_in_process, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -39,17 +37,9 @@ def test_the_engine_answers_as_the_fine_tune_does(served_base: Callable[[str], P
     found = extract(tmp_path / "full", base, tmp_path / "experts" / "extracted", max_error=1e-3)
     assert {module.rank for module in found.modules} == {3, 5, 7}
     make_expert(base, tmp_path / "experts" / "math", seed=0)
-    asked = {"base": str(base), "names": ["extracted", "math+extracted"], "prompts": PROMPTS[:3], "length": LENGTH}
-    variables = {
-        "ADAPTERSWAP_EXPERTS": str(tmp_path / "experts"), "ADAPTERSWAP_CACHE": str(tmp_path / "cache"),
-        "ADAPTERSWAP_MAX_LORA_RANK": "16", "VLLM_PLUGINS": "adapterswap",
-    }  # fmt: skip
-    done = subprocess.run(
-        [vllm_python(), Path(__file__).with_name("in_process.py"), json.dumps(asked)],
-        env=environment(variables), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(done.stdout.partition("ANSWERS")[2])["answers"]
+    names, cache = ["extracted", "math+extracted"], tmp_path / "cache"
+    told = answers_in_process(base, tmp_path / "experts", cache, names=names, prompts=PROMPTS[:3], length=LENGTH)
+    answers = told["answers"]
     plain = load(base)
     for prompt, alone, mixed in zip(PROMPTS, answers["extracted"], answers["math+extracted"], strict=False):
         assert alone["tokens"] == greedy(fine_tune, prompt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from tolerances import tolerance
 
 from .cases import COMPOSITIONS, LENGTH, PROMPTS
 from .conftest import LAYERS, Reference
-from .environment import environment, needs_vllm, vllm_python
+from .environment import answers_in_process, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -22,19 +21,9 @@ def test_the_engine_answers_as_full_weights_do(
     architecture: str, served_base: Callable[[str], Path], pristine: Callable[[str], Path], tmp_path: Path
 ) -> None:
     base, experts = served_base(architecture), pristine(architecture)
-    asked = {"base": str(base), "names": list(COMPOSITIONS), "prompts": PROMPTS[:3], "length": LENGTH}
-    variables = {
-        "ADAPTERSWAP_EXPERTS": str(experts),
-        "ADAPTERSWAP_CACHE": str(tmp_path / "cache"),
-        "ADAPTERSWAP_MAX_LORA_RANK": "16",
-        "VLLM_PLUGINS": "adapterswap",
-    }
-    done = subprocess.run(
-        [vllm_python(), Path(__file__).with_name("in_process.py"), json.dumps(asked)],
-        env=environment(variables), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.partition("ANSWERS")[2])
+    found = answers_in_process(
+        base, experts, tmp_path / "cache", names=COMPOSITIONS, prompts=PROMPTS[:3], length=LENGTH
+    )
     reference = Reference(base, experts)
     worst = 0.0
     for name, zones in COMPOSITIONS.items():

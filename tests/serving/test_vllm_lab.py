@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from adapterswap.lab.scenes import SCENES, draw_problems
 from adapterswap.lab.tokenizer import BOS, ids_of
 
 from .conftest import Reference, make_expert
-from .environment import environment, needs_vllm, vllm_python
+from .environment import answers_in_process, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
@@ -32,19 +31,7 @@ def test_a_shipped_base_answers_in_vllm_as_full_weights_do(tmp_path: Path) -> No
     for seed, name in enumerate(("math", "xx")):
         make_expert(base, experts / name, seed=seed)
     prompts = [[BOS, *ids_of(problem.prompt("xx"))] for problem in draw_problems(SCENES["gap"], "development", 3)]
-    request = {"base": str(base), "names": list(COMPOSITIONS), "prompts": prompts, "length": LENGTH}
-    variables = {
-        "ADAPTERSWAP_EXPERTS": str(experts),
-        "ADAPTERSWAP_CACHE": str(tmp_path / "cache"),
-        "ADAPTERSWAP_MAX_LORA_RANK": "16",
-        "VLLM_PLUGINS": "adapterswap",
-    }
-    process = subprocess.run(
-        [vllm_python(), Path(__file__).with_name("in_process.py"), json.dumps(request)],
-        env=environment(variables), capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr[-3000:]
-    results = json.loads(process.stdout.partition("ANSWERS")[2])
+    results = answers_in_process(base, experts, tmp_path / "cache", names=COMPOSITIONS, prompts=prompts, length=LENGTH)
     assert results["unloaded"] == {}
     reference = Reference(base, experts)
     for name, zones in COMPOSITIONS.items():
