@@ -3,7 +3,7 @@
 A task file can name functions (`!function utils.docs`), which the harness imports as it loads the task. It can name a
 metric that the harness does not have, which the evaluate library then runs as a script. And its templates can reach all
 of Python, unless they are rendered in Jinja's sandbox. The harness's own task files are installed code, and trusted.
-No recipe can trust code: whoever wrote the recipe may have written the code as well.
+No recipe can trust code, since its author may also be the author of the code.
 
 Knows task files and the harness's index of them; knows nothing of models and scores.
 """
