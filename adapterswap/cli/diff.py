@@ -108,7 +108,7 @@ def _print(rows: list[Difference], what: str) -> None:
 
 
 def _distance_text(distance: float, noise: float = 0.0) -> str:
-    """Four decimals; a distance beyond `noise` that these would hide is told from none."""
+    """Four decimals, or `< 0.0001` where these would hide a distance that is more than `noise`."""
     return "< 0.0001" if noise < distance < 0.00005 else f"{distance:.4f}"
 
 

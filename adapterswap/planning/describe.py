@@ -154,7 +154,7 @@ def method_text(rule: Rule | None, weights: Mapping[str, float], method: BlendMe
 
 
 def error_text(error: float) -> str:
-    """A relative error with three decimals; one that these would hide is told from none: `< 0.001`."""
+    """A relative error with three decimals, or `< 0.001` where these would hide it."""
     return "< 0.001" if 0 < error < 0.0005 else f"{error:.3f}"
 
 

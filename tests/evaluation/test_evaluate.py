@@ -321,7 +321,7 @@ def test_a_fraction_of_the_documents(byte_model: Model) -> None:
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_longest_prompt_is_counted_as_the_harness_does(byte_model: tuple[Any, Any], chat: bool) -> None:
-    """The token that begins every text stands before a prompt once, whoever puts it there."""
+    """The token that begins every text comes before a prompt once, from the template or the tokenizer."""
     from tokenizers.processors import TemplateProcessing
 
     from adapterswap.evaluation.harness import EvaluatedModel
