@@ -71,39 +71,57 @@ def shift(name: str, first: int, last: int) -> Damage:
     return lambda folder: edit_header(folder, edit)
 
 
+def size_of(content: dict[str, Any]) -> int:
+    start, stop = content["data_offsets"]
+    return int(stop - start)
+
+
 SECOND = f"{Q0}.lora_B.weight"
 DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     "empty": (rewrite(lambda raw: b""), "0 bytes long and announces no header"),
     "seven bytes": (rewrite(lambda raw: raw[:7]), "announces no header"),
     "cut in the header": (rewrite(lambda raw: raw[:50]), "announces a header of"),
-    "cut in the data": (rewrite(lambda raw: raw[:-1]), "is truncated"),
-    "longer than its header says": (rewrite(lambda raw: raw + b"x"), "has bytes that no tensor owns"),
+    "cut in the data": (rewrite(lambda raw: raw[:-1]), "file not fully covered"),
+    "longer than its header says": (rewrite(lambda raw: raw + b"x"), "file not fully covered"),
     "header longer than the file": (rewrite(lambda raw: struct.pack("<Q", len(raw)) + raw[8:]), "announces a header"),
     "header of 2**64 bytes": (rewrite(lambda raw: b"\xff" * 8 + raw[8:]), "announces a header"),
-    "not JSON": (header('{"a": '), "is not JSON in UTF-8"),
-    "not UTF-8": (header(b'{"\xff": {}}'), "is not JSON in UTF-8"),
+    "not JSON": (header('{"a": '), "EOF while parsing"),
+    "not UTF-8": (header(b'{"\xff": {}}'), "invalid UTF-8"),
     "a pickle": (rewrite(lambda raw: b"\x80\x04\x95" + raw), "announces a header"),
-    "a list": (header("[]"), "is not a JSON object"),
-    "NaN": (header('{"a": NaN}'), "lacks one of dtype, shape, data_offsets"),
-    "a key twice": (header('{"a": 1, "a": 1}'), "a key stands twice"),
-    "a thousand brackets": (header('{"a": ' + "[" * 1000 + "]" * 1000 + "}"), "deep"),
-    "fifty brackets": (header('{"a": ' + "[" * 50 + "]" * 50 + "}"), "nests more than 40 deep"),
-    "a number of 5000 digits": (header('{"a": ' + "9" * 5000 + "}"), "is not JSON in UTF-8"),
-    "metadata that is no text": (header('{"__metadata__": {"format": 1}}'), "__metadata__ is"),
+    "a list": (header("[]"), "expected struct"),
+    "NaN": (header('{"a": NaN}'), "invalid JSON in header: expected value"),
+    "a key twice": (header('{"a": 1, "a": 1}'), "invalid type: integer `1`"),
+    "a thousand brackets": (header('{"a": ' + "[" * 1000 + "]" * 1000 + "}"), "recursion limit exceeded"),
+    "fifty brackets": (header('{"a": ' + "[" * 50 + "]" * 50 + "}"), "invalid JSON in header"),
+    "a number of 5000 digits": (header('{"a": ' + "9" * 5000 + "}"), "number out of range"),
+    "metadata that is no text": (header('{"__metadata__": {"format": 1}}'), "expected a string"),
     "no tensors": (rewrite(lambda raw: (2).to_bytes(8, "little") + b"{}"), "holds no LoRA tensors"),
-    "overlap": (shift(SECOND, -8, -8), "overlaps another tensor"),
-    "gap": (shift(SECOND, 8, 8), "leaves a gap"),
-    "negative offset": (shift(f"{Q0}.lora_A.weight", -8, -8), "impossible offsets"),
-    "reversed offsets": (entry("data_offsets", [32, 0]), "impossible offsets"),
-    "offsets of text": (entry("data_offsets", ["0", "32"]), "impossible offsets"),
-    "offsets beyond 64 bits": (entry("data_offsets", [2**64, 2**64 + 32]), "impossible offsets"),
-    "negative shape": (entry("shape", [-2, -4]), "impossible shape"),
-    "shape of booleans": (entry("shape", [True, 8]), "impossible shape"),
+    "overlap": (shift(SECOND, -8, -8), "invalid offset for tensor `"),
+    "gap": (shift(SECOND, 8, 8), "invalid offset for tensor `"),
+    "negative offset": (shift(f"{Q0}.lora_A.weight", -8, -8), "integer `-8`"),
+    "reversed offsets": (entry("data_offsets", [32, 0]), "invalid offset for tensor `"),
+    "offsets of text": (entry("data_offsets", ["0", "32"]), 'string "0", expected usize'),
+    "offsets beyond 64 bits": (entry("data_offsets", [2**64, 2**64 + 32]), "expected usize"),
+    "negative shape": (entry("shape", [-2, -4]), "integer `-2`"),
+    "shape of booleans": (entry("shape", [True, 8]), "boolean `true`"),
     "shape of nine": (entry("shape", [1] * 8 + [8]), "impossible shape"),
-    "another shape": (entry("shape", [2, 5]), "which is not the 32 bytes"),
-    "unknown dtype": (entry("dtype", "F12"), "unknown dtype"),
-    "dtype that is a list": (entry("dtype", ["F32"]), "unknown dtype"),
-    "an unknown entry": (entry("sparse", True), "lacks one of dtype, shape, data_offsets"),
+    "another shape": (entry("shape", [2, 5]), "invalid shape, data type, or offset"),
+    "unknown dtype": (entry("dtype", "F12"), "unknown variant `F12`"),
+    "dtype that is a list": (entry("dtype", ["F32"]), "invalid JSON in header"),
+    "an entry without a dtype": (
+        lambda folder: edit_header(folder, lambda h: h[SECOND].pop("dtype")),
+        "missing field `dtype`",
+    ),
+    "a dtype of four bits": (
+        lambda folder: edit_header(folder, lambda h: h[SECOND].update(dtype="F4", shape=[2, size_of(h[SECOND])])),
+        "the unknown dtype 'F4'",
+    ),
+    "a shape beyond 64 bits": (
+        lambda folder: edit_header(
+            folder, lambda h: h.update(a={"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]})
+        ),
+        "the impossible shape [0, 9223372036854775808]",
+    ),
     "a colour in a name": (
         lambda folder: edit_header(folder, lambda h: h.update({"\x1b[31m": h.pop(SECOND)})),
         r"'\x1b[31m' is no name of a tensor",

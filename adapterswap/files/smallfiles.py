@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
-_MAX_CONTAINERS = 500_000  # lists and objects; a safetensors header has three for each tensor
+_MAX_CONTAINERS = 500_000  # lists and objects
 _POINTER = b"version https://git-lfs.github.com/spec/"  # how the text begins that Git LFS keeps in a file's place
 _POINTER_BYTES = 1024  # no pointer is longer
 _MAX_DEPTH = 40  # the configs of real models nest about five deep

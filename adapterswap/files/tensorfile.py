@@ -1,9 +1,10 @@
 """Safetensors files as named byte ranges: read a header, check it, write one.
 
-The safetensors library loads tensors; copying a tensor without loading it needs its place in the file, which that
-library does not tell. Everything in a header is checked here before it is believed, because a header comes from a
-stranger. Knows nothing of LoRA. Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length,
-JSON, data).
+The safetensors library reads and checks headers: every byte belongs to one tensor, and each has the size of its shape
+and dtype. It does not tell a tensor's place in the file, which copying without loading needs, but the order, and so the
+sizes before it. What is left to check here is what no file of ours may hold: other dtypes, names that cannot be shown,
+sizes beyond 64 bits. Knows nothing of LoRA. Format: https://huggingface.co/docs/safetensors (8 bytes little-endian
+header length, JSON, data).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.smallfiles import check_pointer, open_regular, parse_json, shown
+from adapterswap.files.smallfiles import check_pointer, open_regular, shown
 
 __all__ = ["DTYPE_BYTES", "FLOATS", "Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header", "stamp"]
 
@@ -77,9 +80,9 @@ def read_header(path: str | Path) -> TensorFile:
     """Read and check the header of a safetensors file, without touching the tensors.
 
     Raises:
-        AdapterswapError: the file is missing, no regular file, truncated, or its header is not one: too long, not
-            UTF-8, not JSON, a name twice or not printable, an unknown dtype, a shape that disagrees with its bytes,
-            ranges that overlap, leave gaps or run past the end.
+        AdapterswapError: the file is missing, no regular file, or the safetensors library finds it damaged; its header
+            is longer than 32 MiB, or holds a name that is not printable, a dtype that is no whole number of bytes, or a
+            shape of more than eight dimensions.
     """
     path = Path(path)
     with open_regular(path, "Give the path of a readable file") as file:
@@ -95,13 +98,19 @@ def read_header(path: str | Path) -> TensorFile:
             raw = file.read(length)
         except OSError as error:
             raise AdapterswapError(f"{path} cannot be read: {error.strerror}", "Check the disk") from None
-    content = parse_json(raw, f"the header of {path}", _MEND)
-    _check_metadata(content.pop("__metadata__", {}), path)
-    data_start = 8 + length
-    tensors = {name: _tensor(name, entry, data_start, path) for name, entry in content.items()}
-    ordered = sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop))
-    _check_ranges(ordered, data_start, size, path)
-    return TensorFile(path, {tensor.name: tensor for tensor in ordered}, data_start, size, prefix + raw, stamp(found))
+    try:
+        with safe_open(path, "np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            held = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
+    except (SafetensorError, OSError) as error:
+        raise AdapterswapError(f"{path}, of {size} bytes, is not a valid safetensors file: {error}", _MEND) from None
+    tensors: dict[str, Tensor] = {}
+    position = data_start = 8 + length
+    for name, dtype, shape in held:
+        _check(name, dtype, shape, path)
+        tensors[name] = Tensor(name, dtype, shape, position, position + DTYPE_BYTES[dtype] * prod(shape))
+        position = tensors[name].stop
+    return TensorFile(path, tensors, data_start, size, prefix + raw, stamp(found))
 
 
 @contextmanager
@@ -149,42 +158,11 @@ def _check_stamp(file: BufferedReader, source: TensorFile) -> None:
         raise AdapterswapError(f"{source.path} changed since it was opened", "Start again once it is complete")
 
 
-def _check_metadata(metadata: Any, path: Path) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise AdapterswapError(f"{path}: __metadata__ is {shown(metadata)}, and maps texts to texts", _MEND)
-
-
-def _tensor(name: str, entry: Any, data_start: int, path: Path) -> Tensor:
-    def is_size(value: Any) -> bool:
-        return type(value) is int and 0 <= value < 2**63
-
+def _check(name: str, dtype: str, shape: tuple[int, ...], path: Path) -> None:
+    """What the library takes and we do not."""
     if not name.isprintable() or len(name) > _MAX_NAME:
         raise AdapterswapError(f"{path}: {shown(name)} is no name of a tensor", _MEND)
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise AdapterswapError(f"{path}: {name!r} lacks one of dtype, shape, data_offsets, or has more", _MEND)
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+    if dtype not in DTYPE_BYTES:
         raise AdapterswapError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _MEND)
-    if not isinstance(shape, list) or len(shape) > 8 or not all(map(is_size, shape)):
-        raise AdapterswapError(f"{path}: {name!r} has the impossible shape {shown(shape)}", _MEND)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)) or offsets[0] > offsets[1]:
-        raise AdapterswapError(f"{path}: {name!r} has the impossible offsets {shown(offsets)}", _MEND)
-    if DTYPE_BYTES[dtype] * prod(shape) != offsets[1] - offsets[0]:
-        raise AdapterswapError(
-            f"{path}: {name!r} is {dtype} {shape}, which is not the {offsets[1] - offsets[0]} bytes that it takes",
-            _MEND,
-        )
-    return Tensor(name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
-
-
-def _check_ranges(ordered: list[Tensor], data_start: int, size: int, path: Path) -> None:
-    """Every byte after the header belongs to exactly one tensor, as the format demands."""
-    position = data_start
-    for tensor in ordered:
-        if tensor.start != position:
-            fault = "overlaps another tensor" if tensor.start < position else "leaves a gap before it"
-            raise AdapterswapError(f"{path}: {tensor.name!r} {fault} (byte {tensor.start}, not {position})", _MEND)
-        position = tensor.stop
-    if position != size:
-        fault = "is truncated" if position > size else "has bytes that no tensor owns"
-        raise AdapterswapError(f"{path} {fault}: {size} bytes, and its header describes {position}", _MEND)
+    if len(shape) > 8 or any(length >= 2**63 for length in shape):
+        raise AdapterswapError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _MEND)
