@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from adapterswap.planning.composing import soup as soup
     from adapterswap.planning.composing import task_arithmetic as task_arithmetic
     from adapterswap.planning.compositions import Composition as Composition
-    from adapterswap.planning.model_plan import ModelPlan as ModelPlan
+    from adapterswap.planning.making import make_plan as make_plan
     from adapterswap.planning.plan import Plan as Plan
-    from adapterswap.planning.plan import make_plan as make_plan
     from adapterswap.planning.short_names import parse_composition as parse_composition
     from adapterswap.writing import write_adapter as write_adapter
 
@@ -39,13 +38,12 @@ _HOME = {
     "Checkpoint": "experts.checkpoints",
     "Composition": "planning.compositions",
     "LiveComposer": "live",
-    "ModelPlan": "planning.model_plan",
     "Plan": "planning.plan",
     "Rule": "planning.allocation",
     "compose": "planning.composing",
     "extract": "extracting",
     "layer_swap": "planning.composing",
-    "make_plan": "planning.plan",
+    "make_plan": "planning.making",
     "merge": "merging",
     "open_adapter": "experts.adapters",
     "open_checkpoint": "experts.checkpoints",

@@ -21,8 +21,8 @@ from adapterswap.files.extending import Layer, find_fragment, load_layers, take_
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.yamlfiles import read_content, validate
 from adapterswap.files.yamltext import dump_yaml, round_trip
+from adapterswap.planning.checks import check_names, check_rules
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.plan_checks import check_names, check_rules
 from adapterswap.shipped import near_names, shipped_recipes
 from adapterswap.sweeps.grid import composition_of, make_cells
 from adapterswap.sweeps.recipe import SWEEP_PATHS, SweepRecipe

@@ -27,7 +27,6 @@ from adapterswap.lab.scenes import SCENES, draw_problems
 from adapterswap.lab.scoring import Questions, exact_match
 from adapterswap.lab.seed import ZONES
 from adapterswap.live import load_experts
-from adapterswap.planning.model_plan import adapters_only
 from adapterswap.planning.plan import Plan
 
 ROWS = {"task": "math", "language": "language"}  # what the lab calls the rows of each side
@@ -38,7 +37,7 @@ def judge_seed(folder: Path, scene: str, texts: int) -> dict[str, tuple[float, A
     experts = {"task": open_adapter(folder / "math"), "language": open_adapter(folder / "language")}
 
     def planned(**fields: Any) -> Plan:
-        return adapters_only(compose(Composition.model_validate({**fields, "num_layers": NUM_LAYERS}), experts))
+        return compose(Composition.model_validate({**fields, "num_layers": NUM_LAYERS}), experts)
 
     swaps = {(bottom, top): planned(bottom=bottom, top=top) for bottom, top in ZONES[1:]}
     model = load_experts(AutoModelForCausalLM.from_pretrained(folder / "base").eval(), planned(method="soup"))

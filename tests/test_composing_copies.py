@@ -20,8 +20,8 @@ from hypothesis.extra.numpy import arrays
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition
-from adapterswap.arithmetic import copies
-from adapterswap.arithmetic.copies import Weight, is_one_weight
+from adapterswap.changes import copies
+from adapterswap.changes.copies import Weight, is_one_weight
 
 VOCABULARY, WIDTH = 12, 4
 HEAD = f"{PREFIX}lm_head.base_layer.weight"

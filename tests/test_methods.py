@@ -32,7 +32,6 @@ from adapterswap.arithmetic.reduction import dense_delta
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.arithmetic.tensors import factor_reader
 from adapterswap.planning.allocation import Rule
-from adapterswap.planning.model_plan import adapters_only
 from adapterswap.writing import prepare, write_prepared
 
 FULL = 12  # the largest rank that a 12×8 or 8×12 module can have, and more
@@ -377,7 +376,7 @@ def test_a_reader_needs_no_plan_to_be_linear(pair: list[Path]) -> None:
     """`resolve` leaves a plan that waits for nothing as it is."""
     plan = adapterswap.layer_swap(*pair, num_layers=3, bottom=1)
     assert resolve(plan).plan is plan
-    with factor_reader(plan) as read:
+    with factor_reader(plan.adapters) as read:
         module = next(iter(plan.experts[pair[0].name].modules.values()))
         factors = read(pair[0].name, module)
         close(factors.b @ factors.a, deltas(pair[0])[module.name])
@@ -393,12 +392,12 @@ def test_the_error_of_what_is_written_holds_its_rounding(tmp_path: Path, method:
     ]
     options: dict[str, Any] = {"density": 0.5} if method == "ties" else {}
     composition = Composition(task="math", language="swahili", num_layers=4, method=method, **options)
-    plan = adapters_only(adapterswap.compose(composition, dict(zip(("math", "swahili"), folders, strict=True))))
+    plan = adapterswap.compose(composition, dict(zip(("math", "swahili"), folders, strict=True)))
     prepared = prepare(plan, Form(max_error=bound))
     out = write_prepared(prepared, tmp_path / "out")
     written, sources = deltas(out), [deltas(folder) for folder in folders]
     assert prepared.reduced.keys() == written.keys()
-    with factor_reader(plan) as read:
+    with factor_reader(plan.adapters) as read:
         for module in plan:
             exact = np.mean([source[module.name] for source in sources], axis=0)
             if method == "ties":

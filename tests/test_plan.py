@@ -11,8 +11,8 @@ import pytest
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition
+from adapterswap.planning.depth import find_num_layers
 from adapterswap.planning.describe import strip, unusual
-from adapterswap.planning.plan import find_num_layers
 
 
 def allocation(*rules: dict[str, Any], **options: Any) -> Composition:

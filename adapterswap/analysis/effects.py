@@ -17,7 +17,8 @@ from adapterswap.files.smallfiles import expand, read_small
 from adapterswap.live import LiveComposer
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.rendering import Reader, choose_reader
 
@@ -98,7 +99,7 @@ def _joined(prompt: str, completion: str) -> str:
 
 def blocks_of(plan: Plan, expert: str) -> list[Block]:
     """The layers and kinds that an expert of the plan adapts, in order."""
-    found = {(module.layer, module.kind) for module in plan.experts[expert].modules.values()}
+    found = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
     return sorted((layer, kind) for layer, kind in found if layer is not None)
 
 

@@ -19,11 +19,11 @@ from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Re
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, is_fused, most_common, written_scale
 from adapterswap.arithmetic.resolving import Resolved
 from adapterswap.experts.adapter_keys import base_copy_key, parameter_key
-from adapterswap.experts.adapters import FullModule, LoraModule
+from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.checkpoints import find_base_tensor
 from adapterswap.planning.allocation import BASE
-from adapterswap.planning.modules import ModulePlan, needs_base
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
 
 __all__ = ["blend_scale", "lay_out", "total_rank", "uses_rslora"]
 
@@ -37,9 +37,11 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
         reduced: the modules that were truncated, by name.
     """
     plan = resolved.plan
-    modules = [module for module in plan if module.terms]
+    modules = [module for module in plan.modules.values() if module.terms]
     if form.layout == "portable" and any(is_fused(module.name) for module in modules):
-        modules = [module for module in plan if module.terms or is_fused(module.name)]  # zeros where nothing changes
+        modules = [
+            module for module in plan.modules.values() if module.terms or is_fused(module.name)
+        ]  # zeros where nothing changes
     common = blend_scale(plan, form)
     ranks = {
         module.name: reduced[module.name].rank if module.name in reduced else total_rank(module) for module in modules
@@ -62,7 +64,7 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
             else _tensors(module, shapes[module.name], resolved)
         )
     ]
-    tensors += _base_copies(modules, plan)
+    tensors += _base_copies(modules)
     tensors += [tensor for module in plan.saved.values() for tensor in _saved_tensors(module, plan)]
     return Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors))
 
@@ -71,23 +73,24 @@ def blend_scale(plan: Plan, form: Form) -> float:
     """s' of blends: 1 in the portable layout, else the scale of most copied modules (of most terms without copies)."""
     if form.layout == "portable":
         return 1.0
-    copied = [module.terms[0].module.scale for module in plan if module.owner and module.terms]
-    scales = copied or [term.module.scale for module in plan for term in module.terms]
+    modules = plan.modules.values()
+    copied = [module.terms[0].lora.scale for module in modules if module.owner and module.terms]
+    scales = copied or [term.lora.scale for module in modules for term in module.terms]
     return float(most_common(scales, default=1.0))
 
 
-def total_rank(module: ModulePlan[LoraModule]) -> int:
+def total_rank(module: Slot) -> int:
     """The rank of a module's exact form: the sum of its terms' ranks."""
-    return sum(term.module.rank for term in module.terms)
+    return sum(term.lora.rank for term in module.terms)
 
 
 def uses_rslora(plan: Plan) -> bool:
     """Rank-stabilized, unless every expert is plain: then the numbers of the experts' own configs are kept."""
-    return any(adapter.config.rslora for adapter in plan.experts.values())
+    return any(adapter.config.rslora for adapter in plan.adapters.values())
 
 
 def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
-    first = next(iter(plan.experts.values())).config
+    first = next(iter(plan.adapters.values())).config
     return adapter_config(
         shapes,
         rank,
@@ -109,29 +112,29 @@ def _fan_in_fan_out(plan: Plan) -> bool:
     A saved adapter has the value of the last module that PEFT adapted. If the experts' values differ, their base has
     Conv1D modules in its layers and a Linear, such as the head, outside them.
     """
-    flags = {adapter.config.fan_in_fan_out for adapter in plan.experts.values()}
+    flags = {adapter.config.fan_in_fan_out for adapter in plan.adapters.values()}
     if len(flags) == 1:
         return flags.pop()
-    return any(module.layer is not None and module.terms for module in plan)
+    return any(module.layer is not None and module.terms for module in plan.modules.values())
 
 
-def _shape(module: ModulePlan[LoraModule], rank: int, is_reduced: bool, rslora: bool, common: float) -> Shape:
-    part = module.terms[0].module
+def _shape(module: Slot, rank: int, is_reduced: bool, rslora: bool, common: float) -> Shape:
+    part = module.terms[0].lora
     copied = bool(module.owner) and not is_reduced
     if copied and part.rslora == rslora:
         return Shape(rank, part.alpha, part.scale)
     return Shape(rank, *written_scale(rank, rslora, part.scale if copied else common))
 
 
-def _tensors(module: ModulePlan[LoraModule], shape: Shape, resolved: Resolved) -> Iterator[OutputTensor]:
+def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputTensor]:
     """A and B of a module that is copied or concatenated."""
     first = _like(module, resolved.plan)
-    dtypes = {term.module.dtype for term in module.terms} or {first.dtype}
+    dtypes = {term.lora.dtype for term in module.terms} or {first.dtype}
     common_dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
     a_pieces, b_pieces = [], []
     offset = 0
     for term in module.terms:
-        part, path = term.module, resolved.plan.experts[term.expert].file.path
+        part, path = term.lora, term.change.path
         factor = term.coefficient * part.scale / shape.scale
         if module.owner and math.isclose(factor, 1, rel_tol=1e-12):
             factor = 1.0  # the same scale, reached through another formula (rsLoRA or plain)
@@ -145,11 +148,11 @@ def _tensors(module: ModulePlan[LoraModule], shape: Shape, resolved: Resolved) -
         yield OutputTensor(key, dtype, dims, axis, tuple(pieces))
 
 
-def _like(module: ModulePlan[LoraModule], plan: Plan) -> LoraModule:
+def _like(module: Slot, plan: Plan) -> LoraModule:
     """A module of the same name and shape: an expert's that enters, or any expert's where none does."""
-    entering = (term.module for term in module.terms)
+    entering = (term.lora for term in module.terms)
     return next(entering, None) or next(
-        e.modules[module.name] for e in plan.experts.values() if module.name in e.modules
+        e.modules[module.name] for e in plan.adapters.values() if module.name in e.modules
     )
 
 
@@ -171,35 +174,33 @@ def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[Out
         yield replace(tensor, shape=data.shape[:2], data=data.reshape(-1))
 
 
-def _base_copies(modules: Iterable[ModulePlan[LoraModule]], plan: Plan) -> Iterator[OutputTensor]:
+def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
     """The base's own weight beside the LoRA of an embedding, where an expert carries it; LoRA never changes it.
 
     All that carry it carry the same one; see `copies.check_one_base`.
     """
     for module in modules:
         for term in module.terms:
-            base = term.module.base
+            base = term.lora.base
             if base is not None:
-                path = plan.experts[term.expert].file.path
-                piece = Piece(term.expert, path, base)
+                piece = Piece(term.expert, term.change.path, base)
                 yield OutputTensor(base_copy_key(module.name), base.dtype, base.shape, 0, (piece,))
                 break
 
 
-def _saved_tensors(module: ModulePlan[FullModule], plan: Plan) -> Iterator[OutputTensor]:
+def _saved_tensors(module: Slot, plan: Plan) -> Iterator[OutputTensor]:
     """A module trained in full: Σ c_i W_i + (1 - Σ c_i) W_base."""
     if not module.terms:
         return
-    for parameter, tensor in module.terms[0].module.tensors.items():
+    for parameter, tensor in module.terms[0].whole.tensors.items():
         pieces = [
-            Piece(term.expert, plan.experts[term.expert].file.path, term.module.tensors[parameter], term.coefficient)
+            Piece(term.expert, term.change.path, term.whole.tensors[parameter], term.coefficient)
             for term in module.terms
         ]
-        if needs_base(module):
+        if module.needs_base:
             assert plan.composition.base_model is not None
             path, original = find_base_tensor(plan.composition.base_model, f"{module.name}.{parameter}", tensor)
-            rest = 1 - math.fsum(term.coefficient for term in module.terms)
-            pieces.append(Piece(BASE, path, original, rest))
+            pieces.append(Piece(BASE, path, original, module.rest))
         dtypes = {piece.tensor.dtype for piece in pieces}
         dtype = tensor.dtype if len(dtypes) == 1 else "F32"
         yield OutputTensor(parameter_key(module.name, parameter), dtype, tensor.shape, None, tuple(pieces))

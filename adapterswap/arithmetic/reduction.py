@@ -22,14 +22,13 @@ from adapterswap.arithmetic.peft_config import written_scale
 from adapterswap.arithmetic.resolving import Resolved, side_factors
 from adapterswap.arithmetic.tensors import FactorReader, decode, factor_reader, finite_bytes, too_large
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.adapters import LoraModule
-from adapterswap.planning.modules import ModulePlan
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
 
 __all__ = ["dense_delta", "must_reduce", "reduce"]
 
 
-def must_reduce(module: ModulePlan[LoraModule], form: Form) -> bool:
+def must_reduce(module: Slot, form: Form) -> bool:
     """Whether a module cannot be written in the exact form: it is nonlinear, too high in rank, or to be made small."""
     if not module.terms:
         return False
@@ -39,10 +38,10 @@ def must_reduce(module: ModulePlan[LoraModule], form: Form) -> bool:
 
 def check_form(plan: Plan, form: Form) -> None:
     """Raise `AdapterswapError` where a nonlinear plan is to be written without a bound on its rank or error."""
-    nonlinear = next((module for module in plan if module.terms and not module.is_linear), None)
+    nonlinear = next((module for module in plan.modules.values() if module.terms and not module.is_linear), None)
     if nonlinear is not None and form.max_rank is None and form.max_error is None:
         raise AdapterswapError(
-            f"{nonlinear.rule.method} gives {nonlinear.name} a ΔW of full rank, and an adapter has a low one",
+            f"{nonlinear.method} gives {nonlinear.name} a ΔW of full rank, and an adapter has a low one",
             "Pass `max_rank` or `max_error`",
         )
 
@@ -57,11 +56,11 @@ def reduce(
     """
     plan = resolved.plan
     check_form(plan, form)
-    wanted = [module for module in plan if must_reduce(module, form)]
+    wanted = [module for module in plan.modules.values() if must_reduce(module, form)]
     if not wanted:
         return {}
     reduced = {}
-    with factor_reader(plan) as read:
+    with factor_reader(plan.adapters) as read:
         for module in wanted:
             try:
                 with np.errstate(all="ignore"):  # what overflows is told of below, and by `finite_bytes`
@@ -73,20 +72,21 @@ def reduce(
     return reduced
 
 
-def _truncated(module: ModulePlan[LoraModule], resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
+def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
     if not module.is_linear:
         return approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
     terms = []
     for term in module.terms:
-        factors = read(term.expert, term.module)
+        factors = read(term.expert, term.lora)
         rows = resolved.kept_rows.get((term.side, module.name))
         terms.append((term.coefficient, factors if rows is None else Factors(factors.a, factors.b * rows[:, None])))
     return truncate(concatenate(terms), rank=form.max_rank, error=None if module.owner else form.max_error)
 
 
-def dense_delta(module: ModulePlan[LoraModule], resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:
+def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:
     """The module's ΔW' (out×in) by its rule's nonlinear method."""
     rule, seed = module.rule, resolved.plan.composition.seed
+    assert rule is not None
     deltas = {
         side: np.asarray(factors.b @ factors.a, np.float32)
         for side, factors in side_factors(module, read, resolved.kept_rows).items()
@@ -99,17 +99,17 @@ def dense_delta(module: ModulePlan[LoraModule], resolved: Resolved, read: Factor
     return merge_deltas(rule, list(deltas.values()), [module.weights[side] for side in deltas], masks or None)
 
 
-def _as_tensors(module: ModulePlan[LoraModule], result: Truncated, plan: Plan, form: Form) -> Reduced:
+def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form) -> Reduced:
     """The factors in the output's scale and dtype, under the keys of the module's own tensors."""
     rank = len(result.singular_values)
     scale = blend_scale(plan, form)
     if form.layout == "exact":
         scale = written_scale(rank, uses_rslora(plan), scale)[1]
-    dtypes = {term.module.dtype for term in module.terms}
+    dtypes = {term.lora.dtype for term in module.terms}
     dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
     # The scale is shared between the factors too, so that neither leaves the range of a half-precision dtype.
     root = np.float32(np.sqrt(abs(scale)))
-    first = module.terms[0].module
+    first = module.terms[0].lora
     values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
     tensors = tuple(
         OutputTensor(key, dtype, part.shape, axis, data=finite_bytes(np.asarray(part, np.float32), dtype, key))

@@ -19,10 +19,9 @@ import numpy.typing as npt
 from adapterswap.arithmetic.lowrank import Factors
 from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.adapters import LoraModule
+from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.files.smallfiles import open_regular
 from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor, TensorFile, open_tensors
-from adapterswap.planning.plan import Plan
 
 __all__ = [
     "FactorReader",
@@ -167,12 +166,12 @@ def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> It
 
 
 @contextmanager
-def factor_reader(plan: Plan) -> Iterator[FactorReader]:
+def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
     """A function that reads an expert's factors of a module, from files that stay open in the block."""
-    with open_files(adapter.file for adapter in plan.experts.values()) as files:
+    with open_files(adapter.file for adapter in adapters.values()) as files:
 
         def read(expert: str, module: LoraModule) -> Factors:
-            return read_factors(expert, files[plan.experts[expert].file.path], module)
+            return read_factors(expert, files[adapters[expert].file.path], module)
 
         yield read
 

@@ -30,9 +30,7 @@ from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import AnyPlan
-from adapterswap.planning.model_planning import make_model_plan
-from adapterswap.planning.plan import make_plan
+from adapterswap.planning.making import make_plan
 from adapterswap.records.record import (
     FORMAT,
     CompositionRecord,
@@ -150,12 +148,7 @@ def _write_model(
 ) -> None:
     from adapterswap.merging import ModelForm, prepare_model, write_model
 
-    adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
-    plan: AnyPlan = (
-        make_plan(composition, adapters, recorded=True)
-        if len(adapters) == len(opened)
-        else make_model_plan(composition, opened, recorded=True)
-    )
+    plan = make_plan(composition, opened, recorded=True)
     write_model(prepare_model(plan, ModelForm(**record.output), composition.base_model), again)
 
 

@@ -12,7 +12,6 @@ from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.arithmetic.outputs import Form, Layout
-    from adapterswap.planning.model_plan import ModelPlan
     from adapterswap.planning.plan import Plan
     from adapterswap.writing import Prepared
 
@@ -60,20 +59,19 @@ def command(
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.sources import publish
     from adapterswap.files.folders import check_target
-    from adapterswap.planning.model_plan import ModelPlan, inputs_of
     from adapterswap.writing import prepare, write_prepared
     from adapterswap.writing.folder import COMPOSED
 
     form = Form(layout, max_rank, max_error)
     plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
-    if isinstance(plan, ModelPlan):
+    if plan.is_model:
         if form != Form() or push_to_hub:
             raise click.UsageError(
                 "--layout, --max-rank, --max-error and --push-to-hub are for adapters; an expert is a full checkpoint."
             )
         _write_model(plan, out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
         return
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(plan))
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
     with progress_bar("truncating", _to_truncate(plan, form)) as advance:
         written = prepare(plan, form, lambda name: advance())
     if not dry_run:
@@ -86,7 +84,7 @@ def command(
         _print(written, out_path, dry_run)
 
 
-def _write_model(plan: ModelPlan, out_path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+def _write_model(plan: Plan, out_path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     from adapterswap.cli.full_weights import write_full_weights
     from adapterswap.merging import ModelForm, prepare_model
 
@@ -102,7 +100,6 @@ def _to_truncate(plan: Plan, form: Form) -> int:
 
 def _as_json(written: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.planning.describe import unusual
-    from adapterswap.planning.modules import coefficients
 
     plan, layout = written.plan, written.layout
     return {
@@ -112,7 +109,7 @@ def _as_json(written: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
         "num_layers": plan.num_layers,
         "experts": {name: str(adapter.source) for name, adapter in plan.experts.items()},
         "rules": [str(rule) for rule in plan.rules],
-        "modules": {module.name: coefficients(module) for module in [*plan, *plan.saved.values()]},
+        "modules": {slot.name: slot.coefficients for slot in plan},
         "unusual": unusual(plan),
         "notes": list(plan.notes),
         "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
@@ -139,7 +136,9 @@ def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     for remark in plan.notes:
         note(remark)
     copied = sum(tensor.is_copied for tensor in layout.tensors)
-    kept = sum(bool(module.terms) for module in plan)  # the others stay as in the base, and are not written
+    kept = sum(
+        bool(slot.terms) for slot in plan.modules.values()
+    )  # the others stay as in the base, and are not written
     modules = f"{kept} of {len(plan.modules)} modules" if kept < len(plan.modules) else f"{kept} modules"
     told = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")

@@ -18,7 +18,6 @@ from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
     from adapterswap.planning.compositions import Composition
-    from adapterswap.planning.model_plan import AnyPlan
     from adapterswap.planning.plan import Plan
 
 __all__ = ["any_plan_from_options", "composition_from_options", "composition_options", "plan_from_options"]
@@ -107,14 +106,12 @@ def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, bas
         click.UsageError: neither or both of options and recipe are given.
         AdapterswapError: what is asked for cannot be composed, or an expert is a full checkpoint.
     """
-    from adapterswap.planning.model_plan import adapters_only
+    plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
+    plan.check_adapter()
+    return plan
 
-    return adapters_only(any_plan_from_options(options, recipe=recipe, base_model=base_model))
 
-
-def any_plan_from_options(
-    options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
-) -> AnyPlan:
+def any_plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
     """As `plan_from_options`, where experts may be full checkpoints too."""
     from adapterswap.planning.composing import compose
 

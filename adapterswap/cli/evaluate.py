@@ -100,7 +100,6 @@ def command(
     from adapterswap.evaluation.subjects import describe_subject, find_adapter, load_subject
     from adapterswap.evaluation.tasks import check_task_names, load_tasks
     from adapterswap.files.folders import check_target
-    from adapterswap.planning.model_plan import inputs_of
 
     names = [name for name in tasks.split(",") if name]
     check_task_names(names, options["include_path"])
@@ -110,7 +109,7 @@ def command(
     what: dict[str, Any] = {"plan": plan, "max_rank": max_rank, "max_error": max_error}
     source = find_adapter(adapter) if adapter else None
     inputs: list[str | Path | None] = [base_model, source.folder if source else None, options["include_path"]]
-    inputs += inputs_of(plan) if plan else []
+    inputs += plan.inputs if plan else []
     settings = _settings(options)
     if out_path is not None:
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)

@@ -26,9 +26,9 @@ def write_full_weights(
     from adapterswap.merging import write_model
     from adapterswap.writing.folder import COMPOSED
 
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=merged.inputs)
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=merged.plan.inputs)
     if not dry_run:
-        with progress_bar("merging", len(merged.plan.parameters)) as advance:
+        with progress_bar("merging", len(merged.plan.slots)) as advance:
             write_model(merged, out_path, device=device, overwrite=overwrite, progress=advance)
     if as_json:
         print_json(_as_json(merged, out_path, dry_run))
@@ -38,8 +38,7 @@ def write_full_weights(
 
 def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.merging.companions import differing_tokenizers, tokenizer_source
-    from adapterswap.planning.model_describe import model_unusual
-    from adapterswap.planning.modules import coefficients
+    from adapterswap.planning.describe import unusual
 
     plan = merged.plan
     return {
@@ -50,8 +49,8 @@ def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
         "base_model": str(plan.base.source) if plan.base else None,
         "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
         "rules": [str(rule) for rule in plan.rules],
-        "tensors": {parameter.name: coefficients(parameter) for parameter in plan},
-        "unusual": model_unusual(plan),
+        "tensors": {slot.name: slot.coefficients for slot in plan},
+        "unusual": unusual(plan),
         "tokenizer_from": tokenizer_source(plan),
         "other_tokenizers": differing_tokenizers(plan),
         "copied": _copied(merged),
@@ -64,21 +63,21 @@ def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
 
 def _copied(merged: Merged) -> int:
     places = {key: place for shard in merged.shards for key, place in shard.places.items()}
-    found = [(parameter.copied, places[parameter.name].dtype) for parameter in merged.plan]
-    return sum(stored is not None and stored.tensor.dtype == dtype for stored, dtype in found)
+    found = [(slot.copied, places[slot.name].dtype) for slot in merged.plan]
+    return sum(whole is not None and whole.tensor.dtype == dtype for whole, dtype in found)
 
 
 def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     from adapterswap.merging.companions import differing_tokenizers, tokenizer_source
-    from adapterswap.planning.model_describe import model_strip, model_unusual
+    from adapterswap.planning.describe import strip, unusual
 
     plan = merged.plan
-    click.echo(model_strip(plan))
-    for line in model_unusual(plan):
+    click.echo(strip(plan))
+    for line in unusual(plan):
         click.echo(line)
     total = human_bytes(sum(shard.size for shard in merged.shards))
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
-    note(f"{_copied(merged)} of {len(plan.parameters)} tensors are copied byte for byte; {total} in {shards}")
+    note(f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}")
     source, folder = tokenizer_source(plan), plan.skeleton.name
     note(f"config and tokenizer are those of {source}" + f" ({folder})" * (folder != source))
     for name in differing_tokenizers(plan):

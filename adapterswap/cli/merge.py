@@ -12,7 +12,7 @@ from adapterswap.cli.full_weights import write_full_weights
 from adapterswap.cli.paths import PATH
 
 if TYPE_CHECKING:
-    from adapterswap.planning.model_plan import AnyPlan
+    from adapterswap.planning.plan import Plan
 
 
 @click.command("merge")
@@ -51,7 +51,7 @@ def command(
     write_full_weights(merged, out_path, device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
 
 
-def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> AnyPlan:
+def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> Plan:
     from adapterswap.merging import adapter_plan
 
     if path is None or path.endswith((".yaml", ".yml")):

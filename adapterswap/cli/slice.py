@@ -43,7 +43,6 @@ def command(
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.adapters import open_adapter
     from adapterswap.files.folders import check_target
-    from adapterswap.planning.model_plan import inputs_of
     from adapterswap.planning.slicing import slice_plan
     from adapterswap.writing import prepare, write_prepared
     from adapterswap.writing.folder import COMPOSED
@@ -52,10 +51,10 @@ def command(
     plan = slice_plan(adapter, layers, num_layers=num_layers, base_model=base_model)
     written = prepare(plan, Form())
     if dry_run:
-        check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(plan))
+        check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
     else:
         write_prepared(written, out_path, overwrite=overwrite)
-    kept = sum(bool(module.terms) for module in plan)
+    kept = sum(bool(slot.terms) for slot in plan.modules.values())
     share = written.layout.nbytes / _loaded_bytes(adapter)
     told = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": kept}
     told |= {"of_modules": len(plan.modules), "bytes": written.layout.nbytes, "share": share}

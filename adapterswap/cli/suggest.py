@@ -63,7 +63,6 @@ def command(
     from adapterswap.files.folders import atomic_file, check_file
     from adapterswap.planning.allocation import BASE
     from adapterswap.planning.composing import soup
-    from adapterswap.planning.model_plan import adapters_only, inputs_of
 
     texts = {"task": task_texts, "language": language_texts}
     if (task_texts is None) != (language_texts is None):
@@ -78,7 +77,8 @@ def command(
             f"`{BASE}` means the unchanged base model, and suggest compares two experts",
             f"Pass two adapters; ./{BASE} is the folder of that name",
         )
-    plan = adapters_only(soup(task_expert, language_expert, num_layers=num_layers, base_model=base_model))
+    plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base_model)
+    plan.check_adapter()
     read = {side: read_texts(path, limit) for side, path in texts.items() if path is not None}
     if dry_run:
         counts = {side: len(rows) for side, rows in read.items()}
@@ -99,7 +99,7 @@ def command(
     }
     if out_path is not None:
         text = _recipe(suggestion, task_expert, language_expert, base_model)
-        with atomic_file(out_path, overwrite=overwrite, inputs=[*inputs, *inputs_of(plan)]) as file:
+        with atomic_file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
             file.write_text(text, encoding="utf-8")
     if as_json:
         print_json(content)
@@ -127,7 +127,7 @@ def _by_weights(plan: Plan) -> Importance:
     from adapterswap.analysis.suggesting import importance_of_weights
 
     note("measuring the experts' weights")
-    with progress_bar("matrices", sum(len(adapter.modules) for adapter in plan.experts.values())) as step:
+    with progress_bar("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
         task, language = (measure(adapter, name=name, progress=step) for name, adapter in plan.experts.items())
     return importance_of_weights(task, language, plan.num_layers)
 

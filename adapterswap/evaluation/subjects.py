@@ -138,8 +138,8 @@ def describe_subject(
         if isinstance(record := read_record(adapter.folder), CompositionRecord):
             subject["composition"] = _made_of(record)
     if plan is not None:
-        hashes = {name: sha256_of(expert.file.path) for name, expert in plan.experts.items()}
-        experts = {name: adapter_source(expert, hashes[name]) for name, expert in plan.experts.items()}
+        hashes = {name: sha256_of(expert.file.path) for name, expert in plan.adapters.items()}
+        experts = {name: adapter_source(expert, hashes[name]) for name, expert in plan.adapters.items()}
         output = {"max_rank": max_rank, "max_error": max_error}
         record = composition_record(plan, experts, None, output=output, measured={})
         subject["composition"] = _made_of(record)

@@ -25,7 +25,6 @@ from adapterswap.lab.tasks import Example
 from adapterswap.live import LiveComposer, load_experts
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.composing import layer_swap, soup, task_arithmetic
-from adapterswap.planning.model_plan import adapters_only
 from adapterswap.planning.plan import Plan
 from adapterswap.writing import write_adapter
 
@@ -183,25 +182,23 @@ class _Judge:
 
     def swap(self, bottom: int, top: int) -> Plan:
         language = self.language if bottom + top else BASE
-        return adapters_only(layer_swap(self.math, language, num_layers=NUM_LAYERS, bottom=bottom, top=top))
+        return layer_swap(self.math, language, num_layers=NUM_LAYERS, bottom=bottom, top=top)
 
     def sum(self, scale: float) -> Plan:
-        return adapters_only(task_arithmetic(self.math, self.language, num_layers=NUM_LAYERS, scale=scale))
+        return task_arithmetic(self.math, self.language, num_layers=NUM_LAYERS, scale=scale)
 
     def plans(self, bottom: int, top: int, scale: float) -> dict[str, Plan | None]:
         """Each method's plan; None is the base. An expert alone is a swap that gives the other no layer."""
         return {
             "base": None,
             "math expert": self.swap(0, 0),
-            "language expert": adapters_only(layer_swap(self.language, BASE, num_layers=NUM_LAYERS, bottom=0, top=0)),
-            "soup": adapters_only(soup(self.math, self.language, num_layers=NUM_LAYERS)),
+            "language expert": layer_swap(self.language, BASE, num_layers=NUM_LAYERS, bottom=0, top=0),
+            "soup": soup(self.math, self.language, num_layers=NUM_LAYERS),
             "sum": self.sum(1.0),
             "tuned sum": self.sum(scale),
             "layer swap": self.swap(bottom, top),
-            "inverse swap": adapters_only(
-                layer_swap(self.language, self.math, num_layers=NUM_LAYERS, bottom=bottom, top=top)
-            ),
-            "reset": adapters_only(layer_swap(self.math, BASE, num_layers=NUM_LAYERS, bottom=bottom, top=top)),
+            "inverse swap": layer_swap(self.language, self.math, num_layers=NUM_LAYERS, bottom=bottom, top=top),
+            "reset": layer_swap(self.math, BASE, num_layers=NUM_LAYERS, bottom=bottom, top=top),
         }
 
     def right(self, plan: Plan | None, questions: Questions) -> NDArray[np.bool_]:

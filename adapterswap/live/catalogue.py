@@ -15,10 +15,10 @@ from adapterswap.live.inventory import Inventory, Origin, is_unloaded
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.switching import Switch, make_switch
 from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only
-from adapterswap.planning.plan import Plan, make_plan
-from adapterswap.planning.plan_checks import check_names
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import parse_composition
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue", "Composable"]
 
-Composable = str | Composition | AnyPlan | None
+Composable = str | Composition | Plan | None
 
 _REMEMBERED = 256  # compositions whose settings are kept; a server may be asked for any number
 
@@ -64,12 +64,13 @@ class Catalogue:
             AdapterswapError: it is no composition of what is loaded, or cannot be computed live.
         """
         check_type(
-            composition, (str, Composition, Plan, ModelPlan, type(None)), "composition",
+            composition, (str, Composition, Plan, type(None)), "composition",
             "Pass a name such as 'math+swahili', a Composition, a plan, or None for the base",
         )  # fmt: skip
         self.refresh()
-        if isinstance(composition, Plan | ModelPlan):
-            return make_switch(adapters_only(composition), self.inventory)
+        if isinstance(composition, Plan):
+            composition.check_adapter()
+            return make_switch(composition, self.inventory)
         key = composition.model_dump_json() if isinstance(composition, Composition) else composition or BASE
         if key not in self._switches:
             while len(self._switches) >= _REMEMBERED:
@@ -119,8 +120,8 @@ class Catalogue:
             )
         self._check_names(composition.expert_names)
         plan = make_plan(composition, self.inventory.experts(composition.expert_names), num_layers=num_layers)
-        by_magnitude = any(module.rule.weights for module in plan)
-        if by_magnitude or any(module.rule.method == "slerp" for module in plan):
+        rules = [slot.rule for slot in plan if slot.rule is not None]
+        if any(rule.weights or rule.method == "slerp" for rule in rules):
             with plan_on_disk(plan, self.inventory) as resident:  # their coefficients depend on the tensors
                 return make_switch(resident, self.inventory)
         return make_switch(plan, self.inventory)

@@ -23,7 +23,6 @@ from adapterswap.live.session import Session
 from adapterswap.live.switching import Switch
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class LiveComposer:
         batch = pad_left(batch)
         if compositions is None:
             return self.model.generate(**batch)
-        if isinstance(compositions, str | Composition | Plan | ModelPlan):
+        if isinstance(compositions, str | Composition | Plan):
             with self.use(compositions):
                 return self.model.generate(**batch)
         config = batch.get("generation_config") or self.model.generation_config
@@ -195,7 +194,7 @@ class LiveComposer:
 
         if self.plan is None:
             raise AdapterswapError("no composition with experts is active", "Call save inside `with composer.use(…)`")
-        files = [adapter.file.path for adapter in self.plan.experts.values()]
+        files = [adapter.file.path for adapter in self.plan.adapters.values()]
         check_place(expand(out_path), [path.parent for path in files if path.is_file()])  # read or not
         with plan_on_disk(self.plan, self._catalogue.inventory) as plan:
             return write_adapter(

@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapterswap.arithmetic.copies import Weight, is_one_weight, stored_weight
 from adapterswap.arithmetic.tensors import open_files
+from adapterswap.changes.copies import Weight, is_one_weight, stored_weight
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter

@@ -22,8 +22,8 @@ from adapterswap.live.copies import check_copies, folder_without_copies, without
 from adapterswap.live.inventory import can_be_named, factors, find_layers, layers_of_base
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import AnyPlan, adapters_only
-from adapterswap.planning.plan import make_plan
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import parse_composition
 from adapterswap.planning.slicing import slice_plan
 
@@ -75,14 +75,15 @@ def load_expert(
     return peft_model
 
 
-def load_experts(model: PreTrainedModel, plan: AnyPlan) -> PeftModel:
+def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
     """`model` as a PeftModel with the plan's experts loaded under their names, frozen.
 
     Raises:
         AdapterswapError: an expert does not fit the model, or is a full checkpoint.
     """
     loaded: Any = model
-    for name, adapter in adapters_only(plan).experts.items():
+    plan.check_adapter()
+    for name, adapter in plan.adapters.items():
         loaded = load_expert(loaded, adapter, name)
     return loaded
 

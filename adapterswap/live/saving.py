@@ -16,7 +16,8 @@ from adapterswap.arithmetic.tensors import open_files, read_numbers
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule, open_adapter
 from adapterswap.live.inventory import Inventory, factors
-from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
 
 __all__ = ["plan_on_disk"]
 
@@ -34,7 +35,7 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
     """
     with ExitStack() as stack:
         experts = {}
-        for name, file in plan.experts.items():
+        for name, file in plan.adapters.items():
             experts[name] = file if _holds(file, name, inventory) else stack.enter_context(_saved(name, inventory))
         composition = plan.composition
         bases = {(adapter.config.base_model, adapter.config.revision): None for adapter in experts.values()}

@@ -37,9 +37,9 @@ class Switch:
 
 def why_not_live(plan: Plan) -> str | None:
     """Why a plan cannot be computed by switching adapters on and off; None if it can."""
-    nonlinear = next((module for module in plan if module.terms and not module.is_linear), None)
+    nonlinear = next((module for module in plan.modules.values() if module.terms and not module.is_linear), None)
     if nonlinear is not None:
-        return f"{nonlinear.rule.method} is not linear in the experts' ΔW, and needs tensors of its own"
+        return f"{nonlinear.method} is not linear in the experts' ΔW, and needs tensors of its own"
     if plan.composition.row_threshold is not None:
         return "a row threshold needs tensors of its own"
     if plan.saved:
@@ -67,7 +67,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
     for module in plan:
         layer = inventory.layers.get(module.name)
         for term in module.terms:
-            if (what := _mismatch(layer, term.expert, term.module.rank, term.module.scale)) is not None:
+            if (what := _mismatch(layer, term.expert, term.lora.rank, term.lora.scale)) is not None:
                 problems.add(
                     f"the adapter {term.expert!r} {what} at {module.name}",
                     f"Load the plan's expert under that name: composer.load_expert(folder, {term.expert!r})",

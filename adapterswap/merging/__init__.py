@@ -7,12 +7,13 @@ weights; knows nothing of how it was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.arithmetic.resolving import resolve
+from adapterswap.changes.copies import Carried, check_base
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
@@ -23,16 +24,13 @@ from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.merging.blocks import Entered
 from adapterswap.merging.companions import copy_companions
 from adapterswap.merging.computing import Rows
-from adapterswap.merging.copies import check_copies
-from adapterswap.merging.resolving import resolve_model
 from adapterswap.merging.shards import ModelForm, OutputShard, index_of, lay_out_model
 from adapterswap.merging.streaming import choose_devices, stream
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import ModelPlan, inputs_of
-from adapterswap.planning.model_planning import base_of, make_model_plan, merge_plan
-from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.making import base_of, make_plan, merge_plan
+from adapterswap.planning.plan import Plan
 from adapterswap.records.cards import merged_card
 from adapterswap.records.record import SourceRecord, adapter_source, checkpoint_source, composition_record
 from adapterswap.writing.folder import CARD, COMPOSED
@@ -52,7 +50,7 @@ class Merged:
         kept_share: the share of each adapter's rows that stays, where a threshold is asked for.
     """
 
-    plan: ModelPlan
+    plan: Plan
     form: ModelForm
     shards: tuple[OutputShard, ...]
     magnitudes: Mapping[str, float] = field(default_factory=dict)
@@ -65,14 +63,9 @@ class Merged:
         measured = {"magnitudes": dict(self.magnitudes), "kept_rows": dict(self.kept_share)}
         return {key: values for key, values in measured.items() if values}
 
-    @property
-    def inputs(self) -> list[str | Path | None]:
-        """Everything that is read, see `inputs_of`."""
-        return inputs_of(self.plan)
-
 
 def merge(
-    plan: Plan | ModelPlan | Adapter | str | Path,
+    plan: Plan | Adapter | str | Path,
     base_model: str | Path | None = None,
     *,
     out_path: str | Path,
@@ -106,7 +99,7 @@ def merge(
             device.
     """
     check_type(
-        plan, (Plan, ModelPlan, Adapter, str, Path), "plan",
+        plan, (Plan, Adapter, str, Path), "plan",
         "Pass a plan, as `compose` or `layer_swap` returns it, or an adapter: opened, a folder or a Hub id",
     )  # fmt: skip
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
@@ -135,27 +128,37 @@ def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None)
     return make_plan(composition, {name: adapter})
 
 
-def prepare_model(plan: Plan | ModelPlan, form: ModelForm, base_model: str | None = None) -> Merged:
+def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) -> Merged:
     """Find the numbers that the plan leaves open, and lay the shards out. Writes nothing.
 
     Raises:
         AdapterswapError: see `merge`.
     """
-    if isinstance(plan, Plan):
+    if not plan.is_model:
         base = base_of(plan, base_model)
         merge_plan(plan, base)  # tells of what does not fit before anything is read
         resolved = resolve(plan)
         full = merge_plan(resolved.plan, base)
-        check_copies(full)
-        return Merged(
-            full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share()
-        )
-    if base_model is not None and base_model != plan.composition.base_model:
-        composition = plan.composition.model_copy(update={"base_model": base_model})
-        plan = make_model_plan(composition, plan.experts)
-    full, magnitudes = resolve_model(plan)
-    check_copies(full)
-    return Merged(full, form, lay_out_model(full, form), magnitudes)
+    else:
+        if base_model is not None and base_model != plan.composition.base_model:
+            plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
+        resolved = resolve(plan)
+        full = resolved.plan
+    if full.base is not None:
+        check_base(
+            _copies(full), full.base, full.base.name,
+            effect="which PEFT would put in its place",
+            remedy="Give the base that it was trained on with `base_model`",
+        )  # fmt: skip
+    return Merged(full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share())
+
+
+def _copies(plan: Plan) -> Iterator[Carried]:
+    """The copies that experts carry of weights whose LoRA enters."""
+    for slot in plan:
+        for term in slot.low_rank:
+            if term.lora.base is not None and slot.base is not None:
+                yield Carried(term.expert, plan.adapters[term.expert], slot.name, term.lora.base, slot.base)
 
 
 def write_model(
@@ -170,7 +173,7 @@ def write_model(
     out_path = expand(out_path)
     plan, form = merged.plan, merged.form
     devices = choose_devices(device)
-    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=merged.inputs) as folder:
+    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
         copy_companions(plan, form, folder)
         entered = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
         index = index_of(plan, merged.shards, form)

@@ -14,9 +14,10 @@ from math import prod
 from pathlib import Path
 
 from adapterswap.arithmetic.tensors import Bytes, read_bytes, row_ranges
+from adapterswap.changes.kinds import Whole
 from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
 from adapterswap.planning.allocation import BASE
-from adapterswap.planning.parameters import LowRankTerm, ParameterPlan, Stored
+from adapterswap.planning.slots import Slot, Term
 
 __all__ = ["Block", "Entered", "Part", "Work", "read_blocks"]
 
@@ -26,16 +27,16 @@ _COMPUTED = 2**18  # elements of one that is computed, 1 MB in float32: both sta
 
 @dataclass(frozen=True)
 class Work:
-    """A tensor of the result: its plan, and its place in a file that is open for writing."""
+    """A tensor of the result: what becomes of it, and its place in a file that is open for writing."""
 
-    parameter: ParameterPlan
+    slot: Slot
     place: Tensor
     output: int
 
     @property
-    def copied(self) -> Stored | None:
+    def copied(self) -> Whole | None:
         """The tensor whose bytes are the result's."""
-        found = self.parameter.copied
+        found = self.slot.copied
         return found if found is not None and found.tensor.dtype == self.place.dtype else None
 
     @property
@@ -109,7 +110,7 @@ def read_blocks(work: Work, files: Mapping[Path, int], entered: Entered) -> Iter
     if work.copied is None:
         yield from _computed_blocks(work, _Reader(files, entered))
         return
-    owner, tensor = work.parameter.owner or BASE, work.copied.tensor
+    owner, tensor = work.slot.owner or BASE, work.copied.tensor
     for start, stop in row_ranges(tensor.nbytes, _COPIED):
         raw = read_bytes(files[work.copied.path], tensor, start, stop)
         yield Block(work, start, stop, (Part(owner, tensor, raw),), None, ())
@@ -117,17 +118,17 @@ def read_blocks(work: Work, files: Mapping[Path, int], entered: Entered) -> Iter
 
 
 def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
-    parameter = work.parameter
-    base = parameter.base if parameter.needs_base else None
+    slot = work.slot
+    base = slot.base if slot.needs_base else None
     rows, columns = work.matrix
-    step = max(1, _COMPUTED // columns) if parameter.is_linear else rows
+    step = max(1, _COMPUTED // columns) if slot.is_linear else rows
     for start, stop in row_ranges(rows, step):
         cut = (start * columns, stop * columns)
         # An expert on two sides is read, and hashed, once.
-        read = {term.expert: term.stored for term in parameter.whole}
-        parts = {expert: reader.elements(expert, stored, *cut) for expert, stored in read.items()}
-        whole = tuple(parts[term.expert] for term in parameter.whole)
-        factors = tuple(reader.factors(term) for term in parameter.low_rank) if start == 0 else ()
+        read = {term.expert: term.whole for term in slot.whole}
+        parts = {expert: reader.elements(expert, whole, *cut) for expert, whole in read.items()}
+        whole = tuple(parts[term.expert] for term in slot.whole)
+        factors = tuple(reader.factors(term) for term in slot.low_rank) if start == 0 else ()
         yield Block(work, start, stop, whole, reader.elements(BASE, base, *cut) if base else None, factors)
 
 
@@ -139,21 +140,21 @@ class _Reader:
         self._entered = entered
         self._digests: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
 
-    def elements(self, expert: str, stored: Stored, start: int, stop: int) -> Part:
+    def elements(self, expert: str, whole: Whole, start: int, stop: int) -> Part:
         """Elements `start` to `stop` of a tensor of an expert."""
-        tensor = stored.tensor
+        tensor = whole.tensor
         size = DTYPE_BYTES[tensor.dtype]
-        raw = read_bytes(self._files[stored.path], tensor, start * size, stop * size)
+        raw = read_bytes(self._files[whole.path], tensor, start * size, stop * size)
         self._digests[expert].update(raw.data)
         if stop * size == tensor.nbytes:
             self._entered.computed[expert, tensor.name] = (tensor, self._digests[expert].hexdigest())
         return Part(expert, tensor, raw)
 
-    def factors(self, term: LowRankTerm) -> tuple[Part, Part]:
+    def factors(self, term: Term) -> tuple[Part, Part]:
         """A and B, whole; an adapter is hashed as a file."""
-        file = self._files[term.path]
+        file = self._files[term.change.path]
         a, b = (
             Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
-            for tensor in (term.module.a, term.module.b)
+            for tensor in (term.lora.a, term.lora.b)
         )
         return a, b

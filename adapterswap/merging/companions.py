@@ -15,7 +15,7 @@ from typing import Any
 from adapterswap.experts.checkpoints import COMPANIONS, MODEL_CONFIG
 from adapterswap.files.smallfiles import exists, write_json
 from adapterswap.merging.shards import ModelForm
-from adapterswap.planning.model_plan import ModelPlan
+from adapterswap.planning.plan import Plan
 
 __all__ = ["copy_companions", "differing_tokenizers", "tokenizer_source"]
 
@@ -23,7 +23,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 _TOKENIZER = "tokenizer.json"
 
 
-def copy_companions(plan: ModelPlan, form: ModelForm, folder: Path) -> None:
+def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
     """Write config.json and copy the other small files into `folder`."""
     source = plan.skeleton.source.folder
     for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
@@ -35,12 +35,12 @@ def copy_companions(plan: ModelPlan, form: ModelForm, folder: Path) -> None:
         write_json(folder / MODEL_CONFIG, changed, allow_nan=True)  # Mamba's configs hold Infinity
 
 
-def tokenizer_source(plan: ModelPlan) -> str:
+def tokenizer_source(plan: Plan) -> str:
     """Whose config and tokenizer the result has: `base`, or an expert's name."""
-    return "base" if plan.base is not None else next(iter(plan.full))
+    return "base" if plan.base is not None else next(iter(plan.checkpoints))
 
 
-def differing_tokenizers(plan: ModelPlan) -> list[str]:
+def differing_tokenizers(plan: Plan) -> list[str]:
     """The full experts whose tokenizer.json is not the one that the result has, byte for byte."""
 
     def digest(folder: Path) -> str | None:
@@ -48,10 +48,10 @@ def differing_tokenizers(plan: ModelPlan) -> list[str]:
         return hashlib.sha256(path.read_bytes()).hexdigest() if exists(path) else None
 
     ours = digest(plan.skeleton.source.folder)
-    return [name for name, expert in plan.full.items() if digest(expert.source.folder) != ours]
+    return [name for name, expert in plan.checkpoints.items() if digest(expert.source.folder) != ours]
 
 
-def _config(config: Mapping[str, Any], plan: ModelPlan, form: ModelForm) -> dict[str, Any]:
+def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str, Any]:
     """config.json with the result's dtype and without a tie that no longer holds, nested language models included."""
     changed = dict(config)
     for key, value in config.items():

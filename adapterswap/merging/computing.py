@@ -20,7 +20,7 @@ from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, encode, 
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS
 from adapterswap.merging.blocks import Block, Part
-from adapterswap.planning.parameters import LowRankTerm, ParameterPlan, WholeTerm
+from adapterswap.planning.slots import Slot, Term
 
 __all__ = ["Done", "Rows", "compute", "needs_torch", "slerp_coefficients"]
 
@@ -66,12 +66,12 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
             yield Done(work.place.start + block.start, block.whole[0].raw)
             continue
         columns = work.matrix[1]
-        if work.parameter.is_linear:
-            if not needs_torch(work.parameter, device):
+        if work.slot.is_linear:
+            if not needs_torch(work.slot, device):
                 data = _averaged(block)
             else:
                 if block.start == 0:
-                    product = _product(work.parameter, block, device, kept_rows)
+                    product = _product(work.slot, block, device, kept_rows)
                 data = _linear(block, product, device)
         else:
             data = _nonlinear(block, kept_rows, seed)
@@ -95,34 +95,34 @@ def _tensor(part: Part, device: str) -> Any:
     return torch.from_numpy(part.raw).view(dtypes[part.tensor.dtype]).to(device).float()
 
 
-def _product(parameter: ParameterPlan, block: Block, device: str, kept_rows: Rows) -> _Product | None:
+def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product | None:
     """The factors of Σ c_i·s_i·B_i·A_i side by side, the way round in which the weight is stored."""
     import torch
 
     lefts, rights = [], []
-    for term, (a_part, b_part) in zip(parameter.low_rank, block.factors, strict=True):
+    for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
         a = _tensor(a_part, device).view(a_part.tensor.shape)
-        b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.module.scale)
-        rows = kept_rows.get((term.side, term.module.name))
+        b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.lora.scale)
+        rows = kept_rows.get((term.side, term.lora.name))
         if rows is not None:
             b *= torch.from_numpy(rows).to(device)[:, None]
         if not bool(torch.isfinite(b).all()):
-            raise too_large(term.module.name)
-        lefts.append(a.T if term.transposed else b)
-        rights.append(b.T if term.transposed else a)
+            raise too_large(term.lora.name)
+        lefts.append(a.T if term.low_rank.transposed else b)
+        rights.append(b.T if term.low_rank.transposed else a)
     return _Product(torch.cat(lefts, dim=1), torch.cat(rights, dim=0)) if lefts else None
 
 
-def needs_torch(parameter: ParameterPlan, device: str) -> bool:
+def needs_torch(slot: Slot, device: str) -> bool:
     """Whether a tensor that is computed is torch's work."""
-    return parameter.is_linear and (bool(parameter.low_rank) or device != "cpu")
+    return slot.is_linear and (bool(slot.low_rank) or device != "cpu")
 
 
 def _weighted(block: Block) -> list[tuple[float, Part]]:
     """The stored weights that enter, each with its coefficient; the base comes last."""
-    parameter = block.work.parameter
-    found = [(term.coefficient, part) for term, part in zip(parameter.whole, block.whole, strict=True)]
-    return found + ([(parameter.rest, block.base)] if block.base is not None else [])
+    slot = block.work.slot
+    found = [(term.coefficient, part) for term, part in zip(slot.whole, block.whole, strict=True)]
+    return found + ([(slot.rest, block.base)] if block.base is not None else [])
 
 
 def _averaged(block: Block) -> Bytes:
@@ -133,7 +133,7 @@ def _averaged(block: Block) -> Bytes:
             numbers *= np.float32(coefficient)
             total = numbers if total is None else np.add(total, numbers, out=total)
         assert total is not None
-    name, dtype = block.work.parameter.name, block.work.place.dtype
+    name, dtype = block.work.slot.name, block.work.place.dtype
     raw = encode(total, dtype)
     if not check_finite(raw, dtype):
         raise _overflow(name, dtype)
@@ -149,7 +149,7 @@ def _overflow(name: str, dtype: str) -> AdapterswapError:
 def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     import torch
 
-    parameter, place = block.work.parameter, block.work.place
+    slot, place = block.work.slot, block.work.place
     total: Any = None
     for coefficient, part in _weighted(block):
         numbers = _tensor(part, device)
@@ -164,62 +164,62 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     raw = total.reshape(-1).to(dtypes[place.dtype]).view(torch.uint8).cpu().numpy()
     if not check_finite(raw, place.dtype):
-        raise _overflow(parameter.name, place.dtype)
+        raise _overflow(slot.name, place.dtype)
     return np.asarray(raw)
 
 
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     """W_base and what the method makes of the experts' dense ΔW, of the whole tensor."""
-    parameter, place = block.work.parameter, block.work.place
+    slot, place = block.work.slot, block.work.place
     assert block.base is not None
     base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
-    across = any(term.transposed for term in parameter.low_rank)  # then all ΔW are turned to out×in
-    sides = parameter.rule.sides if parameter.rule else {}
+    across = any(term.low_rank.transposed for term in slot.low_rank)  # then all ΔW are turned to out×in
+    sides = slot.rule.sides if slot.rule else {}
     found: dict[str, Delta] = {}
 
-    def enter(term: WholeTerm | LowRankTerm, delta: Delta) -> None:
+    def enter(term: Term, delta: Delta) -> None:
         share = sides[term.side][term.expert]
         delta = delta if share == 1 else np.float32(share) * delta
         found[term.side] = found[term.side] + delta if term.side in found else delta
 
     with np.errstate(all="ignore"):  # what overflows is told of by `finite_bytes`
-        for whole, part in zip(parameter.whole, block.whole, strict=True):
+        for whole, part in zip(slot.whole, block.whole, strict=True):
             delta = decode(part.raw, part.tensor.dtype, place.shape) - base
             enter(whole, delta.T if across else delta)
-        for term, (a_part, b_part) in zip(parameter.low_rank, block.factors, strict=True):
+        for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
             a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
-            b *= np.float32(term.module.scale)
-            rows = kept_rows.get((term.side, term.module.name))
+            b *= np.float32(term.lora.scale)
+            rows = kept_rows.get((term.side, term.lora.name))
             enter(term, (b if rows is None else b * rows[:, None]) @ a)
-        merged = _combine(parameter, found, seed)
-        return finite_bytes(base + (merged.T if across else merged), place.dtype, parameter.name)
+        merged = _combine(slot, found, seed)
+        return finite_bytes(base + (merged.T if across else merged), place.dtype, slot.name)
 
 
-def _combine(parameter: ParameterPlan, found: Mapping[str, Delta], seed: int) -> Delta:
+def _combine(slot: Slot, found: Mapping[str, Delta], seed: int) -> Delta:
     """What the method makes of the sides' dense ΔW."""
-    rule = parameter.rule
+    rule = slot.rule
     assert rule is not None
-    sides = [side for side in parameter.weights if side in found]
+    sides = [side for side in slot.weights if side in found]
     deltas = [found[side] for side in sides]
-    if parameter.method == "slerp":
-        coefficients = slerp_coefficients(parameter, found)
+    if slot.method == "slerp":
+        coefficients = slerp_coefficients(slot, found)
         merged = np.zeros_like(deltas[0])
         for side, delta in zip(sides, deltas, strict=True):
             merged += np.float32(coefficients[side]) * delta
         return merged
-    name = parameter.module if parameter.name.endswith(".weight") else parameter.name
+    name = slot.module if slot.name.endswith(".weight") else slot.name
     masks = []
-    if parameter.method.startswith("dare"):
+    if slot.method.startswith("dare"):
         masks = [drop_mask(found[side].shape, rule.density, seed=seed, expert=side, module=name) for side in sides]
-    return merge_deltas(rule, deltas, [parameter.weights[side] for side in sides], masks or None)
+    return merge_deltas(rule, deltas, [slot.weights[side] for side in sides], masks or None)
 
 
-def slerp_coefficients(parameter: ParameterPlan, deltas: Mapping[str, Delta]) -> dict[str, float]:
+def slerp_coefficients(slot: Slot, deltas: Mapping[str, Delta]) -> dict[str, float]:
     """SLERP's coefficients for dense ΔW by side; t is the second side's share of the weights.
 
     The straight line is taken where a side does not change the tensor, as for adapters.
     """
-    rule = parameter.rule
+    rule = slot.rule
     assert rule is not None
     first, second = rule.blend or {}
     t = slerp_share(rule)

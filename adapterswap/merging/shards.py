@@ -16,7 +16,7 @@ from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.checkpoints import MODEL_INDEX, MODEL_WEIGHTS
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor, header_bytes
-from adapterswap.planning.model_plan import ModelPlan
+from adapterswap.planning.plan import Plan
 
 __all__ = ["ModelForm", "OutputShard", "index_of", "lay_out_model"]
 
@@ -72,18 +72,18 @@ class OutputShard:
         return max((place.stop for place in self.places.values()), default=len(self.header))
 
 
-def lay_out_model(plan: ModelPlan, form: ModelForm) -> tuple[OutputShard, ...]:
+def lay_out_model(plan: Plan, form: ModelForm) -> tuple[OutputShard, ...]:
     """The shards of a plan's result, in the order in which their tensors are made."""
-    dtypes = {parameter.name: form.dtype_of(parameter.dtype) for parameter in plan}
+    dtypes = {slot.name: form.dtype_of(slot.dtype) for slot in plan}
     groups = _own_shards(plan) if form.shard_bytes is None else _sized(plan, dtypes, form.shard_bytes)
     shards = []
     for name, members in groups.items():
-        header, places = header_bytes((key, dtypes[key], plan.parameters[key].shape) for key in members)
+        header, places = header_bytes((key, dtypes[key], plan.slots[key].shape) for key in members)
         shards.append(OutputShard(name, header, places))
     return tuple(shards)
 
 
-def index_of(plan: ModelPlan, shards: tuple[OutputShard, ...], form: ModelForm) -> dict[str, Any] | None:
+def index_of(plan: Plan, shards: tuple[OutputShard, ...], form: ModelForm) -> dict[str, Any] | None:
     """The content of model.safetensors.index.json; None where one file needs none."""
     theirs = plan.skeleton.source.folder / MODEL_INDEX
     kept = form.shard_bytes is None and exists(theirs)
@@ -97,26 +97,26 @@ def index_of(plan: ModelPlan, shards: tuple[OutputShard, ...], form: ModelForm) 
     }
 
 
-def _own_shards(plan: ModelPlan) -> dict[str, list[str]]:
+def _own_shards(plan: Plan) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
-    where = {name: parameter.path.name for name, parameter in plan.skeleton.parameters.items()}
+    where = {name: slot.path.name for name, slot in plan.skeleton.parameters.items()}
     last = next(iter(where.values()))
-    for key in plan.parameters:
+    for key in plan.slots:
         last = where.get(key, last)  # a head that has come apart follows its embedding
         groups.setdefault(last, []).append(key)
     return groups
 
 
-def _sized(plan: ModelPlan, dtypes: Mapping[str, str], limit: int) -> dict[str, list[str]]:
+def _sized(plan: Plan, dtypes: Mapping[str, str], limit: int) -> dict[str, list[str]]:
     """Tensors in their order, a new shard wherever the next one does not fit; a larger tensor has one of its own."""
     groups: list[list[str]] = [[]]
     size = 0
-    for parameter in plan:
-        nbytes = DTYPE_BYTES[dtypes[parameter.name]] * prod(parameter.shape)
+    for slot in plan:
+        nbytes = DTYPE_BYTES[dtypes[slot.name]] * prod(slot.shape)
         if groups[-1] and size + nbytes > limit:
             groups.append([])
             size = 0
-        groups[-1].append(parameter.name)
+        groups[-1].append(slot.name)
         size += nbytes
     if len(groups) == 1:
         return {MODEL_WEIGHTS: groups[0]}

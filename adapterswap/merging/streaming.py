@@ -15,14 +15,13 @@ from pathlib import Path
 from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.bases import choose_device
-from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.changes.kinds import Whole
 from adapterswap.files.tensorfile import TensorFile
 from adapterswap.merging.blocks import Entered, Work, read_blocks
 from adapterswap.merging.computing import Rows, compute, needs_torch
 from adapterswap.merging.shards import OutputShard
 from adapterswap.merging.workers import Stopped, work_off
-from adapterswap.planning.model_plan import ModelPlan
-from adapterswap.planning.parameters import Stored
+from adapterswap.planning.plan import Plan
 from adapterswap.writing.copying import write_at
 
 __all__ = ["choose_devices", "stream"]
@@ -47,7 +46,7 @@ def choose_devices(name: str) -> list[str]:
 
 
 def stream(
-    plan: ModelPlan,
+    plan: Plan,
     shards: Sequence[OutputShard],
     folder: Path,
     *,
@@ -78,10 +77,10 @@ def stream(
             output = stack.enter_context((folder / shard.name).open("xb", buffering=0))
             output.write(shard.header)
             output.truncate(shard.size)
-            for key in (key for key in plan.parameters if key in shard.places):
-                parameter = plan.parameters[key]
-                device = devices[(parameter.layer or 0) * len(devices) // plan.num_layers]
-                work = Work(parameter, shard.places[key], output.fileno())
+            for key in (key for key in plan.slots if key in shard.places):
+                slot = plan.slots[key]
+                device = devices[(slot.layer or 0) * len(devices) // plan.num_layers]
+                work = Work(slot, shard.places[key], output.fileno())
                 (computed if work.copied is None else copied).append((device, work))
 
         def carry_out(item: tuple[str, Work], stopped: Stopped) -> None:
@@ -92,12 +91,12 @@ def stream(
                 write_at(work.output, done.data, done.offset)
             progress()
 
-        with_torch = any(needs_torch(work.parameter, device) for device, work in computed)
+        with_torch = any(needs_torch(work.slot, device) for device, work in computed)
         if with_torch:  # importing it takes as long as copying a gigabyte: both at once
             threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
         workers = min(max(_WORKERS, 2 * len(devices)), cores())
-        if not all(work.parameter.is_linear for _, work in computed):
+        if not all(work.slot.is_linear for _, work in computed):
             workers = 1  # they are held whole
         if with_torch:
             stack.enter_context(torch_threads(cores() // workers))
@@ -105,17 +104,16 @@ def stream(
     return entered
 
 
-def _sources(plan: ModelPlan) -> list[TensorFile]:
+def _sources(plan: Plan) -> list[TensorFile]:
     """The files that hold what enters."""
     used: set[Path] = set()
-    for parameter in plan:
-        copied = parameter.copied
-        stored: list[Stored] = [copied] if copied else [term.stored for term in parameter.whole]
-        if parameter.base is not None and copied is None and parameter.needs_base:
-            stored.append(parameter.base)
-        used |= {found.path for found in stored} | {term.path for term in parameter.low_rank}
-    checkpoints = [expert for expert in plan.experts.values() if isinstance(expert, Checkpoint)]
-    checkpoints += [plan.base] if plan.base else []
+    for slot in plan:
+        copied = slot.copied
+        whole: list[Whole] = [copied] if copied else [term.whole for term in slot.whole]
+        if slot.base is not None and copied is None and slot.needs_base:
+            whole.append(slot.base)
+        used |= {part.path for part in whole} | {term.change.path for term in slot.low_rank}
+    checkpoints = [*plan.checkpoints.values(), *([plan.base] if plan.base else [])]
     known = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
     known += [adapter.file for adapter in plan.adapters.values()]
     return [file for file in known if file.path in used]

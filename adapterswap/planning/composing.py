@@ -17,11 +17,10 @@ from adapterswap.experts.opening import open_expert
 from adapterswap.experts.sources import is_hub_id
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.allocation import BASE
+from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.model_plan import AnyPlan
-from adapterswap.planning.model_planning import make_model_plan
-from adapterswap.planning.plan import make_plan
-from adapterswap.planning.plan_checks import check_names
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import as_composition
 
 __all__ = ["compose", "expert_name", "layer_swap", "own_name", "soup", "task_arithmetic"]
@@ -43,7 +42,7 @@ def layer_swap(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     base_model: str | None = None,
-) -> AnyPlan:
+) -> Plan:
     """Bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
 
     Layer l is the language's where l < b or l > L-1-u, the task's where l > b-1+t_b and l < L-u-t_u, and otherwise the
@@ -59,10 +58,10 @@ def layer_swap(
         base_model: the experts' base, where they name none or name it differently.
 
     Returns:
-        A `Plan`, or a `ModelPlan` where an expert is a full checkpoint.
+        The plan; one of full weights where an expert is a full checkpoint.
 
     Raises:
-        AdapterswapError: see `open_expert`, `Composition`, `make_plan` and `make_model_plan`.
+        AdapterswapError: see `open_expert`, `Composition` and `make_plan`.
     """
     zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
     given = {key: count for key, count in zones.items() if count is not None}
@@ -77,7 +76,7 @@ def soup(
     task_weight: float = 1.0,
     language_weight: float = 1.0,
     base_model: str | None = None,
-) -> AnyPlan:
+) -> Plan:
     """The weighted average of two experts' ΔW in every module; arguments and errors as for `layer_swap`."""
     return _two_sided("soup", task, language, task_weight, language_weight, num_layers, base_model)
 
@@ -92,7 +91,7 @@ def task_arithmetic(
     language_weight: float = 1.0,
     allow_negative: bool = False,
     base_model: str | None = None,
-) -> AnyPlan:
+) -> Plan:
     """λ·(w_task·ΔW_task + w_lang·ΔW_lang) in every module, with λ = `scale` (Ilharco et al. 2023).
 
     Arguments and errors as for `layer_swap`; negative weights (unlearning) need `allow_negative`.
@@ -103,7 +102,7 @@ def task_arithmetic(
     )  # fmt: skip
 
 
-def compose(composition: Composition | str, experts: Mapping[str, Expert] | None = None) -> AnyPlan:
+def compose(composition: Composition | str, experts: Mapping[str, Expert] | None = None) -> Plan:
     """Open the experts that a composition names and apply it to them.
 
     Args:
@@ -111,10 +110,10 @@ def compose(composition: Composition | str, experts: Mapping[str, Expert] | None
         experts: by name, where they are not (all) in `composition.experts`; these win.
 
     Returns:
-        A `Plan`, or a `ModelPlan` where an expert is a full checkpoint.
+        The plan; one of full weights where an expert is a full checkpoint.
 
     Raises:
-        AdapterswapError: see `open_expert`, `make_plan` and `make_model_plan`.
+        AdapterswapError: see `open_expert` and `make_plan`.
     """
     composition = as_composition(composition)
     check_type(
@@ -129,8 +128,7 @@ def compose(composition: Composition | str, experts: Mapping[str, Expert] | None
             with problems.collect():
                 opened[name] = _open(known[name])
     problems.raise_if_any()
-    adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
-    return make_plan(composition, adapters) if len(adapters) == len(opened) else make_model_plan(composition, opened)
+    return make_plan(composition, opened)
 
 
 def expert_name(reference: Expert, taken: Mapping[str, Any], fallback: str) -> str:
@@ -170,7 +168,7 @@ def _two_sided(
     num_layers: int | None,
     base_model: str | None,
     **options: Any,
-) -> AnyPlan:
+) -> Plan:
     for side, expert in (("task", task), ("language", language)):
         check_type(expert, (Adapter, Checkpoint, str, Path), side, "Pass a local folder, a Hub id or an opened expert")
     experts: dict[str, Expert] = {}

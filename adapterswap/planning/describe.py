@@ -8,24 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
+from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind, format_layers
 from adapterswap.experts.sources import public_name, same_base
-from adapterswap.planning.allocation import BASE, SPARSE_METHODS, BlendMethod, Rule
-from adapterswap.planning.modules import ModulePlan
+from adapterswap.planning.allocation import BASE, SPARSE_METHODS
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
 
 __all__ = [
     "Mark",
-    "absence_text",
     "blend_text",
-    "differing_bases",
-    "draw_strip",
     "error_text",
-    "ignored_modules",
     "marks",
-    "method_text",
-    "owner_label",
     "strip",
     "unusual",
 ]
@@ -47,18 +41,23 @@ class Mark:
 
 
 def marks(plan: Plan) -> list[Mark]:
-    """A mark for each module that lies in a layer."""
+    """A mark for each module that lies in a layer.
+
+    Of full weights, tensors that no expert changes are left out where another of their kind in the layer is changed.
+    """
+    changed = {(slot.layer, slot.kind) for slot in plan if slot.terms}
     found = []
-    for module in plan:
-        owner = owner_label(module.owner, module.rule)
-        if module.layer is not None:
-            found.append(Mark(module.layer, module.kind, owner, "" if owner else blend_of(module)))
+    for slot in plan:
+        hidden = slot.in_full or (plan.is_model and not slot.terms and (slot.layer, slot.kind) in changed)
+        if slot.layer is not None and not hidden:
+            owner = owner_label(slot)
+            found.append(Mark(slot.layer, slot.kind, owner, "" if owner else blend_of(slot)))
     return found
 
 
-def owner_label(owner: str | None, rule: Rule | None) -> str | None:
+def owner_label(slot: Slot) -> str | None:
     """What the strip calls the owner: an expert, `base`, or the average that the rule names; None for a blend."""
-    return owner or (rule.average_owner if rule else None)
+    return slot.owner or (slot.rule.average_owner if slot.rule else None)
 
 
 def strip(plan: Plan) -> str:
@@ -86,23 +85,27 @@ def draw_strip(found: Sequence[Mark], num_layers: int, experts: Collection[str])
 
 
 def unusual(plan: Plan) -> list[str]:
-    """What a reader should know beside the strip: modules outside the layers, and experts that lack a module."""
-    lines = [*differing_bases(plan.experts, plan.composition.base_model), *ignored_modules(plan.experts)]
+    """What a reader should know beside the strip: what lies outside the layers, and experts that lack a part."""
+    lines = [*differing_bases(plan.adapters, plan.composition.base_model), *ignored_modules(plan.adapters)]
     grouped: dict[tuple[str, str], list[int]] = {}
-    for saved in plan.saved.values():
-        what = _remark(saved) or owner_label(saved.owner, saved.rule) or blend_text(saved.weights)
-        lines.append(f"{saved.name} (trained in full): {what}")
-    for module in plan:
-        remark = _remark(module)
-        if module.layer is None:
-            lines.append(f"{module.name}: {remark or owner_label(module.owner, module.rule) or blend_of(module)}")
-        elif remark:
-            within = module.name.partition(f".{module.layer}.")[2]
-            grouped.setdefault((within, remark), []).append(module.layer)
+    for slot in plan.saved.values():
+        what = _remark(slot) or owner_label(slot) or blend_text(slot.weights)
+        lines.append(f"{slot.name} (trained in full): {what}")
+    for slot in plan.modules.values():
+        if slot.rule is None:
+            continue
+        remark = _remark(slot)
+        if slot.layer is None:
+            lines.append(f"{slot.name}: {remark or owner_label(slot) or blend_of(slot)}")
+        elif remark and not (plan.is_model and slot.kind == "other"):
+            within = slot.name.partition(f".{slot.layer}.")[2]
+            grouped.setdefault((within, remark), []).append(slot.layer)
     lines += [f"{name} in layers {format_layers(layers)}: {remark}" for (name, remark), layers in grouped.items()]
-    empty = set(range(plan.num_layers)) - {module.layer for module in plan}
-    if empty:
+    empty = set(range(plan.num_layers)) - {slot.layer for slot in plan.modules.values()}
+    if empty and not plan.is_model:
         lines.append(f"layers {format_layers(empty)}: no expert adapts them, so they stay as in the base")
+    if plan.untied:
+        lines.append("the head and the embedding were tied, and are not any more: tie_word_embeddings is false")
     return lines
 
 
@@ -137,19 +140,14 @@ def blend_text(coefficients: Mapping[str, float]) -> str:
     return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
 
 
-def blend_of(module: ModulePlan[LoraModule]) -> str:
-    """A module's blend in words, with its method and what its weights wait for."""
-    return method_text(module.rule, module.weights, module.rule.method)
-
-
-def method_text(rule: Rule | None, weights: Mapping[str, float], method: BlendMethod) -> str:
-    """A blend of a rule's sides in words, with its method and what its weights wait for."""
-    text = blend_text(weights)
+def blend_of(slot: Slot) -> str:
+    """A slot's blend of sides in words, with its method and what its weights wait for."""
+    text, rule = blend_text(slot.weights), slot.rule
     if rule is None:
         return text
-    if method != "linear":
-        kept = f" at density {rule.density:g}" if method in SPARSE_METHODS else ""
-        text = f"{method}({text}){kept}"
+    if slot.method != "linear":
+        kept = f" at density {rule.density:g}" if slot.method in SPARSE_METHODS else ""
+        text = f"{slot.method}({text}){kept}"
     return f"{text}, weighted by magnitude" if rule.weights else text
 
 
@@ -158,15 +156,13 @@ def error_text(error: float) -> str:
     return "< 0.001" if 0 < error < 0.0005 else f"{error:.3f}"
 
 
-def absence_text(weights: Mapping[str, float], absent: Sequence[str], *, stays: bool) -> str:
-    """What a rule asked for, and the experts that do not adapt the module; `stays` says that none does."""
-    asked = blend_text(weights) if len(weights) > 1 else next(iter(weights))
-    rest = "it stays as in the base" if stays else "its ΔW counts as zero"
-    return f"{asked}, but {' and '.join(absent)} does not adapt it: {rest}"
-
-
-def _remark(module: ModulePlan[LoraModule] | ModulePlan[FullModule]) -> str:
-    return absence_text(module.weights, module.absent, stays=not module.terms) if module.absent else ""
+def _remark(slot: Slot) -> str:
+    """What the rule asked for, and the experts that do not change the slot, if there are such."""
+    if not slot.absent:
+        return ""
+    wanted = blend_text(slot.weights) if len(slot.weights) > 1 else next(iter(slot.weights))
+    rest = "its ΔW counts as zero" if slot.terms else "it stays as in the base"
+    return f"{wanted}, but {' and '.join(slot.absent)} does not adapt it: {rest}"
 
 
 def _letters(names: Iterable[str]) -> dict[str, str]:

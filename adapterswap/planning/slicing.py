@@ -14,7 +14,8 @@ from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
 
 __all__ = ["slice_plan"]
 

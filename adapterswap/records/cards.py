@@ -12,8 +12,6 @@ from adapterswap.experts.sources import public_name
 from adapterswap.files.yamltext import dump_yaml
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.describe import error_text, strip, unusual
-from adapterswap.planning.model_describe import model_strip, model_unusual
-from adapterswap.planning.model_plan import ModelPlan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slicing import sliced_layers
 from adapterswap.records.record import CompositionRecord, SourceRecord
@@ -99,11 +97,15 @@ model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 """
 
 
-def merged_card(plan: ModelPlan, record: CompositionRecord) -> str:
+def merged_card(plan: Plan, record: CompositionRecord) -> str:
     """The model card as Markdown with the Hub's YAML front matter."""
     base = plan.base.source.name if plan.base else None
     sources = {name: str(expert.source) for name, expert in plan.experts.items()}
-    ids = [name for name in ([base] if base else [expert.source.name for expert in plan.full.values()]) if "/" in name]
+    ids = [
+        name
+        for name in ([base] if base else [expert.source.name for expert in plan.checkpoints.values()])
+        if "/" in name
+    ]
     front = {
         **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
         "library_name": "transformers",
@@ -111,7 +113,7 @@ def merged_card(plan: ModelPlan, record: CompositionRecord) -> str:
     }
     kinds = {name: "LoRA adapter" if name in plan.adapters else "full checkpoint" for name in plan.experts}
     experts = "\n".join(f"| {escaped(name)} | {escaped(sources[name])} | {kinds[name]} |" for name in plan.experts)
-    remarks = "".join(f"- {escaped(line)}\n" for line in [*_origins(record), *model_unusual(plan)])
+    remarks = "".join(f"- {escaped(line)}\n" for line in [*_origins(record), *unusual(plan)])
     return f"""---
 {dump_yaml(front).strip()}
 ---
@@ -128,7 +130,7 @@ Full weights{f" of {escaped(base)}" if base else ""}, composed from {len(sources
 Layers from bottom (left) to top (right):
 
 ```
-{model_strip(plan)}
+{strip(plan)}
 ```
 {f"{chr(10)}{remarks}" if remarks else ""}
 `adapterswap.json` says what every tensor came from, with SHA-256 hashes of the experts.

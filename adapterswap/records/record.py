@@ -25,8 +25,7 @@ from adapterswap.experts.layers import MAX_LAYERS
 from adapterswap.experts.sources import Source, is_hub_id, public_name
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.planning.allocation import BASE
-from adapterswap.planning.model_plan import AnyPlan, ModelPlan
-from adapterswap.planning.modules import coefficients
+from adapterswap.planning.plan import Plan
 from adapterswap.planning.slicing import sliced_layers
 
 __all__ = [
@@ -229,7 +228,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def composition_record(
-    plan: AnyPlan,
+    plan: Plan,
     experts: Mapping[str, SourceRecord],
     base: SourceRecord | None,
     *,
@@ -248,25 +247,21 @@ def composition_record(
     fields: dict[str, Any] = {
         "format": FORMAT, "kind": "adapter", "adapterswap_version": __version__, "num_layers": plan.num_layers,
     }  # fmt: skip
-    if isinstance(plan, ModelPlan):
+    if plan.is_model:
         named = plan.base.source if plan.base else None
         fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
-        parts = {part.name: coefficients(part) for part in plan}
-        has_norms = bool(plan.full)
     else:
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
-        parts = {part.name: coefficients(part) for part in [*plan, *plan.saved.values()]}
-        has_norms = False
         if (layers := sliced_layers(plan)) is not None:
             fields["slice"] = {"layers": layers}
     if base is not None:
         fields["base"] = base
     return CompositionRecord(
-        composition=plan.composition.settled(plan.num_layers, full=has_norms),
+        composition=plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints)),
         experts=dict(experts),
         rules=[RuleRecord.model_validate(rule.as_data()) for rule in plan.rules],
         output={key: value for key, value in output.items() if value is not None},
-        modules=parts,
+        modules={slot.name: slot.coefficients for slot in plan},
         **fields,
         **measured,
     )

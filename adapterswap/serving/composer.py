@@ -25,7 +25,8 @@ from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.sources import base_config
 from adapterswap.files.smallfiles import shown
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
 from adapterswap.records.record import FORMAT
 from adapterswap.serving.base_shapes import base_shapes, check_fits
 from adapterswap.serving.cache import Cache
@@ -107,7 +108,7 @@ class NamedComposer:
             )
         experts = {expert: self.open(expert) for expert in composition.expert_names}
         plan = make_plan(self._of_this_base(composition), experts, num_layers=self.num_layers)
-        if any(not module.is_linear for module in plan):
+        if any(not slot.is_linear for slot in plan):
             raise AdapterswapError(
                 f"{shown(name)}: {composition.method} is not low-rank, and too slow to reduce while a client waits",
                 "Write it with `adapterswap compose --max-rank`, and serve the result as an expert",
@@ -149,7 +150,7 @@ class NamedComposer:
             "names": self._names,
             "what": _what(plan),
             "experts": self._hashes(plan),
-            "configs": {name: adapter.config.sha256 for name, adapter in plan.experts.items()},
+            "configs": {name: adapter.config.sha256 for name, adapter in plan.adapters.items()},
         }
         return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -158,7 +159,7 @@ class NamedComposer:
         write_prepared(_for_any_engine(plan), path, hashes=self._hashes(plan))
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
-        return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.experts.items()}
+        return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.adapters.items()}
 
     @contextmanager
     def _hidden_paths(self) -> Iterator[None]:
@@ -201,8 +202,9 @@ class NamedComposer:
 def _what(plan: Plan) -> str:
     """What the plan makes of every module: equal for all spellings of one composition, whatever the experts hold."""
     modules = {}
-    for module in [*plan, *plan.saved.values()]:
+    for module in plan:
         rule, weights = module.rule, module.weights
+        assert rule is not None
         # Coefficients that wait for magnitudes or angles are divided by the sum of all weights later.
         total = (math.fsum(weights.values()) or 1.0) if rule.combines_sides and rule.normalizes else 1.0
         terms = [(term.expert, term.side, term.coefficient / total) for term in module.terms]
@@ -227,7 +229,7 @@ def _for_any_engine(plan: Plan) -> Prepared:
 
 def largest_rank(plan: Plan) -> int:
     """The rank of the plan's adapter where all modules have the same."""
-    return max((total_rank(module) for module in plan if module.terms), default=1)
+    return max((total_rank(module) for module in plan.modules.values() if module.terms), default=1)
 
 
 def _without(names: Mapping[str, str], problem: Problem) -> Problem:

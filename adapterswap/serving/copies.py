@@ -8,17 +8,16 @@ compositions.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
-from adapterswap.arithmetic.copies import is_one_weight, stored_weight
-from adapterswap.arithmetic.tensors import open_files
+from adapterswap.changes.copies import Carried, check_base
+from adapterswap.changes.kinds import Whole
+from adapterswap.changes.locating import find_tied_head, locate_all, with_head
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.experts.orientation import Orientation
 from adapterswap.files.smallfiles import expand, is_folder
-from adapterswap.files.tensorfile import FLOATS
-from adapterswap.planning.locating import find_tied_head, locate, with_head
 from adapterswap.serving.memo import Memo
 
 __all__ = ["check_copies"]
@@ -46,25 +45,19 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
     key = " ".join(["copies", *(f"{os.path.realpath(file.path)} {file.stamp}" for file in files)])
     if memo.get(key):
         return
-    _compare(adapter, base, name)
+    check_base(
+        _carried(adapter, base, name), base, "the base",
+        effect="which vLLM leaves out", remedy="Serve experts of this base model",
+    )  # fmt: skip
     memo.put(key, True)
 
 
-def _compare(adapter: Adapter, base: Checkpoint, name: str) -> None:
+def _carried(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Carried]:
     problems = Problems()
     stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
-    located = locate(name, adapter, stored, "the base", Orientation(base), problems)
-    with open_files([adapter.file, *base.shards]) as files:
-        for key, found in located.items():
-            copy, own = copies_in(adapter.file).get(found.module), stored[key]
-            if copy is None or own.tensor.dtype not in FLOATS:
-                continue
-            if not is_one_weight(
-                stored_weight(copy, files[adapter.file.path]), stored_weight(own.tensor, files[own.path])
-            ):
-                problems.add(
-                    f"{name} was trained on another {key} than the base has: it carries a copy ({copy.name}), which "
-                    "vLLM leaves out",
-                    "Serve experts of this base model",
-                )
+    located = locate_all({name: adapter}, stored, "the base", base, problems).get(name, {})
     problems.raise_if_any()
+    copies = copies_in(adapter.file)
+    for key, found in located.items():
+        if (copy := copies.get(found.module)) is not None:
+            yield Carried(name, adapter, key, copy, Whole.of(stored[key].path, stored[key].tensor))

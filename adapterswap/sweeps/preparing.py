@@ -20,7 +20,8 @@ from adapterswap.evaluation.tasks import check_task_names
 from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.identity import model_fingerprints, sha256_of
 from adapterswap.experts.layers import num_layers_in_config
-from adapterswap.planning.plan import Plan, make_plan
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
 from adapterswap.sweeps.judges import find_tasks

@@ -11,17 +11,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.arithmetic.copies import check_one_base
 from adapterswap.arithmetic.layout import lay_out
 from adapterswap.arithmetic.outputs import Form, Layout, Reduced
 from adapterswap.arithmetic.reduction import reduce
 from adapterswap.arithmetic.resolving import Resolved, resolve
+from adapterswap.changes.copies import check_one_base
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapter_config import check_written
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
-from adapterswap.planning.model_plan import AnyPlan, ModelPlan, adapters_only, inputs_of
 from adapterswap.planning.plan import Plan
 from adapterswap.records.cards import adapter_card
 from adapterswap.records.record import adapter_source, base_source, composition_record
@@ -56,7 +55,7 @@ class Prepared:
 
 
 def write_adapter(
-    plan: AnyPlan,
+    plan: Plan,
     out_path: str | Path,
     *,
     layout: Literal["exact", "portable"] = "exact",
@@ -87,11 +86,11 @@ def write_adapter(
             two experts carry different copies of a weight of their base; the plan leaves no module to write; a
             nonlinear method without a rank.
     """
-    check_type(plan, (Plan, ModelPlan), "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
+    check_type(plan, Plan, "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     form = Form(layout=layout, max_rank=max_rank, max_error=max_error)
-    plan = adapters_only(plan)
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(plan))  # before the work
+    plan.check_adapter()
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before the work
     return write_prepared(prepare(plan, form), out_path, overwrite=overwrite)
 
 
@@ -106,10 +105,10 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     Raises:
         AdapterswapError: see `write_adapter`.
     """
-    if not any(module.terms for module in plan):
+    if not any(slot.terms for slot in plan.modules.values()):
         raise AdapterswapError("every module stays as in the base, so there is nothing to write", "Change the layers")
     check_heads(plan)
-    check_one_base(plan)
+    check_one_base(plan.adapters)
     form = loadable_form(plan, form)
     resolved = resolve(with_loadable_names(plan))
     reduced = reduce(resolved, form, progress)
@@ -127,12 +126,12 @@ def write_prepared(
     is most of a swap's time. They are believed.
     """
     out_path, plan = expand(out_path), written.plan
-    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs_of(plan)) as folder:
+    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
         sha256 = write_tensors(plan, written.layout, folder / WEIGHTS, hashes)
         record = composition_record(
             plan,
-            {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.experts.items()},
-            base_source(plan.base) if plan.base else None,
+            {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
+            base_source(plan.base_source) if plan.base_source else None,
             output=asdict(written.form),
             measured=written.measured,
         )

@@ -12,23 +12,20 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.peft_config import is_fused
+from adapterswap.changes.kinds import LowRank
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_keys import factor_key
-from adapterswap.experts.adapters import FullModule, LoraModule
 from adapterswap.experts.checkpoints import MODEL_CONFIG
 from adapterswap.experts.layers import language_config
 from adapterswap.experts.sources import base_config, find_source
-from adapterswap.planning.modules import ModulePlan
+from adapterswap.planning.checks import TASK_HEADS
 from adapterswap.planning.plan import Plan
-from adapterswap.planning.plan_checks import TASK_HEADS
+from adapterswap.planning.slots import Slot, Term
 
 __all__ = ["check_heads", "loadable_form", "with_loadable_names"]
-
-_Module = TypeVar("_Module", LoraModule, FullModule)
 
 _OLD_PREFIX = "language_model."  # of multimodal models in transformers 4; a few audio models still have it
 
@@ -64,7 +61,7 @@ def with_loadable_names(plan: Plan) -> Plan:
         AdapterswapError: the experts have names of transformers 4, and the base is not at hand to match them with, or
             has no modules of these names.
     """
-    names = [*plan.modules, *plan.saved]
+    names = list(plan.slots)
     reference = plan.base_reference
     old = any(name.startswith(_OLD_PREFIX) for name in names)
     if not old and not _may_be_old(names, reference):
@@ -86,8 +83,7 @@ def with_loadable_names(plan: Plan) -> Plan:
         return plan  # the names of the text-only model with the same decoder, which PEFT loads into that
     return replace(
         plan,
-        modules={renamed[name]: _renamed(module, renamed[name]) for name, module in plan.modules.items()},
-        saved={renamed[name]: _renamed(module, renamed[name]) for name, module in plan.saved.items()},
+        slots={renamed[name]: _renamed(slot, renamed[name]) for name, slot in plan.slots.items()},
     )
 
 
@@ -106,9 +102,13 @@ def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
     return language_config(config) is not config or any(name.startswith("backbone.") for name in names)
 
 
-def _renamed(module: ModulePlan[_Module], name: str) -> ModulePlan[_Module]:
-    terms = tuple(replace(term, module=replace(term.module, name=name)) for term in module.terms)
-    return replace(module, name=name, terms=terms)
+def _renamed(slot: Slot, name: str) -> Slot:
+    def renamed(term: Term) -> Term:
+        if not isinstance(term.change, LowRank):
+            return term
+        return replace(term, change=replace(term.change, lora=replace(term.change.lora, name=name)))
+
+    return replace(slot, name=name, module=name, terms=tuple(map(renamed, slot.terms)))
 
 
 def loadable_form(plan: Plan, form: Form) -> Form:
@@ -120,11 +120,12 @@ def loadable_form(plan: Plan, form: Form) -> Form:
         AdapterswapError: the plan has LoRA on a module that PEFT would take for a part of the fused experts, or on only
             some of the experts of a layer; PEFT does not fuse the experts of this base, or its config is not at hand.
     """
-    fused = [name for name in plan.modules if is_fused(name)]
-    if not any(plan.modules[name].terms for name in fused):
+    modules = plan.modules
+    fused = [name for name in modules if is_fused(name)]
+    if not any(modules[name].terms for name in fused):
         return form
     remedy = "Merge the composition into the base with `adapterswap merge`, which does not depend on PEFT"
-    for module in plan:
+    for module in modules.values():
         if module.terms and module.name.rpartition(".")[2] in _FUSED and not is_fused(module.name):
             raise AdapterswapError(
                 f"{module.name} has LoRA beside LoRA on experts ({fused[0]}), and PEFT on transformers 5 takes it for "
@@ -145,7 +146,7 @@ def loadable_form(plan: Plan, form: Form) -> Form:
                 "a layer, fused into one parameter, all together or not at all",
                 remedy,
             )
-    _check_fusing(plan, next(name for name in fused if plan.modules[name].terms), remedy)
+    _check_fusing(plan, next(name for name in fused if modules[name].terms), remedy)
     return replace(form, layout="portable")
 
 
@@ -170,7 +171,7 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         layer = f"{module.partition('.experts.')[0]}.experts."
-        held = {name: part for adapter in plan.experts.values() for name, part in adapter.modules.items()}
+        held = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
         parts = [part for name, part in held.items() if name.startswith(layer)]
         tensors = {}
         for part in parts:

@@ -31,7 +31,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
     targets = _copy_targets(plan, layout, places)
     size = max((place.stop for place in places.values()), default=len(header))
     computed = [tensor for tensor in layout.tensors if not tensor.is_copied]
-    sources = [adapter.file for adapter in plan.experts.values()]
+    sources = [adapter.file for adapter in plan.adapters.values()]
     others = {piece.path for tensor in computed for piece in tensor.pieces}  # a base's shards
 
     def compute(tensor: OutputTensor) -> None:
@@ -49,7 +49,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
             name: workers.submit(
                 copy_and_hash, name, adapter.file, targets[name], output.fileno(), (known or {}).get(name)
             )
-            for name, adapter in plan.experts.items()
+            for name, adapter in plan.adapters.items()
         }
         hashes = {name: future.result() for name, future in hashing.items()}
         list(workers.map(compute, computed))

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.arithmetic import copies
 from adapterswap.bases import quiet_peft
+from adapterswap.changes import copies
 from adapterswap.live import LiveComposer, load_expert
 from live.conftest import assert_same_tensors, state_of, tensors_of, written_files
 

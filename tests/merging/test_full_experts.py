@@ -81,7 +81,7 @@ ZONES = [
 def test_algorithm_1(architecture: str, zones: dict[str, Any], model: Callable[..., Path], tmp_path: Path) -> None:
     task, language = model(architecture, seed=1), model(architecture, seed=2)
     plan = adapterswap.layer_swap(task, language, **zones)
-    assert isinstance(plan, adapterswap.ModelPlan)
+    assert plan.is_model
     assert plan.base is None
     merged = adapterswap.merge(plan, out_path=tmp_path / "out")
     wanted = algorithm_1(weights(task), weights(language), **zones)

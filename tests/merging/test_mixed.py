@@ -30,7 +30,7 @@ def test_an_adapter_and_a_full_checkpoint(
     math = expert(seed=1)
     swahili = model(seed=2)
     plan = adapterswap.layer_swap(math, swahili, **zones)
-    assert isinstance(plan, adapterswap.ModelPlan)
+    assert plan.is_model
     assert plan.base is not None
     out = math.parent / f"mixed-{len(zones)}"
     merged = weights(adapterswap.merge(plan, out_path=out, overwrite=True))
@@ -59,7 +59,7 @@ def test_methods_on_both_kinds(
     results = []
     for name, expert in (("mixed", math), ("whole", full)):
         plan = adapterswap.compose(composition, {"math": expert, "swahili": language})
-        assert isinstance(plan, adapterswap.ModelPlan)
+        assert plan.is_model
         results.append(prepare_model(plan, ModelForm()))
         write_model(results[-1], tmp_path / name)
     if options["method"] == "soup":

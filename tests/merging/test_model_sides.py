@@ -15,7 +15,7 @@ import adapterswap
 from adapterswap import Composition
 from adapterswap.checking.verifying import verify
 from adapterswap.merging import ModelForm, prepare_model, write_model
-from adapterswap.planning.model_describe import model_strip
+from adapterswap.planning.describe import strip
 from merging.conftest import by_peft, weights
 
 Dense = dict[str, np.ndarray]
@@ -86,8 +86,8 @@ def test_the_strip_names_a_side_as_one(base: Callable[..., Path], model: Callabl
     experts = {"math": model(seed=1), "code": model(seed=2), "swahili": model(seed=3)}
     composition = Composition(task=["math", "code"], language="swahili", bottom=2, top=1, norms="layer")
     plan = adapterswap.compose(composition, experts)
-    assert isinstance(plan, adapterswap.ModelPlan)
-    assert model_strip(plan).splitlines()[1:] == [
+    assert plan.is_model
+    assert strip(plan).splitlines()[1:] == [
         "layers  sscccs",
         "        c mean(code, math), s swahili",
     ]

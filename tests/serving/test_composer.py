@@ -19,8 +19,9 @@ from tolerances import close
 from transformers import AutoModelForCausalLM
 
 from adapterswap import AdapterswapError, open_adapter, open_checkpoint
-from adapterswap.arithmetic.copies import is_one_weight
-from adapterswap.serving import Cache, Manifest, NamedComposer, UnknownNameError, copies, read_manifest
+from adapterswap.changes import copies
+from adapterswap.changes.copies import is_one_weight
+from adapterswap.serving import Cache, Manifest, NamedComposer, UnknownNameError, read_manifest
 
 from .cases import COMPOSITIONS, PROMPTS
 from .conftest import LAYERS, Reference, load, make_expert

@@ -18,7 +18,7 @@ from adapterswap.bases import empty_model
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.plan import make_plan
+from adapterswap.planning.making import make_plan
 from adapterswap.planning.slicing import slice_plan
 from adapterswap.training import TrainRecipe, estimate, train
 from adapterswap.training.base import open_trainable

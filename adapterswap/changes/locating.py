@@ -11,30 +11,26 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from adapterswap.changes.kinds import LowRank, Whole
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.experts.adapters import Adapter, LoraModule
+from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, language_config
 from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.tying import tied_keys
-from adapterswap.files.tensorfile import Tensor
 
-__all__ = ["Located", "TiedHead", "find_tied_head", "locate", "with_head"]
+__all__ = ["Located", "TiedHead", "find_tied_head", "locate", "locate_all", "with_head"]
 
 _MEND = "Give the base that the experts adapt, with `base_model`"
 
 
 @dataclass(frozen=True)
 class Located:
-    """What an adapter has for one stored tensor: a LoRA module, or a tensor trained in full.
-
-    `module` is the module's name as PEFT has it; `transposed` says that the model stores the weight in×out.
-    """
+    """What an adapter does to one stored tensor; `module` is the module's name as PEFT has it."""
 
     module: str
-    part: LoraModule | Tensor
-    transposed: bool = False
+    change: LowRank | Whole
 
 
 @dataclass(frozen=True)
@@ -104,6 +100,22 @@ def with_head(parameters: Mapping[str, Parameter], tied: TiedHead | None) -> dic
     return found
 
 
+def locate_all(
+    adapters: Mapping[str, Adapter],
+    parameters: Mapping[str, Parameter],
+    where: str,
+    model: Checkpoint,
+    problems: Problems,
+) -> dict[str, dict[str, Located]]:
+    """What each adapter does to the stored tensors `parameters` of the model called `where`; see `locate`."""
+    orientation = Orientation(model)
+    found = {}
+    for name, adapter in adapters.items():
+        with problems.collect():
+            found[name] = locate(name, adapter, parameters, where, orientation, problems)
+    return found
+
+
 def locate(
     expert: str,
     adapter: Adapter,
@@ -112,7 +124,7 @@ def locate(
     orientation: Orientation,
     problems: Problems,
 ) -> dict[str, Located]:
-    """What `adapter` has for each stored tensor that it changes, by the tensor's name.
+    """What `adapter` does to each stored tensor that it changes, by the tensor's name.
 
     Args:
         expert: the adapter's name, and
@@ -148,7 +160,7 @@ def locate(
         ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (wanted, shape))
         if shape != wanted:
             continue
-        found[key] = Located(module.name, module, transposed)
+        found[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
     if missing:
         problems.add(f"{expert} adapts {and_more(missing)}, and {where} stores no such weight", _MEND)
     compare_shapes(ours, theirs, one=expert, other=f"{where} as stored", remedy=_MEND, problems=problems)
@@ -161,7 +173,7 @@ def locate(
                     f"{expert} holds {saved.name}.{parameter} in full, {list(tensor.shape)}, and {where} {told}", _MEND
                 )
                 continue
-            found[key] = Located(saved.name, tensor)
+            found[key] = Located(saved.name, Whole.of(adapter.file.path, tensor))
     return found
 
 

@@ -1,25 +1,27 @@
 """Copies of the base's weights that adapters carry: whether two of them are one weight.
 
 PEFT saves an embedding's or head's own weight beside its LoRA, and puts it over the base's when it loads the adapter:
-its result is copy + ΔW. So where copies differ, the adapters were trained on different bases. Compares a block at a
-time; writes nothing, and knows nothing of running models.
+its result is copy + ΔW. So where copies differ, or are not the base's own weight, adapters were trained on different
+bases. Compares a block at a time; writes nothing, and knows nothing of running models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.tensors import decode, encode, open_files, read_bytes, row_ranges
+from adapterswap.changes.kinds import Whole
 from adapterswap.errors import Problems
-from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
-from adapterswap.planning.plan import Plan
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
 
-__all__ = ["Weight", "check_one_base", "is_one_weight", "stored_weight"]
+__all__ = ["Carried", "Weight", "check_base", "check_one_base", "is_one_weight", "stored_weight"]
 
 _ELEMENTS = 2**22  # compared at a time
 _FINEST = ("F32", "F16", "BF16")  # the finer first
@@ -39,6 +41,23 @@ class Weight(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[int, int], Numbers]
+
+
+class Carried(NamedTuple):
+    """A copy that an expert carries of a weight of its base.
+
+    Attributes:
+        expert, adapter: who carries it.
+        name: the weight's key in the base.
+        copy: the copy, in the adapter's file.
+        own: the base's own weight.
+    """
+
+    expert: str
+    adapter: Adapter
+    name: str
+    copy: Tensor
+    own: Whole
 
 
 def stored_weight(tensor: Tensor, file: int) -> Weight:
@@ -76,14 +95,14 @@ def _rounded(numbers: Numbers, held_in: str, dtype: str) -> Numbers:
     return numbers if held_in == dtype else decode(encode(numbers, dtype), dtype, numbers.shape)
 
 
-def check_one_base(plan: Plan) -> None:
-    """Compare the copies that the plan's experts carry of the same weight, whether the plan takes them or not.
+def check_one_base(adapters: Mapping[str, Adapter]) -> None:
+    """Compare the copies that experts carry of the same weight, whether a plan takes them or not.
 
     Raises:
         AdapterswapError: two experts carry different copies, or see `is_one_weight`.
     """
     carried: dict[str, dict[str, Tensor]] = {}
-    for expert, adapter in plan.experts.items():
+    for expert, adapter in adapters.items():
         for module in adapter.modules.values():
             if module.base is not None:
                 carried.setdefault(module.name, {})[expert] = module.base
@@ -91,11 +110,9 @@ def check_one_base(plan: Plan) -> None:
     if not shared:
         return
     problems = Problems()
-    with open_files(adapter.file for adapter in plan.experts.values()) as files:
+    with open_files(adapter.file for adapter in adapters.values()) as files:
         for copies in shared.values():
-            found = {
-                expert: stored_weight(copy, files[plan.experts[expert].file.path]) for expert, copy in copies.items()
-            }
+            found = {expert: stored_weight(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()}
             # Two that are roundings of a third need not be of each other, so all are compared with the finest.
             first = min(found, key=lambda expert: _FINEST.index(found[expert].dtype))
             for expert, copy in found.items():
@@ -105,4 +122,34 @@ def check_one_base(plan: Plan) -> None:
                         f"of its own ({copies[expert].name}), and they differ",
                         "Compose experts of one base",
                     )
+    problems.raise_if_any()
+
+
+def check_base(carried: Iterable[Carried], base: Checkpoint, where: str, *, effect: str, remedy: str) -> None:
+    """Compare copies with the base's own weights, up to the rounding of the narrower of their dtypes.
+
+    Args:
+        carried: the copies.
+        base: the base, which messages call
+        where: this.
+        effect: what becomes of a copy, for messages: "which PEFT would put in its place".
+        remedy: what to do.
+
+    Raises:
+        AdapterswapError: an adapter carries another weight than the base has.
+    """
+    compared = [one for one in carried if one.own.tensor.dtype in FLOATS]
+    if not compared:
+        return
+    problems = Problems()
+    adapters = {one.adapter.file.path: one.adapter.file for one in compared}
+    with open_files([*adapters.values(), *base.shards]) as files:
+        for one in compared:
+            copy = stored_weight(one.copy, files[one.adapter.file.path])
+            if not is_one_weight(copy, stored_weight(one.own.tensor, files[one.own.path])):
+                problems.add(
+                    f"{one.expert} was trained on another {one.name} than {where} has: it carries a copy "
+                    f"({one.copy.name}), {effect}",
+                    remedy,
+                )
     problems.raise_if_any()

@@ -1,4 +1,4 @@
-"""What must hold before a plan is made: experts that belong together, rules that mean something.
+"""What must hold of a plan: experts that belong together, rules that mean something, tensors that can be computed with.
 
 Each function adds the mistakes that it finds to a `Problems`, so that all are told at once. Decides nothing else.
 """
@@ -6,23 +6,27 @@ Each function adds the mistakes that it finds to a `Problems`, so that all are t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from adapterswap.errors import Problems, did_you_mean
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, Kind, ends_of, format_layers, parse_layers
-from adapterswap.experts.shapes import compare_shapes
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, ends_of, format_layers, parse_layers
+from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.sources import same_base
+from adapterswap.files.tensorfile import FLOATS
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.modules import ModulePlan, needs_base
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
 
 __all__ = [
     "TASK_HEADS",
+    "check_architecture",
     "check_depth",
     "check_experts",
     "check_matches",
     "check_names",
+    "check_numbers",
     "check_rules",
     "check_saved",
     "check_used",
@@ -38,19 +42,14 @@ TASK_HEADS = {
 }
 
 
-class _Ruled(Protocol):
-    """What a rule was matched to: a module of adapters, or a stored tensor of a model."""
+# What two checkpoints of one architecture cannot differ in, where both configs say it.
+_ARCHITECTURE = (
+    "model_type", "hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads",
+    "head_dim", "num_hidden_layers", "n_layer", "num_local_experts", "num_experts", "tie_word_embeddings", "rope_theta",
+    "hidden_act", "sliding_window",
+)  # fmt: skip
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def layer(self) -> int | None: ...
-    @property
-    def kind(self) -> Kind: ...
-    @property
-    def asked(self) -> Mapping[str, float]: ...
-    @property
-    def rule(self) -> Rule | None: ...
+_ONE_BASE = "Give checkpoints that were fine-tuned from one base"
 
 
 def check_names(names: Sequence[str], known: Collection[str], problems: Problems) -> None:
@@ -170,58 +169,56 @@ def check_rules(rules: Sequence[Rule], num_layers: int, problems: Problems) -> N
 
 def check_matches(
     rules: Sequence[Rule],
-    plans: Sequence[_Ruled],
+    slots: Sequence[Slot],
     experts: Mapping[str, Adapter],
     problems: Problems,
 ) -> None:
     """A rule that takes nothing is a mistake; a slice that is asked for a layer that was cut away is another."""
-    matched = {id(plan.rule) for plan in plans}
     for rule in rules:
-        if id(rule) not in matched and not rule.optional:
-            problems.add(f"the rule `{rule}` matches no module that it could still have", _explain(rule, plans))
+        if not rule.optional and all(slot.rule is not rule for slot in slots):
+            problems.add(f"the rule `{rule}` matches no module that it could still have", _explain(rule, slots))
     for name, adapter in experts.items():
         if adapter.kept_layers is not None and any(rule.weights and name in rule.experts for rule in rules):
             problems.add(
                 f"{name} is a slice, and its magnitude is that of the whole expert",
                 "Give the whole expert, or explicit weights",
             )
-    for plan in plans:
-        for name in plan.asked:
+    for slot in slots:
+        for name in slot.requested:
             kept = experts[name].kept_layers if name in experts else None
-            if kept is not None and plan.layer is not None and plan.layer not in kept:
+            if kept is not None and slot.layer is not None and slot.layer not in kept:
                 problems.add(
-                    f"{name} is a slice with the layers {format_layers(kept)}, and is asked for layer {plan.layer}",
+                    f"{name} is a slice with the layers {format_layers(kept)}, and is asked for layer {slot.layer}",
                     "Give the whole expert, or other zones",
                 )
 
 
-def check_saved(
-    modules: Mapping[str, ModulePlan[LoraModule]],
-    saved: Mapping[str, ModulePlan[FullModule]],
-    composition: Composition,
-    problems: Problems,
-) -> None:
+def check_saved(slots: Sequence[Slot], composition: Composition, problems: Problems) -> None:
     """Full weights can be averaged among themselves; to mix them with no change, the base's own are needed."""
-    for name, plan in saved.items():
-        if name in modules:
+    low_rank = {slot.name for slot in slots if not slot.in_full}
+    for slot in slots:
+        if not slot.in_full or slot.rule is None:
+            continue
+        if slot.name in low_rank:
             problems.add(
-                f"{name} is trained in full (modules_to_save) by one expert, and by LoRA by another",
+                f"{slot.name} is trained in full (modules_to_save) by one expert, and by LoRA by another",
                 "Compose experts that adapt it in the same way",
             )
-        if plan.rule.method != "linear" or plan.rule.weights is not None:
+        if slot.rule.combines_sides:
             problems.add(
-                f"{name} is trained in full (modules_to_save), and cannot be blended by magnitude or by a method on ΔW",
-                "Give it explicit weights, in a rule of its own: {modules: [" + name + "], expert: NAME}",
+                f"{slot.name} is trained in full (modules_to_save), and cannot be blended by magnitude or by a method "
+                "on ΔW",
+                f"Give it explicit weights, in a rule of its own: {{modules: [{slot.name}], expert: NAME}}",
             )
-        elif needs_base(plan) and composition.base_model is None:
-            told = " and ".join(plan.absent) or "the base"
+        elif slot.terms and slot.needs_base and composition.base_model is None:
+            others = " and ".join(slot.absent) or "the base"
             problems.add(
-                f"{name} is to be averaged with {told}, which has the base's own weights there",
+                f"{slot.name} is to be averaged with {others}, which has the base's own weights there",
                 "Give the base's folder with `base_model`",
             )
 
 
-def _explain(rule: Rule, modules: Sequence[_Ruled]) -> str:
+def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
     if any(rule.matches(m.name, m.layer, m.kind) for m in modules):
         return "Earlier rules took them all: put it before them, or remove it"
     ends = sorted({m.name.removesuffix(".weight").rpartition(".")[2] for m in modules})
@@ -235,21 +232,72 @@ def silenced_experts(rules: Sequence[Rule]) -> set[str]:
     return {expert for rule in rules for expert in rule.experts if rule.blend and expert not in rule.coefficients()}
 
 
-def check_used(
-    names: Sequence[str],
-    rules: Sequence[Rule],
-    modules: Mapping[str, ModulePlan[LoraModule]],
-    composition: Composition,
-    problems: Problems,
-) -> None:
+def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
     """An expert that gives nothing is a mistake, unless zones of 0 layers or a weight of 0 ask for just that."""
+    composition = plan.composition
     if composition.bottom is not None and composition.top is not None and composition.allocation is None:
         return
-    used = {term.expert for module in modules.values() for term in module.terms}
-    silenced = silenced_experts(rules)
+    parts = [slot for slot in plan if not slot.in_full]
+    used = {term.expert for slot in parts for term in slot.terms} | silenced_experts(plan.rules)
     for name in names:
-        if name not in used | silenced and modules:
+        if name not in used and parts:
             problems.add(
-                f"the expert {name!r} gives no module to the result",
+                f"the expert {name!r} gives no {'tensor' if plan.is_model else 'module'} to the result",
                 "Leave it out, or give it layers and modules that it adapts",
+            )
+
+
+def check_architecture(first_name: str, first: Checkpoint, name: str, other: Checkpoint, problems: Problems) -> None:
+    """Whether two checkpoints hold the same tensors, in the same shapes, for the same architecture."""
+    for who, checkpoint in ((first_name, first), (name, other)):
+        if checkpoint.config.get("quantization_config"):
+            problems.add(
+                f"{who} is quantised (quantization_config), and its numbers cannot be averaged",
+                "Give the checkpoint in floating point numbers",
+            )
+    odd = [
+        key
+        for key in _ARCHITECTURE
+        if key in first.config and key in other.config and first.config[key] != other.config[key]
+    ]
+    if odd:  # which tensors differ follows from it
+        sizes = "; ".join(f"{key} is {first.config[key]} and {other.config[key]}" for key in odd)
+        problems.add(f"The configs of {first_name} and {name} differ: {sizes}", _ONE_BASE)
+        return
+    ours, theirs = first.parameters, other.parameters
+    for missing, has, lacks in (
+        (sorted(ours.keys() - theirs.keys()), first_name, name),
+        (sorted(theirs.keys() - ours.keys()), name, first_name),
+    ):
+        if missing:
+            problems.add(f"{has} holds {and_more(missing)}, and {lacks} does not", _ONE_BASE)
+    vocabulary = set()
+    for key in sorted(ours.keys() & theirs.keys()):
+        one_shape, two_shape = ours[key].tensor.shape, theirs[key].tensor.shape
+        if one_shape != two_shape and ours[key].layer is None and one_shape[1:] == two_shape[1:]:
+            vocabulary.add(key)
+            problems.add(
+                f"{key} is {list(one_shape)} in {first_name}, and {list(two_shape)} in {name}: their "
+                "vocabularies differ in size",
+                "Give both the same vocabulary first (resize_token_embeddings), or an adapter cut out of one",
+            )
+    words = (
+        {key: "×".join(map(str, held[key].tensor.shape)) for key in held if key not in vocabulary}
+        for held in (ours, theirs)
+    )
+    compare_shapes(*words, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
+
+
+def check_numbers(slots: Mapping[str, Slot], problems: Problems) -> None:
+    """Only floating point numbers can be added up; a shape must be a matrix for a product of factors."""
+    for slot in slots.values():
+        if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
+            continue
+        entering = [term.whole.tensor.dtype for term in slot.whole]
+        entering += [slot.dtype] + ([slot.base.tensor.dtype] if slot.base else [])
+        odd = next((dtype for dtype in entering if dtype not in FLOATS), None)
+        if odd is not None:
+            problems.add(
+                f"{slot.name} is {odd}, and only {', '.join(FLOATS)} can be blended or changed",
+                "Give it to one expert of the same dtype by a rule of its own, or save the checkpoint in another dtype",
             )

@@ -1,0 +1,146 @@
+"""The magnitude of an expert, by which weights may be divided: its mean absolute ΔW (Bandarkar et al. 2025).
+
+The mean is over all rows of all ΔW; a full checkpoint's ΔW are its matrices (norms and biases have no rows). A matrix
+has one row per output, as adapters count, and an embedding one per token. An average of adapters and checkpoints counts
+like a checkpoint. Reads a few rows at a time; writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.arithmetic.lowrank import concatenate, row_magnitudes
+from adapterswap.arithmetic.tensors import (
+    FactorReader,
+    factor_reader,
+    open_files,
+    read_elements,
+    read_factors,
+    row_ranges,
+    too_large,
+)
+from adapterswap.changes.kinds import Change, Whole
+from adapterswap.changes.locating import find_tied_head, locate_all, with_head
+from adapterswap.errors import Problems
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.orientation import Orientation
+from adapterswap.files.tensorfile import FLOATS, Tensor
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.plan import Plan
+
+__all__ = ["sides_magnitudes"]
+
+_ELEMENTS = 2**20  # read and compared at a time
+
+Delta = npt.NDArray[np.float32]
+
+
+def sides_magnitudes(plan: Plan) -> dict[str, float]:
+    """The mean absolute ΔW of each side whose weight depends on it.
+
+    Raises:
+        AdapterswapError: a side changes nothing, so there is nothing to divide its weight by; a tensor that is read
+            holds NaN or infinity, or a product overflows.
+    """
+    wanted: dict[str, Mapping[str, float]] = {}
+    for slot in plan:
+        if slot.rule is not None and slot.rule.weights:
+            wanted |= {side: slot.rule.sides[side] for side in slot.weights}
+    magnitudes = {side: _magnitude(shares, plan) for side, shares in wanted.items()}
+    problems = Problems()
+    for side in (side for side, magnitude in magnitudes.items() if magnitude == 0):
+        problems.add(
+            f"{side} changes nothing (its mean |ΔW| is 0, as in an untrained expert), and `weights: magnitude` divides "
+            "by that",
+            "Use a trained expert, or equal weights",
+        )
+    problems.raise_if_any()
+    return magnitudes
+
+
+def _magnitude(shares: Mapping[str, float], plan: Plan) -> float:
+    """The mean absolute ΔW of an expert, or of the average of several."""
+    adapters = {name: adapter for name, adapter in plan.adapters.items() if name in shares}
+    if len(adapters) == len(shares):
+        with factor_reader(adapters) as read:
+            return _adapters_magnitude(read, shares, adapters)
+    return _dense_magnitude(shares, plan, adapters)
+
+
+def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapters: Mapping[str, Adapter]) -> float:
+    """The magnitude of adapters, from their factors.
+
+    Of several experts it is the magnitude of their average, over the modules that any of them adapts.
+
+    Raises:
+        AdapterswapError: see `FactorReader`; or a product of factors overflows.
+    """
+    total, rows = 0.0, 0
+    held = {expert: adapters[expert].modules for expert in shares}
+    for name in dict.fromkeys(name for modules in held.values() for name in modules):
+        parts = [(share, read(expert, held[expert][name])) for expert, share in shares.items() if name in held[expert]]
+        with np.errstate(all="ignore"):
+            means = row_magnitudes(parts[0][1] if parts[0][0] == 1 else concatenate(parts))
+        if not np.isfinite(means).all():
+            raise too_large(name)
+        total, rows = total + float(means.sum()), rows + means.size
+    return total / rows
+
+
+def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[str, Adapter]) -> float:
+    """The magnitude of an average of which a full checkpoint is a part, from dense ΔW."""
+    base, full = plan.base, plan.checkpoints
+    assert base is not None  # a plan whose weights wait for magnitudes has one
+    orientation = Orientation(base)
+    tied = find_tied_head(base, adapters)
+    parameters = with_head(base.parameters, tied)
+    problems = Problems()
+    located = locate_all(adapters, parameters, "the base", base, problems)
+    problems.raise_if_any()
+    total, rows = 0.0, 0
+    shards = [shard for name in shares if name in full for shard in full[name].shards]
+    with open_files([*shards, *base.shards, *(adapter.file for adapter in adapters.values())]) as files:
+        for key, original in parameters.items():
+            stored = tied.embedding if tied and key == tied.head and key not in base.parameters else key
+            tensors = {name: full[name].parameters[stored] for name in shares if name in full}
+            dtypes = {original.tensor.dtype, *(parameter.tensor.dtype for parameter in tensors.values())}
+            if len(original.tensor.shape) < 2 or not dtypes <= set(FLOATS):
+                continue
+            parts = {name: found[key] for name, found in located.items() if key in found}
+            columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
+            outputs = columns if orientation.is_transposed(stored) else count
+            for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
+                theirs = _numbers(BASE, files[original.path], original.tensor, start, stop)
+                delta = np.zeros_like(theirs)
+                for name, parameter in tensors.items():
+                    ours = _numbers(name, files[parameter.path], parameter.tensor, start, stop)
+                    delta += np.float32(shares[name]) * (ours - theirs)
+                for name, part in parts.items():
+                    ours = _adapted(name, part.change, files, theirs, start, stop)
+                    delta += np.float32(shares[name]) * ours
+                total += float(np.abs(delta).sum(dtype=np.float64)) / (columns * count // outputs)
+            rows += outputs
+    return total / rows
+
+
+def _adapted(name: str, change: Change, files: Mapping[Path, int], base: Delta, start: int, stop: int) -> Delta:
+    """Rows of an adapter's ΔW, as the model stores the weight."""
+    if isinstance(change, Whole):
+        return _numbers(name, files[change.path], change.tensor, start, stop) - base
+    with np.errstate(all="ignore"):
+        a, b = read_factors(name, files[change.path], change.lora)
+        delta = np.asarray(a.T[start:stop] @ b.T if change.transposed else b[start:stop] @ a, np.float32)
+    if not np.isfinite(delta).all():
+        raise too_large(change.lora.name)
+    return delta
+
+
+def _numbers(name: str, file: int, tensor: Tensor, start: int, stop: int) -> Delta:
+    """Rows `start` to `stop`."""
+    columns = tensor.shape[-1]
+    return read_elements(name, file, tensor, start * columns, stop * columns).reshape(stop - start, columns)

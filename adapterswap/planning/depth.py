@@ -1,0 +1,106 @@
+"""The number of layers of the experts' base: from its config, never from the experts' modules.
+
+Knows configs of bases; knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.sources import (
+    Source,
+    at_revision,
+    base_config,
+    cached_base_config,
+    find_source,
+    public_name,
+)
+from adapterswap.files.smallfiles import expand, is_folder
+from adapterswap.planning.compositions import Composition
+
+__all__ = ["Depth", "find_num_layers", "settle_depth"]
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The base's number of layers, the base itself (see `Plan.base_source`), and a note where it was not checked."""
+
+    num_layers: int
+    base: Source | None = None
+    notes: tuple[str, ...] = ()
+
+
+def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: int | None) -> Depth:
+    """See `Depth`; `known` is what the model itself says.
+
+    Raises:
+        AdapterswapError: the composition's is not the base's, or there is none; see `find_num_layers`.
+    """
+    given, declared = composition.num_layers, composition.base_model
+    if given is None:
+        return Depth(known) if known else Depth(*find_num_layers(experts, declared))
+    base, found = ("the model", known) if known else _depth_on_this_machine(experts, declared)
+    is_local = declared is not None and not known and is_folder(expand(declared))
+    source = find_source(declared, [], what="base model") if declared and is_local else None
+    if found is None:
+        reach = f"This machine does not have the depth of {public_name(base)}" if base else "The experts name no base"
+        return Depth(given, source, (f"{reach}, so num_layers {given} could not be checked",))
+    if found != given:
+        raise AdapterswapError(
+            f"num_layers is {given}, and {base} has {found} layers",
+            "Leave `num_layers` out; pass `base_model` if that is another base than the experts'",
+        )
+    return Depth(given, source)
+
+
+def _depth_on_this_machine(experts: Mapping[str, Adapter], base_model: str | None) -> tuple[str | None, int | None]:
+    """The base and its number of layers; None for what is not known without the network."""
+    base = base_model or next((_reference(adapter) for adapter in experts.values() if adapter.config.base_model), None)
+    config = cached_base_config(base) if base else None
+    try:
+        return base, None if config is None else num_layers_in_config(config)
+    except AdapterswapError:  # an encoder and a decoder, whose depths may differ
+        return base, None
+
+
+def _reference(adapter: Adapter) -> str | None:
+    """The base that an adapter names, at its revision."""
+    name = adapter.config.base_model
+    return None if name is None else at_revision(name, adapter.config.revision)
+
+
+def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[int, Source]:
+    """The base's number of layers, from its config.json, never from the experts' modules; and the base.
+
+    Raises:
+        AdapterswapError: no base is named, it cannot be had, or its config does not say.
+    """
+    named: dict[str, str] = {}
+    for name, adapter in experts.items():
+        if (reference := _reference(adapter)) is not None:
+            named[name] = reference
+    if base_model is not None:
+        base, namer, mend = base_model, "`base_model`", "Correct it, or pass `num_layers`"
+    elif named:
+        namer, base = next(iter(named.items()))
+        namer, mend = f"{namer}'s adapter_config.json", "Pass `base_model` with the base's folder, or `num_layers`"
+    else:
+        raise AdapterswapError(
+            "the experts do not say which base model they adapt",
+            "Pass `num_layers`, or `base_model` with the base's folder",
+        )
+    try:
+        source, config = base_config(base)
+    except AdapterswapError as error:
+        told = error.problems[0].what
+        raise AdapterswapError(
+            f"the number of layers comes from the base that {namer} names, and {told}", mend
+        ) from None
+    found = num_layers_in_config(config)
+    if found is None:
+        raise AdapterswapError(f"the config of {base} does not say how many layers it has", "Pass `num_layers`")
+    return found, source

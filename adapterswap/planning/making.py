@@ -1,0 +1,315 @@
+"""Make plans: a composition applied to opened experts, and checked.
+
+Made from headers alone: no tensors, no torch. What rules apply to are the modules that adapters change or, where an
+expert is a full checkpoint, the stored tensors of the base. Knows nothing of files to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral
+
+from adapterswap.changes.kinds import Change, LowRank, Whole
+from adapterswap.changes.locating import Located, TiedHead, find_tied_head, locate_all, with_head
+from adapterswap.errors import AdapterswapError, Problems, check_type
+from adapterswap.experts.adapters import Adapter, by_layer
+from adapterswap.experts.checkpoints import Checkpoint, Parameter, open_checkpoint
+from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.sources import at_revision
+from adapterswap.planning.allocation import Rule
+from adapterswap.planning.checks import (
+    check_architecture,
+    check_depth,
+    check_experts,
+    check_matches,
+    check_names,
+    check_numbers,
+    check_rules,
+    check_saved,
+    check_used,
+)
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.depth import settle_depth
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.short_names import as_composition
+from adapterswap.planning.slots import Slot, Term
+
+__all__ = ["base_of", "make_plan", "merge_plan"]
+
+Expert = Adapter | Checkpoint
+
+_GIVE_BASE = "Give the base's folder or Hub id with `base_model`"
+
+
+def make_plan(
+    composition: Composition | str,
+    experts: Mapping[str, Expert],
+    *,
+    num_layers: int | None = None,
+    recorded: bool = False,
+) -> Plan:
+    """Apply a composition to opened experts.
+
+    Args:
+        composition: what is asked for, or its short name such as `math+swahili`.
+        experts: by the names that the composition uses; others are ignored. If one of them is a full checkpoint, the
+            plan is one of full weights.
+        num_layers: the base's number of layers, where you know it from the model itself. By default it comes from the
+            base's config; the composition's own is compared with that where the base is on this machine.
+        recorded: the composition and the order of the experts come from a record. Experts that give nothing to the
+            result were allowed then.
+
+    Raises:
+        AdapterswapError: with every mistake found: an expert that is missing, or of another base, shape, architecture
+            or vocabulary; a rule that matches nothing or names layers out of range; a module or tensor that no rule
+            covers; an expert that is never used; a base that is needed and not given.
+    """
+    composition = as_composition(composition)
+    check_type(experts, Mapping, "experts", "Pass a mapping from names to opened experts")
+    check_type(num_layers, (Integral, type(None)), "num_layers", "Pass a whole number such as 32")
+    problems = Problems()
+    names: Sequence[str] = composition.expert_names
+    if recorded:  # in the order of the record: the first expert gives the result what no rule decides
+        names = sorted(names, key=[*experts, *names].index)
+    for name in names:
+        if not isinstance(experts.get(name), Adapter | Checkpoint | None):
+            problems.add(
+                f"The expert {name!r} is of type {type(experts[name]).__name__}", "Open it first, with `open_expert`"
+            )
+    problems.raise_if_any()
+    check_names(names, experts, problems)
+    used = {name: experts[name] for name in names if name in experts}
+    check_experts({name: expert for name, expert in used.items() if isinstance(expert, Adapter)}, composition, problems)
+    if any(isinstance(expert, Checkpoint) for expert in used.values()):
+        plan = _plan_of_weights(composition, used, problems)
+    else:
+        plan = _plan_of_modules(composition, used, num_layers, problems)
+    if not recorded:
+        check_used(plan, names, problems)
+    problems.raise_if_any()
+    return plan
+
+
+def _plan_of_modules(
+    composition: Composition, experts: Mapping[str, Expert], num_layers: int | None, problems: Problems
+) -> Plan:
+    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
+    depth = None
+    with problems.collect():
+        depth = settle_depth(adapters, composition, num_layers)
+    problems.raise_if_any()
+    assert depth is not None
+    check_depth(adapters, depth.num_layers, problems)
+    problems.raise_if_any()
+    rules = composition.rules(depth.num_layers)
+    check_rules(rules, depth.num_layers, problems)
+    low_rank = by_layer({name: part for adapter in adapters.values() for name, part in adapter.modules.items()})
+    whole = by_layer({name: part for adapter in adapters.values() for name, part in adapter.saved.items()})
+    slots = [Slot(name, name, part.layer, part.kind, (), {}, None) for name, part in low_rank.items()]
+    saved = [Slot(name, name, part.layer, part.kind, (), {}, None, in_full=True) for name, part in whole.items()]
+    factors: dict[str, Mapping[str, Change]] = {
+        name: {module: LowRank(part, adapter.file.path) for module, part in adapter.modules.items()}
+        for name, adapter in adapters.items()
+    }
+    tensors: dict[str, Mapping[str, Change]] = {
+        name: {module: Whole(adapter.file.path, part.tensors) for module, part in adapter.saved.items()}
+        for name, adapter in adapters.items()
+    }
+    apart = composition.row_threshold is not None
+    filled = [*_filled(rules, slots, factors, problems, apart=apart), *_filled(rules, saved, tensors, problems)]
+    check_matches(rules, filled, adapters, problems)
+    check_saved(filled, composition, problems)
+    return Plan(
+        composition, rules, adapters, depth.num_layers, {slot.name: slot for slot in filled},
+        base_source=depth.base, notes=depth.notes,
+    )  # fmt: skip
+
+
+def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], problems: Problems) -> Plan:
+    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
+    full = {name: expert for name, expert in experts.items() if isinstance(expert, Checkpoint)}
+    if composition.row_threshold:
+        problems.add("row_threshold is for rows of adapters' ΔW, and an expert is a full checkpoint", "Leave it out")
+    problems.raise_if_any()
+    base = _open_base(composition, adapters)
+    skeleton_name, skeleton = ("the base", base) if base else next(iter(full.items()))
+    for name, checkpoint in full.items():
+        check_architecture(skeleton_name, skeleton, name, checkpoint, problems)
+    num_layers = _stored_depth(composition, skeleton_name, skeleton, problems)
+    check_depth(adapters, num_layers, problems)
+    rules = composition.rules(num_layers, full=True)
+    check_rules(rules, num_layers, problems)
+    tied = find_tied_head(skeleton, adapters)
+    stored = with_head(skeleton.parameters, tied)
+    located = locate_all(adapters, stored, skeleton_name, skeleton, problems)
+    problems.raise_if_any()
+    changes: dict[str, Mapping[str, Change]] = {
+        name: {key: found.change for key, found in parts.items()} for name, parts in located.items()
+    }
+    for name, checkpoint in full.items():
+        changes[name] = {key: _whole(checkpoint, key, tied) for key in stored}
+    slots = [_stored_slot(parameter, located.values(), base) for parameter in stored.values()]
+    filled = {slot.name: slot for slot in _filled(rules, slots, changes, problems)}
+    problems.raise_if_any()
+    filled, untied = _settle_head(filled, tied, adapters, skeleton)
+    check_matches(rules, list(filled.values()), adapters, problems)
+    check_numbers(filled, problems)
+    if base is None and (needing := [slot.name for slot in filled.values() if slot.needs_base or not slot.terms]):
+        more = f", like {len(needing) - 1} more" * (len(needing) > 1)
+        problems.add(f"{needing[0]} has a part of the base's own weights{more}", _GIVE_BASE)
+    return Plan(composition, rules, experts, num_layers, filled, is_model=True, base=base, untied=untied)
+
+
+def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, problems: Problems) -> int:
+    """The number of layers of full weights: by their config, or by the composition where that does not say."""
+    found = num_layers_in_config(skeleton.config)
+    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=-1)
+    num_layers = composition.num_layers or found
+    if num_layers is None:
+        problems.add(f"the config of {name} does not say how many layers it has", "Pass `num_layers`")
+    elif found not in (None, num_layers):
+        problems.add(f"num_layers is {num_layers}, and {name} has {found} layers", "Leave `num_layers` out")
+    elif found is None and num_layers != stored_layers:
+        problems.add(f"num_layers is {num_layers}, and {name} stores {stored_layers} layers", "Correct `num_layers`")
+    problems.raise_if_any()
+    assert num_layers is not None
+    return num_layers
+
+
+def _filled(
+    rules: Sequence[Rule],
+    slots: Iterable[Slot],
+    changes: Mapping[str, Mapping[str, Change]],
+    problems: Problems,
+    *,
+    apart: bool = False,
+) -> list[Slot]:
+    """The slots with what the first rule that matches makes of them.
+
+    Args:
+        rules: in order.
+        slots: without terms.
+        changes: by expert, and by the name of the slot.
+        problems: collects slots that no rule covers.
+        apart: keep averages apart where coefficients alone do not, as a row threshold needs it.
+    """
+    weights_of = [rule.side_weights() for rule in rules]
+    parts_of = [
+        rule.split(weights, apart=apart or rule.combines_sides) for rule, weights in zip(rules, weights_of, strict=True)
+    ]
+    filled: list[Slot] = []
+    uncovered: list[str] = []
+    for slot in slots:
+        name = f"{slot.module}.{slot.name.rpartition('.')[2]}" if slot.is_stored else slot.name
+        place = next((i for i, rule in enumerate(rules) if rule.matches(name, slot.layer, slot.kind)), None)
+        if place is None:
+            uncovered.append(slot.name)
+            continue
+        terms = tuple(
+            Term(expert, side, coefficient, changes[expert][slot.name])
+            for (side, expert), coefficient in parts_of[place].items()
+            if slot.name in changes.get(expert, {})
+        )
+        rule = rules[place]
+        filled.append(replace(slot, terms=terms, weights=weights_of[place], rule=rule, method=rule.method))
+    if uncovered:
+        more = f" and {len(uncovered) - 1} more" if len(uncovered) > 1 else ""
+        problems.add(
+            f"no rule covers {uncovered[0]}{more}", "End the allocation with a rule for all, such as {expert: NAME}"
+        )
+    return filled
+
+
+def _stored_slot(parameter: Parameter, located: Iterable[Mapping[str, Located]], base: Checkpoint | None) -> Slot:
+    """A stored tensor, which no rule has been applied to."""
+    key = parameter.name
+    module = next((found[key].module for found in located if key in found), parameter.module)
+    own = Whole.of(parameter.path, parameter.tensor) if base else None
+    return Slot(
+        key, module, parameter.layer, parameter.kind, (), {}, None,
+        dtype=parameter.tensor.dtype, shape=parameter.tensor.shape, base=own,
+    )  # fmt: skip
+
+
+def _whole(checkpoint: Checkpoint, key: str, tied: TiedHead | None) -> Whole:
+    """A full expert's tensor; for a head that it does not store, that of the embedding to which the head is tied."""
+    source = tied.embedding if tied and key == tied.head and key not in checkpoint.parameters else key
+    parameter = checkpoint.parameters[source]
+    return Whole.of(parameter.path, parameter.tensor)
+
+
+def base_of(plan: Plan, base_model: str | None = None) -> Checkpoint:
+    """The base of a plan of adapters: `base_model`, or the one that the experts or the composition name.
+
+    Raises:
+        AdapterswapError: none is named, or see `open_checkpoint`.
+    """
+    reference = base_model or plan.base_reference
+    if reference is None:
+        raise AdapterswapError("the experts do not say which base model they adapt", _GIVE_BASE)
+    return open_checkpoint(reference)
+
+
+def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
+    """The full weights that a plan of adapters means for its base.
+
+    Args:
+        plan: with its final coefficients; see `arithmetic.resolving.resolve`.
+        base: the base that the experts adapt.
+
+    Raises:
+        AdapterswapError: the base lacks a module, or has it in another shape or in other than floating point numbers.
+    """
+    problems = Problems()
+    check_architecture("the base", base, "the base", base, problems)
+    found = num_layers_in_config(base.config)
+    if found is not None and found != plan.num_layers:
+        problems.add(f"the plan is for {plan.num_layers} layers, and the base has {found}", "Give the experts' base")
+    tied = find_tied_head(base, plan.adapters)
+    stored = with_head(base.parameters, tied)
+    located = locate_all(plan.adapters, stored, "the base", base, problems)
+    problems.raise_if_any()
+    filled = {}
+    for key, parameter in stored.items():
+        having = {name: parts[key] for name, parts in located.items() if key in parts}
+        slot = _stored_slot(parameter, located.values(), base)
+        planned = plan.slots.get(slot.module) if having else None
+        if planned is not None:
+            terms = tuple(replace(t, change=having[t.expert].change) for t in planned.terms if t.expert in having)
+            method = "linear" if planned.is_linear else planned.method
+            slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
+        filled[key] = slot
+    filled, untied = _settle_head(filled, tied, plan.adapters, base)
+    check_numbers(filled, problems)
+    problems.raise_if_any()
+    return replace(plan, slots=filled, is_model=True, base=base, untied=untied)
+
+
+def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:
+    configs = [adapter.config for adapter in adapters.values() if adapter.config.base_model]
+    named = (at_revision(config.base_model, config.revision) for config in configs if config.base_model)
+    reference = composition.base_model or next(named, None)
+    if reference is None and adapters:
+        raise AdapterswapError(f"{next(iter(adapters))} does not say which base model it adapts", _GIVE_BASE)
+    return open_checkpoint(reference) if reference else None
+
+
+def _settle_head(
+    slots: dict[str, Slot], tied: TiedHead | None, adapters: Mapping[str, Adapter], skeleton: Checkpoint
+) -> tuple[dict[str, Slot], bool]:
+    """Whether the head comes apart from its embedding: not where every adapter in both ties them (PEFT's
+    `ensure_weight_tying`) with the same coefficients."""
+    if tied is None:
+        return slots, False
+    head, embedding = slots[tied.head], slots[tied.embedding]
+
+    def entering(slot: Slot) -> dict[tuple[str, str], float]:
+        return {(term.side, term.expert): term.coefficient for term in slot.terms}
+
+    together = entering(head) == entering(embedding) and all(
+        adapters[name].config.tied for _, name in entering(head) if name in adapters
+    )
+    if together and tied.head not in skeleton.parameters:
+        return {name: slot for name, slot in slots.items() if name != tied.head}, False
+    return slots, not together

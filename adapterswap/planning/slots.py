@@ -1,0 +1,168 @@
+"""What becomes of one module of an adapter, or of one stored tensor of a model: which changes enter, and how.
+
+    W' = Σ_whole c_i·W_i + (1 - Σ_whole c_i)·W_base + Σ_lora c_i·s_i·B_i·A_i
+
+is the linear form, since ΔW_i is W_i - W_base for weights trained in full, and s_i·B_i·A_i for LoRA. Pure data. Knows
+changes and rules; knows nothing of whole plans, nor of how a slot is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from adapterswap.changes.kinds import Change, LowRank, Whole
+from adapterswap.experts.adapters import LoraModule
+from adapterswap.experts.layers import Kind
+from adapterswap.planning.allocation import BASE, BlendMethod, Rule
+
+__all__ = ["Slot", "Term", "reweighted"]
+
+_NOTHING = 1e-12  # a coefficient of the base below this is a rounding of the experts' coefficients
+
+
+@dataclass(frozen=True)
+class Term:
+    """One expert's part in a slot: its coefficient c, and the change.
+
+    `side` is the average that the expert enters through, where the rule treats averages as wholes; else the expert.
+    """
+
+    expert: str
+    side: str
+    coefficient: float
+    change: Change
+
+    @property
+    def low_rank(self) -> LowRank:
+        """The change, where it is known to be low-rank."""
+        assert isinstance(self.change, LowRank)
+        return self.change
+
+    @property
+    def lora(self) -> LoraModule:
+        """The factors of a low-rank change."""
+        return self.low_rank.lora
+
+    @property
+    def whole(self) -> Whole:
+        """The change, where it is known to be one of whole weights."""
+        assert isinstance(self.change, Whole)
+        return self.change
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What becomes of one module, or of one stored tensor.
+
+    Attributes:
+        name: the module's full name, or the tensor's key in the output.
+        module: the module that it is, or belongs to, as adapters name it where one adapts it.
+        layer, kind: the module's.
+        terms: none leaves the base unchanged; a single one with coefficient 1 is a copy; all others are a blend.
+        weights: of the sides that the rule combines, before experts that do not change it were left out.
+        rule: the rule that matched. It says how a blend is computed, and whether coefficients still wait for tensors.
+            None where no expert changes a stored tensor.
+        method: how the terms are combined; linear where SLERP's coefficients are already known.
+        in_full: experts hold the module's weights whole (`modules_to_save`).
+        dtype, shape: as the model stores the tensor; empty for a module of an adapter.
+        base: the base's own tensor; None where the plan has none.
+    """
+
+    name: str
+    module: str
+    layer: int | None
+    kind: Kind
+    terms: tuple[Term, ...]
+    weights: Mapping[str, float]
+    rule: Rule | None
+    method: BlendMethod = "linear"
+    in_full: bool = False
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    base: Whole | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is a stored tensor of a model, and not a module of an adapter."""
+        return bool(self.dtype)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the result is a weighted sum of changes.
+
+        SLERP is one where all changes are low-rank, with coefficients that `resolve` finds; of stored tensors it is
+        computed whole.
+        """
+        return self.method == "linear" or (self.method == "slerp" and not self.is_stored)
+
+    @property
+    def requested(self) -> Mapping[str, float]:
+        """Each expert's coefficient by the rule, summed over its sides, before experts that lack it were left out."""
+        coefficients: dict[str, float] = {}
+        if self.rule is not None:
+            for (_, expert), coefficient in self.rule.split(self.weights, apart=self.rule.combines_sides).items():
+                coefficients[expert] = coefficients.get(expert, 0.0) + coefficient
+        return coefficients
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The experts that the rule asked for and that do not change it (their ΔW is zero)."""
+        present = {term.expert for term in self.terms}
+        return tuple(name for name in self.requested if name not in present)
+
+    @property
+    def owner(self) -> str | None:
+        """The expert whose change it gets as it is, `base` for no change, None for a blend."""
+        if not self.terms:
+            return BASE
+        alone = self.is_linear and len(self.terms) == 1 and self.terms[0].coefficient == 1
+        return self.terms[0].expert if alone else None
+
+    @property
+    def coefficients(self) -> str | dict[str, float]:
+        """What becomes of it as plain data: the owner's name, `base`, or each expert's coefficient."""
+        if self.owner is not None:
+            return self.owner
+        found: dict[str, float] = {}
+        for term in self.terms:
+            found[term.expert] = found.get(term.expert, 0.0) + term.coefficient
+        return found
+
+    @property
+    def whole(self) -> tuple[Term, ...]:
+        return tuple(term for term in self.terms if isinstance(term.change, Whole))
+
+    @property
+    def low_rank(self) -> tuple[Term, ...]:
+        return tuple(term for term in self.terms if isinstance(term.change, LowRank))
+
+    @property
+    def rest(self) -> float:
+        """The base's coefficient in the linear form, 1 - Σ_whole c_i."""
+        rest = 1 - math.fsum(term.coefficient for term in self.whole)
+        return rest if abs(rest) > _NOTHING else 0.0
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the base's own numbers enter."""
+        waits = self.rule is not None and self.rule.weights is not None and bool(self.terms)
+        return not self.is_linear or waits or self.rest != 0
+
+    @property
+    def copied(self) -> Whole | None:
+        """The tensor whose numbers are the result, unchanged; None where something is computed."""
+        if not self.terms:
+            return self.base
+        return self.terms[0].whole if self.owner is not None and self.whole else None
+
+
+def reweighted(terms: Sequence[Term], rule: Rule, weights: Mapping[str, float], *, apart: bool) -> tuple[Term, ...]:
+    """The terms with the coefficients that these weights of the sides give; experts without a term are left out."""
+    known = {term.expert: term for term in terms}
+    return tuple(
+        replace(known[expert], side=side, coefficient=coefficient)
+        for (side, expert), coefficient in rule.split(weights, apart=apart).items()
+        if expert in known
+    )
