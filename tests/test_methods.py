@@ -25,8 +25,8 @@ from tolerances import close, near, tolerance
 import adapterswap
 from adapterswap import AdapterswapError, Composition
 from adapterswap.arithmetic.approximation import approximate
+from adapterswap.arithmetic.dense import drop_mask, keep_largest
 from adapterswap.arithmetic.lowrank import Factors, inner, row_magnitudes, truncate
-from adapterswap.arithmetic.nonlinear import drop_mask, keep_largest, merge_deltas
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.reduction import dense_delta
 from adapterswap.arithmetic.resolving import resolve
@@ -292,7 +292,8 @@ def test_keep_largest_keeps_at_least_one() -> None:
 
 def test_weights_that_cancel_do_not_divide_by_zero() -> None:
     rule = Rule.model_validate({"blend": {"a": 1, "b": 1}, "method": "ties", "density": 1})
-    merged = merge_deltas(rule, [np.ones((2, 2), np.float32)] * 2, [1.0, -1.0])
+    ones = np.ones((2, 2), np.float32)
+    merged = rule.combine({"a": ones, "b": ones}, {"a": 1.0, "b": -1.0}, seed=0, module="m")
     assert np.isfinite(merged).all()
 
 

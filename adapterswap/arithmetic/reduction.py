@@ -16,7 +16,6 @@ import numpy.typing as npt
 from adapterswap.arithmetic.approximation import approximate
 from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora
 from adapterswap.arithmetic.lowrank import Factors, Truncated, concatenate, inner, truncate
-from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
 from adapterswap.arithmetic.outputs import Form, OutputTensor, Reduced
 from adapterswap.arithmetic.peft_config import written_scale
 from adapterswap.arithmetic.resolving import Resolved, side_factors
@@ -85,18 +84,13 @@ def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader)
 
 def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:
     """The module's ΔW' (out×in) by its rule's nonlinear method."""
-    rule, seed = module.rule, resolved.plan.composition.seed
+    rule = module.rule
     assert rule is not None
     deltas = {
         side: np.asarray(factors.b @ factors.a, np.float32)
         for side, factors in side_factors(module, read, resolved.kept_rows).items()
     }
-    masks = [
-        drop_mask(delta.shape, rule.density, seed=seed, expert=side, module=module.name)
-        for side, delta in deltas.items()
-        if rule.method.startswith("dare")
-    ]
-    return merge_deltas(rule, list(deltas.values()), [module.weights[side] for side in deltas], masks or None)
+    return rule.combine(deltas, module.weights, seed=resolved.plan.composition.seed, module=module.name)
 
 
 def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form) -> Reduced:

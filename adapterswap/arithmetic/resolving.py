@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.arithmetic.dense import slerp_share, slerp_weights
 from adapterswap.arithmetic.lowrank import Factors, concatenate, inner, row_magnitudes
 from adapterswap.arithmetic.magnitudes import sides_magnitudes
-from adapterswap.arithmetic.nonlinear import slerp_share, slerp_weights
 from adapterswap.arithmetic.tensors import FactorReader, factor_reader
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.plan import Plan
@@ -120,7 +120,7 @@ def _slerp(slot: Slot, rule: Rule, read: FactorReader) -> tuple[float, float]:
 
     Where a side lacks the module, the straight line between the two ΔW is taken.
     """
-    t = slerp_share(rule)
+    t = slerp_share(list((rule.blend or {}).values()))
     sides = side_factors(slot, read)
     if len(sides) < 2:
         return 1 - t, t

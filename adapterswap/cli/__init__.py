@@ -32,6 +32,7 @@ COMMANDS = {
     "diff": "Compare two adapters: distance and cosine of their ΔW.",
     "analyze": "Show where experts changed their base, layer by layer.",
     "suggest": "Propose layers for two experts, with the reasons.",
+    "methods": "List the methods that combine experts, with their parameters and references.",
     "train": "Train an expert from a recipe.",
     "recipes": "List, show, copy and check recipes.",
     "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",

@@ -14,6 +14,7 @@ import click
 
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note
+from adapterswap.methods.registry import BUILT_IN, names_of
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
@@ -24,9 +25,25 @@ __all__ = ["any_plan_from_options", "composition_from_options", "composition_opt
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_METHODS = [
-    "layer_swap", "soup", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp", "magnitude_prune",
-]  # fmt: skip
+
+class _MethodName(click.ParamType[str]):
+    """A method: one of ours, or one of an installed package, which is asked for only where it is named."""
+
+    name = "method"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join(names_of())}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in names_of() and value not in (known := names_of(packages=True)):
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, known))}.", param, ctx)
+        return str(value)
+
+
+def _having(parameter: str) -> str:
+    """The methods that have a parameter, for help texts."""
+    return ", ".join(name for name in names_of() if parameter in BUILT_IN[name].parameters)
+
 
 _OPTIONS = (
     click.option(
@@ -47,7 +64,7 @@ _OPTIONS = (
     ),
     click.option(
         "--method",
-        type=click.Choice(_METHODS),
+        type=_MethodName(),
         help="How experts are combined.  [default: layer_swap]",
     ),
     click.option(
@@ -66,10 +83,10 @@ _OPTIONS = (
         help="magnitude: weights are divided by each side's mean |ΔW|.  [default: equal]",
     ),
     click.option(
-        "--scale", type=float, metavar="λ", help="Factor of the sum (task_arithmetic, ties, dare).  [default: 1]"
+        "--scale", type=float, metavar="λ", help=f"Factor of the combined ΔW ({_having('scale')}).  [default: 1]"
     ),
-    click.option("--density", type=float, metavar="D", help="Share of ΔW that ties, dare and magnitude_prune keep."),
-    click.option("--seed", type=int, metavar="S", help="Seed of what dare drops.  [default: 0]"),
+    click.option("--density", type=float, metavar="D", help=f"Share of ΔW that is kept ({_having('density')})."),
+    click.option("--seed", type=int, metavar="S", help=f"Seed of what is dropped ({_having('seed')}).  [default: 0]"),
     click.option("--row-threshold", type=float, metavar="X", help="Rows of ΔW with a mean |ΔW| below X become zero."),
     click.option(
         "--partition", type=click.Choice(["A", "B", "C", "Z"]), help="Layers and modules of the second paper."

@@ -3,7 +3,7 @@
     W' = Σ c_i·W_i + (1 - Σ c_i)·W_base + [c_1·s_1·B_1, …]·[A_1; …]
 
 Products of factors, and everything on a GPU, are torch's. Averages of stored weights on the CPU are numpy's, which
-spares the import of torch, and so are nonlinear methods, which need a tensor whole (`arithmetic.nonlinear`). Knows
+spares the import of torch, and so are nonlinear methods, which need a tensor whole (`methods`). Knows
 blocks; reads and writes nothing.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas, slerp_share, slerp_weights
+from adapterswap.arithmetic.dense import slerp_share, slerp_weights
 from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS
@@ -199,19 +199,15 @@ def _combine(slot: Slot, found: Mapping[str, Delta], seed: int) -> Delta:
     """What the method makes of the sides' dense ΔW."""
     rule = slot.rule
     assert rule is not None
-    sides = [side for side in slot.weights if side in found]
-    deltas = [found[side] for side in sides]
+    deltas = {side: found[side] for side in slot.weights if side in found}
     if slot.method == "slerp":
         coefficients = slerp_coefficients(slot, found)
-        merged = np.zeros_like(deltas[0])
-        for side, delta in zip(sides, deltas, strict=True):
+        merged = np.zeros_like(next(iter(deltas.values())))
+        for side, delta in deltas.items():
             merged += np.float32(coefficients[side]) * delta
         return merged
     name = slot.module if slot.name.endswith(".weight") else slot.name
-    masks = []
-    if slot.method.startswith("dare"):
-        masks = [drop_mask(found[side].shape, rule.density, seed=seed, expert=side, module=name) for side in sides]
-    return merge_deltas(rule, deltas, [slot.weights[side] for side in sides], masks or None)
+    return rule.combine(deltas, slot.weights, seed=seed, module=name)
 
 
 def slerp_coefficients(slot: Slot, deltas: Mapping[str, Delta]) -> dict[str, float]:
@@ -222,7 +218,7 @@ def slerp_coefficients(slot: Slot, deltas: Mapping[str, Delta]) -> dict[str, flo
     rule = slot.rule
     assert rule is not None
     first, second = rule.blend or {}
-    t = slerp_share(rule)
+    t = slerp_share(list((rule.blend or {}).values()))
     if len(deltas) < 2:
         return {first: 1 - t, second: t}
     one, other = (deltas[name].reshape(-1).astype(np.float64) for name in (first, second))

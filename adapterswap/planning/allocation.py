@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_layers
 from adapterswap.files.yamlfiles import StrictModel
+from adapterswap.methods.method import NonlinearMethod, Settings
+from adapterswap.methods.registry import check_name, find_method, names_of
 
-__all__ = ["BASE", "LARGEST", "SPARSE_METHODS", "BlendMethod", "Rule", "check_weights"]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["BASE", "LARGEST", "BlendMethod", "Rule", "check_weights"]
 
 BASE = "base"  # the reserved name of the unchanged base model
 
@@ -23,14 +30,9 @@ LARGEST = 1e9  # of weights and factors, so that no sum of them overflows
 
 _KINDS = ("attention", "mlp", "other")
 
-# How a blend is computed from the experts' ΔW. All but linear and slerp are nonlinear in ΔW.
-BlendMethod = Literal["linear", "slerp", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
-SPARSE_METHODS = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
-_NORMALIZED = (
-    "linear",
-    "slerp",
-    "ties",
-)  # the methods whose weights are divided by their sum by default, as in mergekit
+_BLENDS = names_of(in_rules=True)
+BlendMethod = Annotated[str, AfterValidator(partial(check_name, in_rules=True))]
+"""The name of a method that combines a blend."""
 
 
 def _canonical_layers(value: Any) -> Any:
@@ -67,7 +69,7 @@ class Rule(StrictModel):
     weights: Literal["magnitude"] | None = Field(
         default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: as they are."
     )
-    method: BlendMethod = Field(default="linear", description="How a blend is computed from the experts' ΔW.")
+    method: BlendMethod = Field(default="linear", description=f"How a blend is computed: {', '.join(_BLENDS)}.")
     density: float = Field(default=1.0, gt=0, le=1, description="TIES, DARE, magnitude_prune: the share of ΔW kept.")
     lambda_: float = Field(
         default=1.0, alias="lambda", description="TIES, DARE, magnitude_prune: factor of the result."
@@ -98,8 +100,11 @@ class Rule(StrictModel):
                     f"{', '.join(sorted(extra)).rstrip('_')} belong to a `blend`, and the rule names an owner"
                 )
             return self
-        if self.method not in SPARSE_METHODS and (self.density != 1 or self.lambda_ != 1):
-            raise ValueError(f"density and lambda belong to {', '.join(SPARSE_METHODS)}, not to {self.method}")
+        parameters = find_method(self.method).parameters
+        for name, parameter, value in (("density", "density", self.density), ("lambda", "scale", self.lambda_)):
+            if parameter not in parameters and value != 1:
+                having = [method for method in _BLENDS if parameter in find_method(method).parameters]
+                raise ValueError(f"{name} belongs to {', '.join(having)}, not to {self.method}")
         if not abs(self.lambda_) <= LARGEST:
             raise ValueError(f"lambda is {self.lambda_:g}, which is not a finite number up to 1e9 in size")
         if self.weights and self.method != "linear":
@@ -126,7 +131,7 @@ class Rule(StrictModel):
 
     @property
     def normalizes(self) -> bool:
-        return self.method in _NORMALIZED if self.normalize is None else self.normalize
+        return find_method(self.method).normalizes if self.normalize is None else self.normalize
 
     def as_data(self) -> dict[str, Any]:
         """The rule as it is written in YAML or JSON, without defaults."""
@@ -197,6 +202,21 @@ class Rule(StrictModel):
     def coefficients(self) -> dict[str, float]:
         """`side_weights` by expert."""
         return {expert: coefficient for (_, expert), coefficient in self.split(self.side_weights()).items()}
+
+    def combine(
+        self, deltas: Mapping[str, npt.NDArray[np.float32]], weights: Mapping[str, float], *, seed: int, module: str
+    ) -> npt.NDArray[np.float32]:
+        """What the rule's method makes of the sides' dense ΔW of a module, where that is not a weighted sum.
+
+        Args:
+            deltas: by side, out×in.
+            weights: by side.
+            seed: of the composition.
+            module: the module's name.
+        """
+        method = find_method(self.method)
+        assert isinstance(method, NonlinearMethod)
+        return method.combine(deltas, weights, Settings(self.density, self.lambda_, self.normalizes, seed, module))
 
     @property
     def combines_sides(self) -> bool:

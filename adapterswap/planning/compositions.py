@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
 from adapterswap.files.smallfiles import expand_text
 from adapterswap.files.yamlfiles import StrictModel
-from adapterswap.planning.allocation import BASE, LARGEST, SPARSE_METHODS, Rule, check_weights
+from adapterswap.methods.registry import check_name, find_method, names_of
+from adapterswap.planning.allocation import BASE, LARGEST, Rule, check_weights
 
 __all__ = ["ZONES", "Composition", "Method", "Partition", "scaled_default"]
 
-Method = Literal[
-    "layer_swap", "soup", "task_arithmetic", "ties", "dare_linear", "dare_ties", "slerp", "magnitude_prune"
-]
+Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
+"""The name of a method that a composition may have."""
 Partition = Literal["A", "B", "C", "Z"]
 
 # The first paper's defaults, for its 32 layers.
@@ -35,7 +36,6 @@ ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _SIDED = {
     *ZONES, "task", "language", "task_weight", "language_weight", "weights", "scale", "density", "partition", "norms",
 }  # fmt: skip
-_SCALED = ("task_arithmetic", *SPARSE_METHODS)
 
 
 def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
@@ -55,7 +55,7 @@ class Composition(StrictModel):
     num_layers: int | None = Field(
         default=None, ge=1, le=MAX_LAYERS, description="The base's layers; by default from its config."
     )
-    method: Method = Field(default="layer_swap", description="How the experts are combined.")
+    method: Method = Field(default="layer_swap", description=f"How the experts are combined: {', '.join(names_of())}.")
     task: tuple[str, ...] = Field(default=("task",), description="The task expert, or several that are averaged first.")
     language: tuple[str, ...] = Field(
         default=("language",), description="The language expert, or several that are averaged first."
@@ -130,13 +130,14 @@ class Composition(StrictModel):
             raise ValueError(f"a partition is a layer swap, and the method is {self.method}")
         if self.method != "layer_swap" and "norms" in given:
             raise ValueError(f"norms belong to a layer swap, not to {self.method}, which treats all tensors alike")
-        if self.method not in _SCALED and self.scale != 1:
-            raise ValueError(f"scale belongs to {', '.join(_SCALED)}, not to {self.method}")
-        if self.method in SPARSE_METHODS and self.density is None:
+        parameters = find_method(self.method).parameters
+        for name, is_set in (("scale", self.scale != 1), ("density", self.density is not None)):
+            if is_set and name not in parameters:
+                having = [method for method in names_of() if name in find_method(method).parameters]
+                raise ValueError(f"{name} belongs to {', '.join(having)}, not to {self.method}")
+        if "density" in parameters and self.density is None:
             raise ValueError(f"{self.method} needs a density: the share of ΔW that it keeps, such as 0.5")
-        if self.method not in SPARSE_METHODS and self.density is not None:
-            raise ValueError(f"density belongs to {', '.join(SPARSE_METHODS)}, not to {self.method}")
-        if self.weights == "magnitude" and self.method in _SCALED:
+        if self.weights == "magnitude" and self.method not in ("layer_swap", "soup"):
             raise ValueError(f"magnitude weights belong to averages (layer_swap, soup), not to {self.method}")
         self._check_weights()
         self._check_rules()
@@ -169,7 +170,7 @@ class Composition(StrictModel):
 
     def _check_weights(self) -> None:
         weights = {"the task": self.task_weight, "the language": self.language_weight}
-        check_weights(weights, normalize=self.method not in _SCALED)
+        check_weights(weights, normalize="scale" not in find_method(self.method).parameters)
         if not 0 < abs(self.scale) <= LARGEST:
             raise ValueError(f"scale is {self.scale:g}, and must be a finite number other than 0, up to 1e9 in size")
         if self.allow_negative:
@@ -238,8 +239,10 @@ class Composition(StrictModel):
             scaled = {side: weight * self.scale for side, weight in self._combined().items()}
             return (_blended(scaled, normalize=False),)
         if self.method != "layer_swap":
-            options = {"method": self.method, "density": self.density, "lambda": self.scale}
-            return (_blended(self._combined(), **options),)
+            values = {"density": ("density", self.density), "scale": ("lambda", self.scale)}
+            parameters = find_method(self.method).parameters
+            options = dict(values[name] for name in parameters if name in values)
+            return (_blended(self._combined(), method=self.method, **options),)
         if self.partition:
             return self._partition_rules(num_layers)
         bottom, top, bottom_transition, top_transition = self.zones(num_layers)
@@ -269,8 +272,7 @@ class Composition(StrictModel):
             fields |= {"allocation"}
         else:
             fields |= {"task", "language", "task_weight", "language_weight", "weights", "partition"}
-            fields |= {"scale"} if self.method in _SCALED else set()
-            fields |= {"density"} if self.method in SPARSE_METHODS else set()
+            fields |= set(find_method(self.method).parameters) - {"seed"}
             if self.method == "layer_swap":
                 fields |= {"norms"} if full else set()
                 zones = {} if self.partition else dict(zip(ZONES, self.zones(num_layers), strict=True))
@@ -285,7 +287,7 @@ class Composition(StrictModel):
     def is_random(self) -> bool:
         """Whether the result depends on the seed."""
         methods = {self.method, *(rule.method for rule in self.allocation or ())}
-        return not methods.isdisjoint({"dare_linear", "dare_ties"})
+        return any("seed" in find_method(method).parameters for method in methods)
 
     def _partition_rules(self, num_layers: int) -> tuple[Rule, ...]:
         first, last = _PARTITION_COUNTS[self.partition or ""]

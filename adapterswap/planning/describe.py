@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind, format_layers
 from adapterswap.experts.sources import public_name, same_base
-from adapterswap.planning.allocation import BASE, SPARSE_METHODS
+from adapterswap.methods.registry import find_method
+from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
@@ -146,7 +147,7 @@ def blend_of(slot: Slot) -> str:
     if rule is None:
         return text
     if slot.method != "linear":
-        kept = f" at density {rule.density:g}" if slot.method in SPARSE_METHODS else ""
+        kept = f" at density {rule.density:g}" if "density" in find_method(slot.method).parameters else ""
         text = f"{slot.method}({text}){kept}"
     return f"{text}, weighted by magnitude" if rule.weights else text
 

@@ -10,6 +10,7 @@ import re
 from adapterswap import __version__
 from adapterswap.experts.sources import public_name
 from adapterswap.files.yamltext import dump_yaml
+from adapterswap.methods.registry import find_method
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.describe import error_text, strip, unusual
 from adapterswap.planning.plan import Plan
@@ -17,18 +18,6 @@ from adapterswap.planning.slicing import sliced_layers
 from adapterswap.records.record import CompositionRecord, SourceRecord
 
 __all__ = ["adapter_card", "escaped", "merged_card"]
-
-_METHODS = {
-    "layer_swap": "layer swapping (Bandarkar et al. 2025)",
-    "soup": "a model soup (Wortsman et al. 2022)",
-    "task_arithmetic": "task arithmetic (Ilharco et al. 2023)",
-    "ties": "TIES merging (Yadav et al. 2023)",
-    "dare_linear": "DARE (Yu et al. 2024)",
-    "dare_ties": "DARE with TIES' election of signs (Yu et al. 2024)",
-    "slerp": "spherical interpolation of ΔW (SLERP)",
-    "magnitude_prune": "magnitude pruning",
-}
-
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
 
@@ -39,7 +28,7 @@ def _how_composed(composition: Composition) -> str:
         return "rules for layers and modules"
     if composition.partition is not None:
         return f"layer swapping by partition {composition.partition} (Bandarkar & Peng 2025)"
-    return _METHODS[composition.method]
+    return find_method(composition.method).title
 
 
 def escaped(text: str) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.files.yamlfiles import validate
-from adapterswap.planning.allocation import BASE, SPARSE_METHODS
+from adapterswap.methods.registry import find_method
+from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.defaults import default_of, overlaps
@@ -189,8 +190,7 @@ def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
     composition = validate(
         {**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {told}" * bool(told)
     )
-    needs_bound = composition.method in SPARSE_METHODS
-    if needs_bound and not family.output:
+    if not find_method(composition.method).linear and not family.output:
         raise AdapterswapError(
             f"compositions: {name}: what {composition.method} makes is of no low rank, and a sweep judges adapters",
             "Give the family max_rank (such as the experts' rank, or twice that) or max_error",

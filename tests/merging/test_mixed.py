@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tolerances import close, near
 
 import adapterswap
-from adapterswap.arithmetic.nonlinear import drop_mask, merge_deltas
 from adapterswap.merging import ModelForm, prepare_model, write_model
 from adapterswap.planning.allocation import Rule
 from merging.conftest import by_peft, equal, loaded, save_like, weights
@@ -149,12 +148,9 @@ def test_nonlinear_methods_on_task_vectors(method: str, model: Callable[..., Pat
     original = weights(base)
     states = {"task": weights(task), "language": weights(language)}
     for name, tensor in original.items():
-        deltas = [(state[name] - tensor).numpy() for state in states.values()]
-        masks = [
-            drop_mask(delta.shape, 0.3, seed=5, expert=who, module=name.removesuffix(".weight"))
-            for who, delta in zip(states, deltas, strict=True)
-        ]
-        wanted = tensor.numpy() + merge_deltas(rule, deltas, [1.0, 1.0], masks if "dare" in method else None)
+        deltas = {who: (state[name] - tensor).numpy() for who, state in states.items()}
+        combined = rule.combine(deltas, {"task": 1.0, "language": 1.0}, seed=5, module=name.removesuffix(".weight"))
+        wanted = tensor.numpy() + combined
         np.testing.assert_array_equal(merged[name].numpy(), wanted, err_msg=name)
 
 

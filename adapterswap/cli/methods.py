@@ -1,0 +1,45 @@
+"""`adapterswap methods`: the registry of methods."""
+
+from __future__ import annotations
+
+import click
+
+from adapterswap.cli.printing import print_json, print_table
+from adapterswap.methods.registry import BUILT_IN, all_methods
+
+
+@click.command("methods")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with formulas.")
+def command(as_json: bool) -> None:
+    """List the methods that combine experts, with their parameters and references.
+
+    A linear method is exact in an adapter; what others make is reduced to a rank there (--max-rank, --max-error), and
+    is exact in full weights (adapterswap merge). Installed packages can add methods.
+    """
+    methods = all_methods()
+    if as_json:
+        print_json(
+            {
+                name: {
+                    "formula": method.formula,
+                    "parameters": list(method.parameters),
+                    "linear": method.linear,
+                    "normalizes": method.normalizes,
+                    "in_rules": method.in_rules,
+                    "as_composition": method.as_composition,
+                    "reference": method.reference,
+                    "built_in": name in BUILT_IN,
+                }
+                for name, method in methods.items()
+            }
+        )
+        return
+    from rich.table import Table
+
+    table = Table("method", "linear", "parameters", "reference", box=None, header_style="bold")
+    for name, method in methods.items():
+        table.add_row(name, "yes" if method.linear else "no", ", ".join(method.parameters) or "–", method.reference)
+    print_table(table)
+    click.echo()
+    for name, method in methods.items():
+        click.echo(f"{name}: {method.formula}")

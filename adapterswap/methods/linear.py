@@ -1,0 +1,54 @@
+"""Methods whose result is a weighted sum of the experts' ΔW, and the layer swap, which combines nothing itself.
+
+Their coefficients are in the plan (`planning`), so there is nothing to compute here but what they are.
+"""
+
+from __future__ import annotations
+
+from adapterswap.methods.method import Method
+
+__all__ = ["LayerSwap", "Linear", "Slerp", "Soup", "TaskArithmetic"]
+
+
+class LayerSwap(Method):
+    name = "layer_swap"
+    title = "layer swapping (Bandarkar et al. 2025)"
+    reference = "Bandarkar et al., ICLR 2025, arXiv:2410.01335"
+    formula = "outer layers from the language expert, the middle from the task expert, averages in transitions"
+    normalizes = True
+    in_rules = False
+
+
+class Linear(Method):
+    name = "linear"
+    title = "a weighted sum"
+    reference = "Wortsman et al., ICML 2022, arXiv:2203.05482"
+    formula = "Σ c_i·ΔW_i, with c_i = w_i/Σw, or w_i with `normalize: false`"
+    normalizes = True
+    as_composition = False
+
+
+class Soup(Method):
+    name = "soup"
+    title = "a model soup (Wortsman et al. 2022)"
+    reference = "Wortsman et al., ICML 2022, arXiv:2203.05482"
+    formula = "Σ w_i·ΔW_i / Σ w_i"
+    normalizes = True
+    in_rules = False
+
+
+class TaskArithmetic(Method):
+    name = "task_arithmetic"
+    title = "task arithmetic (Ilharco et al. 2023)"
+    reference = "Ilharco et al., ICLR 2023, arXiv:2212.04089"
+    formula = "λ·Σ w_i·ΔW_i"
+    parameters = ("scale",)
+    in_rules = False
+
+
+class Slerp(Method):
+    name = "slerp"
+    title = "spherical interpolation of ΔW (SLERP)"
+    reference = "Shoemake, SIGGRAPH 1985"
+    formula = "sin((1-t)Ω)/sin Ω·ΔW_1 + sin(tΩ)/sin Ω·ΔW_2, with t = w_2/(w_1 + w_2) and Ω the angle between the two"
+    normalizes = True

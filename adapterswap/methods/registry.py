@@ -1,0 +1,123 @@
+"""The methods that there are: our own, and those that installed packages add.
+
+A package adds one by an entry point of the group `adapterswap.methods` that names a subclass of `NonlinearMethod`:
+
+    [project.entry-points."adapterswap.methods"]
+    keep_positive = "my_package:KeepPositive"
+
+Packages are asked only for a name that is not one of ours, or for the whole list.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING
+
+from adapterswap.errors import AdapterswapError, did_you_mean, reason_of
+from adapterswap.methods.linear import LayerSwap, Linear, Slerp, Soup, TaskArithmetic
+from adapterswap.methods.method import PARAMETERS, Method, NonlinearMethod
+from adapterswap.methods.sparse import DareLinear, DareTies, MagnitudePrune, Ties
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["BUILT_IN", "all_methods", "check_name", "find_method", "names_of"]
+
+GROUP = "adapterswap.methods"
+
+BUILT_IN: dict[str, Method] = {
+    method.name: method
+    for method in (
+        LayerSwap(), Soup(), TaskArithmetic(), Ties(), DareLinear(), DareTies(), Slerp(), MagnitudePrune(), Linear(),
+    )
+}  # fmt: skip
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def find_method(name: str) -> Method:
+    """The method called `name`.
+
+    Raises:
+        AdapterswapError: there is none, or the package that adds it does not add a sound one.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    found = _added()
+    if name not in found:
+        known = [*BUILT_IN, *found]
+        remedy = did_you_mean(name, known, f"Choose among {', '.join(known)}")
+        raise AdapterswapError(f"There is no method {name!r}", remedy)
+    return _loaded(name)
+
+
+def check_name(name: str, *, in_rules: bool) -> str:
+    """`name`, if it is a method of rules, or of whole compositions.
+
+    Raises:
+        ValueError: it is not; as validators of fields raise.
+    """
+    try:
+        method = find_method(name)
+    except AdapterswapError as error:
+        raise ValueError("; ".join(f"{problem.what}. {problem.mend}" for problem in error.problems)) from None
+    if not (method.in_rules if in_rules else method.as_composition):
+        where = "rules" if in_rules else "whole compositions"
+        raise ValueError(f"{name!r} is no method of {where}: choose among {', '.join(names_of(in_rules=in_rules))}")
+    return name
+
+
+def all_methods() -> dict[str, Method]:
+    """Every method by name: our own, then those of installed packages.
+
+    Raises:
+        AdapterswapError: a package adds one that is not sound.
+    """
+    return BUILT_IN | {name: _loaded(name) for name in sorted(_added())}
+
+
+def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
+    """The names that a composition may give as its method, or with `in_rules` a rule's blend.
+
+    `packages` adds what installed packages call theirs, which are not loaded for it.
+    """
+    own = [name for name, method in BUILT_IN.items() if (method.in_rules if in_rules else method.as_composition)]
+    return [*own, *sorted(_added())] if packages else own
+
+
+@cache
+def _added() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points  # here, since `adapterswap compose -h` does without it
+
+    return {found.name: found for found in entry_points(group=GROUP) if found.name not in BUILT_IN}
+
+
+@cache
+def _loaded(name: str) -> Method:
+    entry = _added()[name]
+    where = f"The entry point {name} = {entry.value!r} of {GROUP}"
+    remedy = "Correct or uninstall the package that adds it"
+    try:
+        kind = entry.load()
+    except Exception as error:  # whatever a package's own code raises
+        raise AdapterswapError(f"{where} cannot be loaded: {reason_of(error)}", remedy) from error
+    if not (isinstance(kind, type) and issubclass(kind, NonlinearMethod)):
+        raise AdapterswapError(f"{where} is not a subclass of NonlinearMethod", remedy)
+    if getattr(kind, "name", None) != name or not _NAME.fullmatch(name):
+        raise AdapterswapError(
+            f"{where} has the name {getattr(kind, 'name', None)!r}",
+            "Give the class and the entry point one name of lower-case letters, digits and _",
+        )
+    if lacking := [
+        field for field in ("title", "reference", "formula") if not isinstance(getattr(kind, field, None), str)
+    ]:
+        raise AdapterswapError(f"{where} does not say its {lacking[0]}", remedy)
+    if unknown := [parameter for parameter in kind.parameters if parameter not in PARAMETERS]:
+        raise AdapterswapError(
+            f"{where} has the parameter {unknown[0]!r}", f"A method may have {', '.join(PARAMETERS)}"
+        )
+    try:
+        return kind()
+    except TypeError as error:  # `combine` is not defined, or the class wants arguments
+        raise AdapterswapError(f"{where} cannot be used: {reason_of(error)}", remedy) from error
