@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import note, print_json, print_table, progress_bar
+from adapterswap.cli.printing import note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ def command(
     else:
         _print(tables, changes, pairs)
     if out_path is not None:
-        note(f"written to {out_path}")
+        note_output(out_path)
 
 
 def _open(references: tuple[str, ...]) -> dict[str, Adapter | Checkpoint]:
@@ -126,7 +126,7 @@ def _print_count(count: dict[str, int], *, as_json: bool) -> None:
     else:
         for name, matrices_there in count.items():
             click.echo(f"{name}: {matrices_there} matrices")
-    note("nothing measured (--dry-run)")
+    note_dry_run("measured")
 
 
 def _content(tables: list[FractionTable], changes: list[Changes], pairs: list[Interference]) -> dict[str, Any]:

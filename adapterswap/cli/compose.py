@@ -8,7 +8,7 @@ import click
 
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
+from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.arithmetic.outputs import Form, Layout
@@ -145,7 +145,7 @@ def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     for one, other in _same(plan):
         note(f"Warning: {one} and {other} are one folder, so the composition takes everything from one expert")
     _print_numbers(written)
-    note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+    note_output(out_path, dry_run=dry_run)
 
 
 def _same(plan: Plan) -> list[tuple[str, str]]:

@@ -5,8 +5,6 @@ Started by torchrun or `accelerate launch`, each process runs this; one of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +12,7 @@ import click
 from adapterswap.cli.composition_options import composition_options, plan_from_options
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import note, print_json, print_table, progress_lines
+from adapterswap.cli.printing import count_bar, note, note_dry_run, note_output, print_json, print_table
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
@@ -128,7 +126,7 @@ def command(
     with (
         together(device) as processes,
         load_subject(base, adapter=source, **what, device=device, dtype=dtype) as model,
-        _bar(shown=processes.main) as advance,
+        count_bar("requests", shown=processes.main, first_line="answering {total} requests") as advance,
     ):
         _phase("building the prompts")
         result = evaluate(model, base.tokenizer, names, settings, processes=processes, on_progress=advance)
@@ -142,7 +140,7 @@ def command(
         _print(result)
     _remarks(result, settings.max_gen_toks)
     if out_path is not None:
-        note(f"written to {out_path}")
+        note_output(out_path)
 
 
 def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dict[str, Any]) -> Plan | None:
@@ -167,30 +165,6 @@ def _settings(options: dict[str, Any]) -> Settings:
             raise click.UsageError(f"--gen-kwargs {text!r} is not key=value,key=value.")
         chosen["gen_kwargs"] = simple_parse_args_string(text)
     return Settings(**chosen)
-
-
-@contextmanager
-def _bar(*, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, or lines where that is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    if not (shown and console.is_terminal):
-        report = progress_lines("requests")
-
-        def advance(done: int, total: int) -> None:
-            if shown and done == 0:
-                note(f"answering {total} requests")
-            elif shown:
-                report(done, total)
-
-        yield advance
-        return
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("requests", total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 def _phase(what: str) -> None:
@@ -224,7 +198,7 @@ def _dry_run(
     for task in previews:
         if task.room is not None and task.max_gen_toks is not None and task.room < task.max_gen_toks:
             note(f"{task.name}: the longest prompt leaves {task.room} tokens to an output of up to {task.max_gen_toks}")
-    note("nothing evaluated (--dry-run)")
+    note_dry_run("evaluated")
 
 
 def _table(*columns: str) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import note, print_json, print_table, progress_lines
+from adapterswap.cli.printing import count_bar, note, note_output, print_json, print_table
 from adapterswap.experts.layers import format_layers
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def command(
 
     if rank is None and max_error is None:
         raise click.UsageError("Give --rank, --max-error, or both.")
-    with _bar() as advance:
+    with count_bar("extracting") as advance:
         found = extract(
             full, base_model, out_path, rank=rank, max_error=max_error, dry_run=dry_run, progress=advance, **options
         )
@@ -63,21 +61,6 @@ def command(
         print_json(_as_json(found, out_path, dry_run))
     else:
         _print(found, max_error, out_path, dry_run)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, or lines where that is not a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield progress_lines("extracting")
-        return
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("extracting", total=None)
-        yield lambda done, total: progress.update(bar, completed=done, total=total)
 
 
 def _as_json(found: Extraction, out_path: str, dry_run: bool) -> dict[str, Any]:
@@ -121,7 +104,7 @@ def _print(found: Extraction, max_error: float | None, out_path: str, dry_run: b
             f"Warning: {worst.name} misses {worst.error:.2%} of its ΔW, for the --rank that is allowed "
             "or the rounding of its factors. Raise --rank, or give --dtype float32."
         )
-    note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+    note_output(out_path, dry_run=dry_run)
 
 
 def _rows(found: Extraction) -> list[tuple[str, ...]]:

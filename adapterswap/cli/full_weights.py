@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.printing import human_bytes, note, print_json, progress_bar
+from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.merging import Merged
@@ -86,4 +86,4 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
         note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
     for name, share in merged.kept_share.items():
         note(f"{name}: {share:.1%} of its rows are kept")
-    note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+    note_output(out_path, dry_run=dry_run)

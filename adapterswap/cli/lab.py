@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import note, print_json, print_table
+from adapterswap.cli.printing import live_bars, note, note_dry_run, note_output, print_json, print_table
 
 if TYPE_CHECKING:
     from adapterswap.lab import LabPlan
@@ -67,7 +67,7 @@ def command(
     else:
         print_table(*tables(study))
         click.echo(CAVEAT)
-    note(f"written to {out_path}: report.html, results.json, answers.jsonl, pictures, each seed's models")
+    note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
 
 
 def _print_plan(expected: LabPlan) -> None:
@@ -81,32 +81,27 @@ def _print_plan(expected: LabPlan) -> None:
     }
     for label, text in lines.items():
         click.echo(f"{label:<12}{text}")
-    note("nothing trained (--dry-run)")
+    note_dry_run("trained")
 
 
 @contextmanager
 def _progress(seeds: int) -> Iterator[Callable[[int, str, float], None]]:
     """A bar per seed on stderr; where that is no terminal, a line whenever a seed begins something else."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        told: dict[int, str] = {}
-
-        def tell_lines(seed: int, what: str, done: float) -> None:
-            if told.get(seed) != what:
-                told[seed] = what
-                note(f"seed {seed}: {what}")
-
-        yield tell_lines
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        tasks = [progress.add_task(f"seed {seed}: waiting", total=1.0, start=False) for seed in range(seeds)]
+    with live_bars(*columns) as bars:
+        tasks = (
+            [bars.add_task(f"seed {seed}: waiting", total=1.0, start=False) for seed in range(seeds)] if bars else []
+        )
+        printed: dict[int, str] = {}
 
         def tell(seed: int, what: str, done: float) -> None:
-            progress.start_task(tasks[seed])
-            progress.update(tasks[seed], description=f"seed {seed}: {what}", completed=done)
+            if bars is not None:
+                bars.start_task(tasks[seed])
+                bars.update(tasks[seed], description=f"seed {seed}: {what}", completed=done)
+            elif printed.get(seed) != what:
+                printed[seed] = what
+                note(f"seed {seed}: {what}")
 
         yield tell

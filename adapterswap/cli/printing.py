@@ -8,11 +8,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-__all__ = ["human_bytes", "note", "print_json", "print_table", "progress_bar", "progress_lines"]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.progress import Progress, ProgressColumn
+
+__all__ = [
+    "count_bar",
+    "human_bytes",
+    "live_bars",
+    "note",
+    "note_dry_run",
+    "note_output",
+    "print_json",
+    "print_table",
+    "progress_bar",
+]
 
 LINE_EVERY_S = 10.0  # where nobody watches a bar, such as in a log
 
@@ -26,6 +41,25 @@ def print_json(content: Any) -> None:
 def note(text: str) -> None:
     """A remark to the person at the terminal, on stderr."""
     click.echo(text, err=True)
+
+
+def note_dry_run(undone: str = "written") -> None:
+    """The last line of a dry run, after what the command would have done: written, measured, trained."""
+    note(f"nothing {undone} (--dry-run)")
+
+
+def note_output(out_path: str | Path, contents: str = "", *, dry_run: bool = False) -> None:
+    """The last line of a command that writes: where its output is, or that a dry run wrote none.
+
+    Args:
+        out_path: the folder or file.
+        contents: what there is to say of it, after a colon.
+        dry_run: whether this was one.
+    """
+    if dry_run:
+        note_dry_run()
+    else:
+        note(f"written to {out_path}" + (f": {contents}" if contents else ""))
 
 
 def human_bytes(count: float) -> str:
@@ -47,32 +81,66 @@ def print_table(*tables: Any, width: int = 120) -> None:
 
 
 @contextmanager
+def live_bars(*columns: str | ProgressColumn, shown: bool = True) -> Iterator[Progress | None]:
+    """rich's bars on stderr, which vanish at the end; None where stderr is no terminal, or they are not to be shown.
+
+    Args:
+        columns: by default the task, its bar, how many of how many, and the time that is left.
+        shown: whether this process shows them.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield None
+        return
+    columns = columns or (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        yield bars
+
+
+@contextmanager
+def count_bar(
+    what: str, total: int | None = None, *, shown: bool = True, first_line: str = ""
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, or a line every ten seconds where that is not a terminal.
+
+    Args:
+        what: what is counted.
+        total: how many there are, where that is known before the first is done.
+        shown: whether this process shows them.
+        first_line: the line for when none is done yet, with `{total}` in it; no line by default.
+
+    Yields:
+        The function to call with how many are done, and how many there are.
+    """
+    with live_bars(shown=shown) as bars:
+        if bars is not None:
+            task = bars.add_task(what, total=total)
+            yield lambda done, of: bars.update(task, completed=done, total=of)
+            return
+        last = time.monotonic()
+
+        def report(done: int, of: int) -> None:
+            nonlocal last
+            if not shown:
+                return
+            if done == 0 and first_line:
+                note(first_line.format(total=of))
+            elif time.monotonic() - last >= LINE_EVERY_S:
+                last = time.monotonic()
+                note(f"{what}: {done} of {of}")
+
+        yield report
+
+
+@contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, or lines where that is not a terminal; yields the function that advances it by one."""
+    """As `count_bar`, of which the total is known; yields the function that advances it by one."""
     if total == 0:
         yield lambda: None
         return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        report, done = progress_lines(what), itertools.count(1)
+    with count_bar(what, total) as report:
+        done = itertools.count(1)
         yield lambda: report(next(done), total)
-        return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
-
-
-def progress_lines(what: str) -> Callable[[int, int], None]:
-    """A function of what is done and how much there is, which prints a line on stderr every ten seconds."""
-    last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_EVERY_S:
-            last = time.monotonic()
-            note(f"{what}: {done} of {total}")
-
-    return report

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import note, print_json
+from adapterswap.cli.printing import note_output, print_json
 
 
 @click.group("recipes", context_settings={"max_content_width": 110})
@@ -93,7 +93,7 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
         return
     for name in files:
         click.echo(f"{folder}/{name}")
-    note("nothing written (--dry-run)" if dry_run else f"written to {folder}")
+    note_output(folder, dry_run=dry_run)
 
 
 @command.command("validate")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import note, print_json, print_table
+from adapterswap.cli.printing import note, note_output, print_json, print_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +52,7 @@ def command(
         print_json({"dry_run": dry_run, **report.as_json()})
     else:
         _print(report)
-    note("nothing written (--dry-run)" if dry_run else f"written to {target}: report.html, tables.tex, tables.csv, …")
+    note_output(target, "report.html, tables.tex, tables.csv, …", dry_run=dry_run)
 
 
 def _print(report: Report) -> None:

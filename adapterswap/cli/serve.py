@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import human_bytes, note, print_json
+from adapterswap.cli.printing import human_bytes, note, note_dry_run, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +82,7 @@ def command(
     else:
         _print(launch, composer, experts)
     if dry_run:
-        note("nothing started (--dry-run)")
+        note_dry_run("started")
         return
     store.collect(manifest.max_compositions)
     for adapter in experts.values():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import human_bytes, note, print_json
+from adapterswap.cli.printing import human_bytes, note, note_output, print_json
 
 if TYPE_CHECKING:
     from adapterswap.experts.adapters import Adapter
@@ -67,7 +67,7 @@ def command(
     )
     for remark in plan.notes:
         note(remark)
-    note("nothing written (--dry-run)" if dry_run else f"written to {out_path}")
+    note_output(out_path, dry_run=dry_run)
 
 
 def _loaded_bytes(adapter: Adapter) -> int:

@@ -8,7 +8,7 @@ import click
 
 from adapterswap.cli.device_options import device_option
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import note, print_json, print_table, progress_bar
+from adapterswap.cli.printing import note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from adapterswap.analysis.suggesting import Importance, Suggestion
@@ -106,7 +106,7 @@ def command(
     else:
         _print(importance, suggestion)
     if out_path is not None:
-        note(f"written to {out_path}")
+        note_output(out_path)
     elif suggestion.form == "modules":
         note("give -o recipe.yaml to have it as a recipe for adapterswap compose")
 
@@ -119,7 +119,7 @@ def _print_count(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
         click.echo(f"{' and '.join(plan.experts)}: {plan.num_layers} layers")
         for side, count in texts.items():
             click.echo(f"{side}: {count} texts")
-    note("nothing measured (--dry-run)")
+    note_dry_run("measured")
 
 
 def _by_weights(plan: Plan) -> Importance:

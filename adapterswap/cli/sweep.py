@@ -13,7 +13,7 @@ import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import note, print_json, print_table
+from adapterswap.cli.printing import live_bars, note, note_dry_run, note_output, print_json, print_table
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
@@ -86,7 +86,7 @@ def command(
         expected = estimate(prepared, found)
         if is_first():
             print_json({"dry_run": True, **expected.as_json()}) if as_json else _print_estimate(expected)
-            note("nothing evaluated (--dry-run)")
+            note_dry_run("evaluated")
         return
     with together(device) as processes, _progress(shown=processes.main) as tell:
         run = sweep(
@@ -107,31 +107,25 @@ def command(
         note(remark)
     if run.given_up:
         note(f"{len(run.given_up)} cells were given up after a part of their documents")
-    note(f"written to {out_path}: adapterswap report {out_path} shows it")
+    note_output(out_path, f"adapterswap report {out_path} shows it")
 
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[Progress], None]]:
     """A bar on stderr with the best so far; where that is no terminal, a line at every tenth."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    console = Console(stderr=True)
-    told = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bars(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as bars:
-        cells, requests = bars.add_task("cells", total=None), bars.add_task("requests", total=None)
+    with live_bars(shown=shown) as bars:
+        tasks = [bars.add_task(name, total=None) for name in ("cells", "requests")] if bars else []
+        tenths = 0
 
         def tell(progress: Progress) -> None:
-            nonlocal told
+            nonlocal tenths
             best = "" if progress.best is None else f", best {progress.value:.3f} {progress.best.short}"
-            if console.is_terminal:
-                bars.update(cells, completed=progress.done, total=progress.total, description=f"cells{best}")
+            if bars is not None:
+                bars.update(tasks[0], completed=progress.done, total=progress.total, description=f"cells{best}")
                 total = progress.requests_total or None
-                bars.update(requests, completed=progress.requests, total=total, description=progress.cell)
-            elif (tenths := progress.done * 10 // progress.total) > told:
-                told = tenths
+                bars.update(tasks[1], completed=progress.requests, total=total, description=progress.cell)
+            elif shown and progress.done * 10 // progress.total > tenths:
+                tenths = progress.done * 10 // progress.total
                 note(f"{progress.done} of {progress.total} cells{best}")
 
         yield tell

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import human_bytes, note, print_json
+from adapterswap.cli.printing import human_bytes, note, note_dry_run, note_output, print_json
 from adapterswap.cli.together import one_voice
 from adapterswap.processes import is_first, leave
 
@@ -153,7 +153,7 @@ def _print_estimate(expected: TrainEstimate) -> None:
     _tell("device", f"{expected.device}, {expected.dtype}" + _on(expected.processes))
     for line in rows.notes():
         note(line)
-    note("nothing trained (--dry-run)")
+    note_dry_run("trained")
 
 
 def _print_report(report: TrainReport) -> None:
@@ -172,7 +172,7 @@ def _print_report(report: TrainReport) -> None:
         _tell("validation", f"{report.eval_losses[-1][1]:.4f}")
     for line in (*rows.notes(), *(report.selection.notes() if report.selection else [])):
         note(line)
-    note(f"written to {report.path}")
+    note_output(report.path)
 
 
 def _on(processes: int) -> str:
