@@ -37,6 +37,7 @@ __all__ = [
     "check_target",
     "locked",
     "refuse_strangers",
+    "replacing",
     "strangers",
     "sync_folder",
     "sync_one",
@@ -292,6 +293,30 @@ def sync_one(path: str | Path) -> None:
 
 
 @contextmanager
+def replacing(path: Path, building: Path | None = None) -> Iterator[Path]:
+    """Yield the path of a temporary file that takes the place of `path` when the block ends without an exception.
+
+    For files inside a folder that is ours: nothing is checked. Both the file and its new name are forced to the disk.
+
+    Args:
+        path: the file to write; what is there is replaced.
+        building: the temporary file, on the same disk, where whoever cleans up has to know its name; by default a
+            hidden one beside `path`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    building = building or _beside(path, f"{uuid.uuid4().hex[:12]}.tmp")
+    try:
+        yield building
+        sync_one(building)
+        building.replace(path)
+        sync_one(path.parent)
+    finally:
+        building.unlink(missing_ok=True)
+
+
+@contextmanager
 def atomic_file(
     target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
 ) -> Iterator[Path]:
@@ -303,16 +328,9 @@ def atomic_file(
     target, inputs = expand(target), tuple(inputs)
     check_file(target, overwrite=overwrite, inputs=inputs)
     place = Path(os.path.realpath(target))
-    building = _beside(place, f"{uuid.uuid4().hex[:12]}.tmp")
-    with _os_errors(target):
-        try:
-            yield building
-            sync_one(building)
-            check_file(target, overwrite=overwrite, inputs=inputs)
-            building.replace(place)
-            sync_one(place.parent)
-        finally:
-            building.unlink(missing_ok=True)
+    with _os_errors(target), replacing(place) as building:
+        yield building
+        check_file(target, overwrite=overwrite, inputs=inputs)  # again: something may have been put there
 
 
 def check_file(target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.identity import sha256_of
-from adapterswap.files.folders import sync_folder, sync_one
+from adapterswap.files.folders import replacing, sync_folder, sync_one
 from adapterswap.files.smallfiles import expand, read_json
 from adapterswap.files.tensorfile import stamp
 from adapterswap.serving.memo import Memo
@@ -146,20 +146,16 @@ class Cache:
     def _make(self, key: str, make: Callable[[Path], object]) -> None:
         """Write the folder named `key`, whatever is in its place."""
         building = self._building / uuid.uuid4().hex
-        hashes = building.with_suffix(".json")
         try:
             make(building)
-            stamps = _stamps(building)
-            hashes.write_text(json.dumps({name: sha256_of(building / name) for name in stamps}), encoding="utf-8")
             sync_folder(building)
-            sync_one(hashes)
-            hashes.replace(self._hashes / key)
+            content = json.dumps({name: sha256_of(building / name) for name in _stamps(building)})
+            with replacing(self._hashes / key, building.with_suffix(".json")) as hashes:
+                hashes.write_text(content, encoding="utf-8")
             _put(building, self._entries / key)
-            sync_one(self._hashes)
             sync_one(self._entries)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-            hashes.unlink(missing_ok=True)
         self._sound[key] = _stamps(self._entries / key)
 
     def _is_sound(self, key: str) -> bool:

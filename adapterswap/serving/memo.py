@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import threading
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
+from adapterswap.files.folders import replacing
 from adapterswap.files.sealing import is_sealed, sealed
 from adapterswap.files.smallfiles import read_json
 from adapterswap.files.tensorfile import open_tensors
@@ -48,13 +48,8 @@ class Memo:
             self._known[key] = value
             for oldest in list(self._known)[:-_MOST]:
                 del self._known[oldest]
-            building = self._path.with_name(f".{uuid.uuid4().hex}.tmp")
-            with suppress(OSError):
-                try:
-                    building.write_text(json.dumps(sealed({"known": self._known})), encoding="utf-8")
-                    os.replace(building, self._path)
-                finally:
-                    building.unlink(missing_ok=True)
+            with suppress(OSError), replacing(self._path) as building:
+                building.write_text(json.dumps(sealed({"known": self._known})), encoding="utf-8")
 
 
 def content_hash(adapter: Adapter, memo: Memo) -> str:

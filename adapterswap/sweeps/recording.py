@@ -19,7 +19,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.identity import sha256_of
-from adapterswap.files.folders import check_place, locked, refuse_strangers, strangers, sync_one
+from adapterswap.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
 from adapterswap.files.sealing import sealed
 from adapterswap.files.smallfiles import exists, expand, read_json
 from adapterswap.sweeps.results import (
@@ -216,18 +216,12 @@ class Recording:
 
     def _place(self, path: Path, text: str) -> None:
         """Write a file that is whole or absent."""
-        building = path.with_name(path.name + _TMP)
         with _told(self._folder):
             if not exists(path.parent):
                 path.parent.mkdir()
                 sync_one(path.parent.parent)
-            try:
+            with replacing(path, path.with_name(path.name + _TMP)) as building:
                 building.write_text(text, encoding="utf-8", errors="backslashreplace")
-                sync_one(building)
-                building.replace(path)
-                sync_one(path.parent)
-            finally:
-                building.unlink(missing_ok=True)
 
 
 def _line(content: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.identity import fingerprints, model_fingerprints
-from adapterswap.files.folders import check_place, refuse_strangers, strangers, sync_folder, sync_one
+from adapterswap.files.folders import check_place, refuse_strangers, replacing, strangers, sync_folder, sync_one
 from adapterswap.files.smallfiles import read_json, write_json
 
 __all__ = ["Checkpoints", "seal"]
@@ -85,8 +85,8 @@ class Checkpoints:
                     "Restore that file, or pass `overwrite=True` without `resume` to start again",
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / _BUILDING, run, sort_keys=True)
-            (self.folder / _BUILDING).replace(note)
+            with replacing(note, self.folder / _BUILDING) as building:
+                write_json(building, run, sort_keys=True)
         else:
             before = read_json(note, "Pass `overwrite=True` without `resume` to start again")
             if before != run:

@@ -24,7 +24,7 @@ from adapterswap.evaluation.fingerprints import task_files, task_fingerprint
 from adapterswap.evaluation.preview import preview
 from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.experts.identity import fingerprints
-from adapterswap.files.folders import sync_folder, sync_one
+from adapterswap.files.folders import replacing, sync_folder
 from adapterswap.files.sealing import is_sealed, sealed
 from adapterswap.files.smallfiles import read_json
 from adapterswap.processes import Processes
@@ -236,12 +236,9 @@ class Judge(TrainerCallback):  # type: ignore[misc]
         self._weights[checkpoint.name] = fingerprints(self._best / checkpoint.name)
         kept = {f"checkpoint-{step}" for step in self._kept()}
         self._weights = {name: prints for name, prints in self._weights.items() if name in kept}
-        waiting = self._table_path.with_suffix(".tmp")
         content = sealed({"table": [asdict(row) for row in self._table], "best": self._weights})
-        waiting.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        sync_one(waiting)
-        waiting.replace(self._table_path)
-        sync_one(self._table_path.parent)
+        with replacing(self._table_path, self._table_path.with_suffix(".tmp")) as building:
+            building.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for folder in self._best.iterdir():
             if folder.name not in kept:
                 shutil.rmtree(folder)
