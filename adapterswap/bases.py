@@ -15,6 +15,7 @@ from typing import Any
 
 from adapterswap.errors import AdapterswapError, reason_of
 from adapterswap.experts.sources import Source, find_source
+from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.smallfiles import check_pointers
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
                 "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
 _WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPES = ("auto", *FLOAT_NAMES)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import MAX_LAYERS
+from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.smallfiles import expand
-from adapterswap.files.tensorfile import FLOATS
 
 __all__ = [
     "Changes",

@@ -19,7 +19,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.orientation import Orientation
-from adapterswap.files.tensorfile import FLOATS
+from adapterswap.files.dtypes import FLOATS
 
 __all__ = ["Delta", "Matrix", "blocks", "delta_reader", "matrices", "norm"]
 

@@ -29,7 +29,8 @@ from adapterswap.changes.locating import find_tied_head, locate_all, with_head
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.orientation import Orientation
-from adapterswap.files.tensorfile import FLOATS, Tensor
+from adapterswap.files.dtypes import FLOATS
+from adapterswap.files.tensorfile import Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
 

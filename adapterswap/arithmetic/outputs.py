@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.errors import Problems, check_type
-from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
+from adapterswap.files.dtypes import DTYPE_BYTES
+from adapterswap.files.tensorfile import Tensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,8 +20,9 @@ from adapterswap.arithmetic.lowrank import Factors
 from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule
+from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.smallfiles import open_regular
-from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor, TensorFile, open_tensors
+from adapterswap.files.tensorfile import Tensor, TensorFile, open_tensors
 
 __all__ = [
     "FactorReader",

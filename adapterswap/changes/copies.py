@@ -19,12 +19,12 @@ from adapterswap.changes.kinds import Whole
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
+from adapterswap.files.dtypes import DTYPE_BYTES, FLOATS
+from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Carried", "Weight", "check_base", "check_one_base", "is_one_weight", "stored_weight"]
 
 _ELEMENTS = 2**22  # compared at a time
-_FINEST = ("F32", "F16", "BF16")  # the finer first
 
 Numbers = npt.NDArray[np.float32]
 
@@ -114,7 +114,7 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
         for copies in shared.values():
             found = {expert: stored_weight(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()}
             # Two that are roundings of a third need not be of each other, so all are compared with the finest.
-            first = min(found, key=lambda expert: _FINEST.index(found[expert].dtype))
+            first = min(found, key=lambda expert: FLOATS.index(found[expert].dtype))
             for expert, copy in found.items():
                 if expert != first and not is_one_weight(found[first], copy):
                     problems.add(

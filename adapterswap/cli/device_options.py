@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import click
 
+from adapterswap.files.dtypes import FLOAT_NAMES
+
 __all__ = ["device_option", "dtype_option"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-_DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def device_option(default: str = "auto", *, more: str = "") -> Callable[[_Function], _Function]:
@@ -36,5 +36,7 @@ def dtype_option(told: str, *, auto: bool = False) -> Callable[[_Function], _Fun
         auto: `auto` is a dtype too, and the default; else there is none.
     """
     if not auto:
-        return click.option("--dtype", type=click.Choice(_DTYPES), help=told)
-    return click.option("--dtype", type=click.Choice(["auto", *_DTYPES]), default="auto", show_default=True, help=told)
+        return click.option("--dtype", type=click.Choice(list(FLOAT_NAMES)), help=told)
+    return click.option(
+        "--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True, help=told
+    )

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from adapterswap.errors import Problems
-from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile
+from adapterswap.files.dtypes import FLOATS
+from adapterswap.files.tensorfile import Tensor, TensorFile
 
 __all__ = [
     "FactorTensors",

@@ -15,8 +15,9 @@ from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.fitting import check_config
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
 from adapterswap.experts.sources import Source, find_source
+from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.smallfiles import exists, read_json
-from adapterswap.files.tensorfile import FLOATS, Tensor, TensorFile, read_header
+from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
 __all__ = [
     "COMPANIONS",

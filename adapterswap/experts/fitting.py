@@ -14,7 +14,8 @@ from typing import Any
 
 from adapterswap.errors import Problems
 from adapterswap.experts.layers import EMBEDDINGS, language_config, layer_of, num_layers_in_config
-from adapterswap.files.tensorfile import FLOATS, Tensor
+from adapterswap.files.dtypes import FLOATS
+from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["check_config"]
 

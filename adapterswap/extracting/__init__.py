@@ -15,12 +15,13 @@ from adapterswap.arithmetic.peft_config import check_base_name
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import open_checkpoint
-from adapterswap.extracting.cutting import DTYPES, CutForm, cut, norm_of_change
+from adapterswap.extracting.cutting import CutForm, cut, norm_of_change
 from adapterswap.extracting.hashing import hashed
 from adapterswap.extracting.loadable import leave_out_unloadable
 from adapterswap.extracting.output import Spool, write_folder
 from adapterswap.extracting.pairing import Pair, Selection, pair
 from adapterswap.extracting.result import Extracted, Extraction, Lost
+from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand_text
 from adapterswap.writing.folder import COMPOSED
@@ -75,9 +76,9 @@ def extract(
             architectures or shapes, quantised; layers or modules that they do not have; NaN or infinity; no difference
             to extract; a base whose path is not printable, which the adapter has to name.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(DTYPES)}")
-    form = CutForm(rank, max_error, DTYPES[dtype] if dtype else None, _device(device))
+    if dtype is not None and dtype not in FLOAT_NAMES:
+        raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(FLOAT_NAMES)}")
+    form = CutForm(rank, max_error, FLOAT_NAMES[dtype] if dtype else None, _device(device))
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
     check_base_name(str(base_model))

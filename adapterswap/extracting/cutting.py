@@ -22,11 +22,10 @@ from adapterswap.errors import Problems
 from adapterswap.experts.checkpoints import Parameter
 from adapterswap.extracting.anatomy import Slot
 from adapterswap.extracting.pairing import LeftOut, Matrix
-from adapterswap.files.tensorfile import DTYPE_BYTES
+from adapterswap.files.dtypes import DTYPE_BYTES
 
-__all__ = ["DTYPES", "Cut", "CutForm", "cut", "measure", "name_tensors", "norm_of_change"]
+__all__ = ["Cut", "CutForm", "cut", "measure", "name_tensors", "norm_of_change"]
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as users name them, as files do
 
 _PREFIX = "base_model.model."
 _BLOCK = 2**22  # elements of a weight that is left out, read at a time

@@ -15,7 +15,7 @@ from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
 from adapterswap.experts.shapes import compare_shapes
 from adapterswap.extracting.anatomy import Anatomy, Slot, read_anatomy
-from adapterswap.files.tensorfile import FLOATS
+from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import selects
 
 __all__ = ["LeftOut", "Matrix", "Pair", "Reason", "Selection", "pair"]

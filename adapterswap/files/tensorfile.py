@@ -22,17 +22,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.smallfiles import check_pointer, open_regular, shown
 
-__all__ = ["DTYPE_BYTES", "FLOATS", "Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header", "stamp"]
-
-# Bytes per element of every dtype that a safetensors file may hold and that is a whole number of bytes.
-DTYPE_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-}  # fmt: skip
-
-FLOATS = ("F32", "F16", "BF16")  # the dtypes that take part in arithmetic
+__all__ = ["Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header", "stamp"]
 
 # In bytes; the safetensors library's own limit is 100 MB, and 140,000 tensors with long names take 21 MB.
 _MAX_HEADER = 32 * 2**20

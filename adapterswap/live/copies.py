@@ -19,8 +19,9 @@ from adapterswap.changes.copies import Weight, is_one_weight, stored_weight
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
+from adapterswap.files.dtypes import FLOAT_NAMES, FLOATS
 from adapterswap.files.folders import atomic_folder
-from adapterswap.files.tensorfile import FLOATS, TensorFile
+from adapterswap.files.tensorfile import TensorFile
 
 __all__ = ["check_copies", "folder_without_copies", "without_copies"]
 
@@ -66,7 +67,7 @@ def _own_weight(module: Any) -> Weight | None:
     import torch
 
     weight: Any = getattr(module.get_base_layer() if hasattr(module, "get_base_layer") else module, "weight", None)
-    names = {torch.float32: "F32", torch.float64: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    names = {getattr(torch, name): stored for name, stored in FLOAT_NAMES.items()} | {torch.float64: "F32"}
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.dtype not in names:
         return None
     flat = weight.detach().reshape(-1)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from adapterswap.arithmetic.tensors import Bytes, read_bytes, row_ranges
 from adapterswap.changes.kinds import Whole
-from adapterswap.files.tensorfile import DTYPE_BYTES, Tensor
+from adapterswap.files.dtypes import DTYPE_BYTES
+from adapterswap.files.tensorfile import Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.slots import Slot, Term
 

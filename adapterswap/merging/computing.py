@@ -18,7 +18,7 @@ import numpy.typing as npt
 from adapterswap.arithmetic.dense import slerp_share, slerp_weights
 from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.errors import AdapterswapError
-from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS
+from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
 from adapterswap.merging.blocks import Block, Part
 from adapterswap.planning.slots import Slot, Term
 
@@ -87,12 +87,18 @@ def _check(part: Part) -> None:
             raise not_finite(part.expert, part.tensor.name)
 
 
+def _torch_dtype(dtype: str) -> Any:
+    """torch's dtype for one that a file names."""
+    import torch
+
+    return next(getattr(torch, name) for name, stored in FLOAT_NAMES.items() if stored == dtype)
+
+
 def _tensor(part: Part, device: str) -> Any:
     """A part's numbers as a float32 vector on the device."""
     import torch
 
-    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return torch.from_numpy(part.raw).view(dtypes[part.tensor.dtype]).to(device).float()
+    return torch.from_numpy(part.raw).view(_torch_dtype(part.tensor.dtype)).to(device).float()
 
 
 def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product | None:
@@ -161,8 +167,7 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     if product is not None:
         left = product.left[block.start : block.stop]
         total = left @ product.right if total is None else total.view(-1, columns).addmm_(left, product.right)
-    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    raw = total.reshape(-1).to(dtypes[place.dtype]).view(torch.uint8).cpu().numpy()
+    raw = total.reshape(-1).to(_torch_dtype(place.dtype)).view(torch.uint8).cpu().numpy()
     if not check_finite(raw, place.dtype):
         raise _overflow(slot.name, place.dtype)
     return np.asarray(raw)

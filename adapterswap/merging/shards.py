@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.checkpoints import MODEL_INDEX, MODEL_WEIGHTS
+from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
 from adapterswap.files.smallfiles import exists, read_json
-from adapterswap.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor, header_bytes
+from adapterswap.files.tensorfile import Tensor, header_bytes
 from adapterswap.planning.plan import Plan
 
 __all__ = ["ModelForm", "OutputShard", "index_of", "lay_out_model"]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class ModelForm:
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise AdapterswapError(f"the dtype {self.dtype!r} is not known", f"Give {', '.join(_DTYPES)}")
+        if self.dtype is not None and self.dtype not in FLOAT_NAMES:
+            raise AdapterswapError(f"the dtype {self.dtype!r} is not known", f"Give {', '.join(FLOAT_NAMES)}")
         check_type(self.max_shard_size, (str, type(None)), "max_shard_size", "Write for instance 2GB, 500MB or 4GiB")
         _ = self.shard_bytes
 
@@ -56,7 +56,7 @@ class ModelForm:
 
     def dtype_of(self, stored: str) -> str:
         """The dtype in which a tensor that the skeleton stores as `stored` is written."""
-        return _DTYPES[self.dtype] if self.dtype and stored in FLOATS else stored
+        return FLOAT_NAMES[self.dtype] if self.dtype and stored in FLOATS else stored
 
 
 @dataclass(frozen=True)

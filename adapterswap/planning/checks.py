@@ -13,7 +13,7 @@ from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, ends_of, format_layers, parse_layers
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.sources import same_base
-from adapterswap.files.tensorfile import FLOATS
+from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan import Plan

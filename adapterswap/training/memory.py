@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES
 from adapterswap.training.recipe import TrainRecipe
 
 __all__ = ["memory"]
@@ -12,7 +13,6 @@ __all__ = ["memory"]
 # 8·hidden + 4·intermediate in float32; in bfloat16 the adapters' float32 copies of their inputs come on top.
 _HIDDEN = {"float32": 8, "bfloat16": 14}
 _INTERMEDIATE = 4
-_BYTES = {"float32": 4, "bfloat16": 2}
 _TILE = 4096, 32768  # tokens and entries of the vocabulary whose logits TRL computes at once
 
 
@@ -27,7 +27,7 @@ def memory(
         longest: tokens of the longest row as trained on; with packing, sequences are max_length long.
     """
     options = recipe.training
-    size = _BYTES[dtype]
+    size = DTYPE_BYTES[FLOAT_NAMES[dtype]]
     hidden = int(config.hidden_size)
     intermediate = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
     tokens = options.batch_size * (options.max_length if options.packing else longest)
@@ -46,7 +46,7 @@ def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: in
     """The base's weights, of `size` bytes unless something else is asked for, and what training adds to them."""
     moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; else those of what is trained
     if recipe.adapter.method == "none":
-        own = _BYTES[recipe.training.weight_dtype]
+        own = DTYPE_BYTES[FLOAT_NAMES[recipe.training.weight_dtype]]
         return {"base": base_parameters * own, "training": trainable * (own + 2 * (moment or own))}
     base = base_parameters * recipe.quantization.bits // 8 if recipe.quantization else base_parameters * size
     return {"base": base, "training": trainable * (4 + 4 + 2 * (moment or 4))}  # an adapter is trained in float32
