@@ -7,12 +7,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
+import numpy as np
 import pytest
 from click.testing import Result
 from crafting import BASE_CONFIG, CONFIG, WEIGHTS, adapter, config, tensors
 from huggingface_hub import constants
+from safetensors.numpy import save
 
 from adapterswap.errors import AdapterswapError
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.opening import open_expert
 from adapterswap.experts.sources import base_config, find_source, public_name, same_base
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -104,6 +110,29 @@ def test_composing_from_the_cache(math: Path, cache: Path, run: Callable[..., Re
     assert record["num_layers"] == 4
     assert str(tmp_path) not in (tmp_path / "out" / "adapterswap.json").read_text()
     assert run("inspect", "org/math").exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["adapter", "checkpoint"])
+def test_an_expert_is_found_once(kind: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter in one question to the Hub; a checkpoint's weights in a second one, for the commit of the first."""
+    if kind == "adapter":
+        content = files_of(adapter(tmp_path / "expert"))
+    else:
+        names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)]
+        weights = save({name: np.zeros((4, 4), np.float32) for name in names})
+        content = {"config.json": json.dumps(BASE_CONFIG).encode(), "model.safetensors": weights}
+    repository(cache, "org/expert", content)
+    asked, download = [], huggingface_hub.snapshot_download
+
+    def counting(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repo, revision))
+        return download(repo, revision=revision, allow_patterns=allow_patterns)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", counting)
+    opened = open_expert("org/expert")
+    assert type(opened) is {"adapter": Adapter, "checkpoint": Checkpoint}[kind]
+    assert str(opened.source) == f"org/expert@{COMMIT}"
+    assert asked == [("org/expert", None), ("org/expert", COMMIT)][: 1 if kind == "adapter" else 2]
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, CONFIG])

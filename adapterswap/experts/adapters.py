@@ -26,11 +26,14 @@ from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
-__all__ = ["Adapter", "FullModule", "LoraModule", "by_layer", "open_adapter"]
+__all__ = ["Adapter", "FullModule", "LoraModule", "by_layer", "open_adapter", "read_adapter"]
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PROVENANCE = "adapterswap.json"
+
+# What to fetch from the Hub; the last two say why there are no weights, where there are none.
+ADAPTER_FILES = [WEIGHTS, CONFIG, PROVENANCE, "adapter_model*.bin", "*.index.json"]
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,11 @@ def open_adapter(reference: str | Path) -> Adapter:
         AdapterswapError: it is not there, is sharded or pickled, is damaged, or is a kind of adapter that cannot be
             composed exactly. All that can be found at once is told at once.
     """
-    source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE, "*.bin", "*.index.json"], what="adapter")
+    return read_adapter(find_source(reference, ADAPTER_FILES, what="adapter"))
+
+
+def read_adapter(source: Source) -> Adapter:
+    """Open the PEFT LoRA adapter in a folder that was found: see `open_adapter`."""
     folder = source.folder
     if not exists(folder / WEIGHTS):
         raise AdapterswapError(*_explain_missing(folder))

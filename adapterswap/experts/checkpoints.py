@@ -29,6 +29,7 @@ __all__ = [
     "Parameter",
     "find_base_tensor",
     "open_checkpoint",
+    "read_checkpoint",
     "read_shards",
 ]
 
@@ -101,7 +102,11 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
             twice, the index does not say what the shards hold, or the config says another number of layers or another
             hidden size than the tensors have. All that can be found at once is told at once.
     """
-    source = find_source(reference, WEIGHT_FILES, what=what)
+    return read_checkpoint(find_source(reference, WEIGHT_FILES, what=what), what=what)
+
+
+def read_checkpoint(source: Source, *, what: str = "base model") -> Checkpoint:
+    """Open the checkpoint in a folder that was found: see `open_checkpoint`."""
     config = read_json(source.folder / MODEL_CONFIG, f"Give the {what}'s folder, with a sound config.json")
     shards = read_shards(source.folder)
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}

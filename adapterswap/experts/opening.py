@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.adapters import CONFIG, Adapter, open_adapter
-from adapterswap.experts.checkpoints import MODEL_CONFIG, MODEL_WEIGHTS, Checkpoint, open_checkpoint
+from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, Adapter, read_adapter
+from adapterswap.experts.checkpoints import MODEL_CONFIG, MODEL_WEIGHTS, Checkpoint, open_checkpoint, read_checkpoint
 from adapterswap.experts.sources import find_source
 from adapterswap.files.smallfiles import exists
 
@@ -22,13 +22,14 @@ def open_expert(reference: str | Path) -> Adapter | Checkpoint:
     Raises:
         AdapterswapError: it is neither, or both; see also `open_adapter` and `open_checkpoint`.
     """
-    folder = find_source(reference, [CONFIG, MODEL_CONFIG], what="expert").folder
-    if not exists(folder / CONFIG):
-        if exists(folder / MODEL_CONFIG):
-            return open_checkpoint(reference, what="expert")
-        return open_adapter(reference)  # which says what is missing
-    if exists(folder / MODEL_WEIGHTS):
+    source = find_source(reference, [*ADAPTER_FILES, MODEL_CONFIG], what="expert")
+    folder = source.folder
+    if not exists(folder / CONFIG) and exists(folder / MODEL_CONFIG):
+        if source.revision is None:
+            return read_checkpoint(source, what="expert")
+        return open_checkpoint(str(source), what="expert")  # fetches its weights, of the commit that was found
+    if exists(folder / CONFIG) and exists(folder / MODEL_WEIGHTS):
         raise AdapterswapError(
             f"{folder} holds both an adapter and full weights", "Give a folder with one of them: move the other away"
         )
-    return open_adapter(reference)
+    return read_adapter(source)  # which says what is missing
