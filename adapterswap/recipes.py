@@ -201,8 +201,9 @@ def copy_recipes(
     """
     files = standalone_copy(names)
     inputs = shipped_recipes().values()
-    check_target(folder, kind=COPIES, overwrite=overwrite, inputs=inputs)
-    if not dry_run:
+    if dry_run:
+        check_target(folder, kind=COPIES, overwrite=overwrite, inputs=inputs)
+    else:
         with atomic_folder(folder, kind=COPIES, overwrite=overwrite, inputs=inputs) as place:
             for name, text in files.items():
                 (place / name).parent.mkdir(parents=True, exist_ok=True)

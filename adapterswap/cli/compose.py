@@ -69,7 +69,10 @@ def command(
             raise click.UsageError(
                 "--layout, --max-rank, --max-error and --push-to-hub are for adapters; an expert is a full checkpoint."
             )
-        _write_model(plan, out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+        from adapterswap.cli.full_weights import write_full_weights
+        from adapterswap.merging import ModelForm
+
+        write_full_weights(plan, ModelForm(), out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
         return
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
     with progress_bar("truncating", _to_truncate(plan, form)) as advance:
@@ -82,14 +85,6 @@ def command(
         print_json(_as_json(written, out_path, dry_run))
     else:
         _print(written, out_path, dry_run)
-
-
-def _write_model(plan: Plan, out_path: str, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
-    from adapterswap.cli.full_weights import write_full_weights
-    from adapterswap.merging import ModelForm, prepare_model
-
-    merged = prepare_model(plan, ModelForm())
-    write_full_weights(merged, out_path, device="cpu", overwrite=overwrite, dry_run=dry_run, as_json=as_json)
 
 
 def _to_truncate(plan: Plan, form: Form) -> int:

@@ -9,25 +9,38 @@ import click
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from adapterswap.merging import Merged
+    from adapterswap.merging import Merged, ModelForm
+    from adapterswap.planning.plan import Plan
 
 __all__ = ["write_full_weights"]
 
 
 def write_full_weights(
-    merged: Merged, out_path: str, *, device: str, overwrite: bool, dry_run: bool, as_json: bool
+    plan: Plan,
+    form: ModelForm,
+    out_path: str,
+    *,
+    base_model: str | None = None,
+    device: str = "cpu",
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
-    """Write what was prepared, unless it is a dry run, and print what it is.
+    """Write a plan's full weights, unless it is a dry run, and print what they are.
 
     Raises:
         AdapterswapError: see `adapterswap.merge`.
     """
-    from adapterswap.files.folders import check_target
-    from adapterswap.merging import write_model
+    from adapterswap.files.folders import check_inputs, check_target
+    from adapterswap.files.smallfiles import expand
+    from adapterswap.merging import prepare_model, write_model
     from adapterswap.writing.folder import COMPOSED
 
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=merged.plan.inputs)
-    if not dry_run:
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before all experts may be read
+    merged = prepare_model(plan, form, base_model)
+    if dry_run:
+        check_inputs(expand(out_path), merged.plan.inputs)  # now with the base's folder, as when they are written
+    else:
         with progress_bar("merging", len(merged.plan.slots)) as advance:
             write_model(merged, out_path, device=device, overwrite=overwrite, progress=advance)
     if as_json:

@@ -44,11 +44,13 @@ def command(
     well. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and rounded once, what
     does not change is copied byte for byte.
     """
-    from adapterswap.merging import ModelForm, prepare_model
+    from adapterswap.merging import ModelForm
 
     form = ModelForm(max_shard_size, dtype)
-    merged = prepare_model(_plan(path, base_model, options), form, base_model)
-    write_full_weights(merged, out_path, device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+    write_full_weights(
+        _plan(path, base_model, options), form, out_path, base_model=base_model,
+        device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json,
+    )  # fmt: skip
 
 
 def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> Plan:
