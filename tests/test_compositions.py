@@ -17,7 +17,7 @@ from adapterswap.files.yamlfiles import apply_overrides, read_recipe, validate
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition, scaled_default
 from adapterswap.planning.short_names import parse_composition
-from adapterswap.planning.slicing import slice_plan
+from adapterswap.planning.slicing import slice_layers
 
 
 @given(st.frozensets(st.integers(0, 200)))
@@ -206,7 +206,7 @@ def test_the_card_names_what_was_done(
 
 
 def test_the_card_of_a_slice_does_not_call_it_a_composition(math: Path, tmp_path: Path) -> None:
-    plan = slice_plan(adapterswap.open_adapter(math), "0-1,5")
+    plan = slice_layers(adapterswap.open_adapter(math), "0-1,5")
     card = (adapterswap.write_adapter(plan, tmp_path / "out") / "README.md").read_text()
     assert "cut out of one expert:\nits layers 0-1,5, and" in card
     assert "composed" not in card.split("\n## ")[0].split("| expert")[0]

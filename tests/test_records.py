@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import adapterswap
 from adapterswap.checking.verifying import verify
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.slicing import slice_plan
+from adapterswap.planning.slicing import slice_layers
 
 
 def make_base(folder: Path, seed: int = 0) -> Path:
@@ -92,7 +92,7 @@ def test_a_slice_of_a_composition_says_what_it_was_made_of(math: Path, swahili: 
     composed = tmp_path / "composed"
     adapterswap.write_adapter(adapterswap.layer_swap(math, swahili, num_layers=6), composed)
     shell = tmp_path / "shell"
-    adapterswap.write_adapter(slice_plan(adapterswap.open_adapter(composed), "0-1", num_layers=6), shell)
+    adapterswap.write_adapter(slice_layers(adapterswap.open_adapter(composed), "0-1", num_layers=6), shell)
     origin = read(shell)["experts"]["composed"]["origin"]
     assert origin["experts"] == read(composed)["experts"]
     assert origin["composition"] == read(composed)["composition"]
@@ -108,7 +108,7 @@ def test_origins_end_where_json_would_nest_too_deep(swahili: Path, tmp_path: Pat
     expert = swahili
     for generation in range(16):
         expert = adapterswap.write_adapter(
-            slice_plan(adapterswap.open_adapter(expert), "0-3", num_layers=6), tmp_path / f"g{generation}"
+            slice_layers(adapterswap.open_adapter(expert), "0-3", num_layers=6), tmp_path / f"g{generation}"
         )
     assert verify(expert, {"g14": tmp_path / "g14"}).equal
     depth, entry = 0, read(expert)

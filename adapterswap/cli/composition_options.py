@@ -139,10 +139,9 @@ def composition_from_options(
     options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
-    from adapterswap.files.smallfiles import expand, is_folder
-    from adapterswap.files.yamlfiles import read_recipe, validate
+    from adapterswap.files.yamlfiles import validate
+    from adapterswap.planning.composing import read_composition
     from adapterswap.planning.compositions import Composition
-    from adapterswap.shipped import find_recipe
 
     given = {key: options[key] for key in _KEYS if options.get(key) is not None}
     given |= {"base_model": base_model} if base_model else {}
@@ -151,14 +150,7 @@ def composition_from_options(
     if recipe:
         if tasks or languages or given.keys() - {"base_model", "num_layers", "allow_negative"}:
             raise click.UsageError("A recipe says what to compose: give it alone, or options without it.")
-        found = find_recipe(recipe, "compose")
-        composition = read_recipe(found, Composition, paths=["experts.*"])
-        beside = found.parent
-        experts = {
-            name: str(beside / expand(path)) if is_folder(beside / expand(path)) else path
-            for name, path in composition.experts.items()
-        }
-        return composition.model_copy(update={"experts": experts, **given})
+        return read_composition(recipe).model_copy(update=given)
     if not tasks or not languages:
         raise click.UsageError("Give --task-expert and --language-expert, or a recipe.")
     return validate({**given, **_name_experts(tasks, languages)}, Composition, where="the options")

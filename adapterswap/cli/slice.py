@@ -43,12 +43,12 @@ def command(
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.adapters import open_adapter
     from adapterswap.files.folders import check_target
-    from adapterswap.planning.slicing import slice_plan
+    from adapterswap.planning.slicing import slice_layers
     from adapterswap.writing import prepare, write_prepared
     from adapterswap.writing.folder import COMPOSED
 
     adapter = open_adapter(expert)
-    plan = slice_plan(adapter, layers, num_layers=num_layers, base_model=base_model)
+    plan = slice_layers(adapter, layers, num_layers=num_layers, base_model=base_model)
     written = prepare(plan, Form())
     if dry_run:
         check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)

@@ -141,6 +141,13 @@ class Adapter:
     ignored: tuple[str, ...] = ()
     renamed: bool = False
 
+    def __repr__(self) -> str:
+        ranks = sorted({module.rank for module in self.modules.values()})
+        rank = [f"rank {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")] if ranks else []
+        saved = [f"{len(self.saved)} trained in full"] if self.saved else []
+        facts = [repr(self.name), f"{len(self.modules)} modules", *rank, *saved, f"base {self.config.base_model!r}"]
+        return f"<Adapter {', '.join(facts)}>"
+
     @property
     def name(self) -> str:
         return str(self.source)

@@ -85,6 +85,10 @@ class Checkpoint:
     parameters: Mapping[str, Parameter]
     container: str | None
 
+    def __repr__(self) -> str:
+        layers = len({part.layer for part in self.parameters.values() if part.layer is not None})
+        return f"<Checkpoint {self.name!r}, {len(self.parameters)} tensors, {layers} layers>"
+
     @property
     def name(self) -> str:
         return str(self.source)

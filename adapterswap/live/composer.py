@@ -23,6 +23,7 @@ from adapterswap.live.session import Session
 from adapterswap.live.switching import Switch
 from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.describe import headline
 from adapterswap.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -75,6 +76,20 @@ class LiveComposer:
         for name, adapter in opened.items():
             composer._catalogue.add(name, adapter)
         return composer
+
+    def __repr__(self) -> str:
+        base = self.model.get_base_model()
+        name = getattr(base.config, "_name_or_path", "") or type(base).__name__
+        return f"<LiveComposer on {name!r}, experts: {', '.join(self.names)}; active: {self._described()}>"
+
+    def _described(self) -> str:
+        """What is computed now, in a few words."""
+        active = self._session.active
+        if active is None:
+            return "no composition"
+        if isinstance(active, Rows):
+            return f"a composition for each of {len(active.switches)} rows"
+        return "base" if active.plan is None else f"{headline(active.plan)} of {' and '.join(active.plan.experts)}"
 
     @property
     def names(self) -> tuple[str, ...]:

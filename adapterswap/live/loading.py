@@ -25,7 +25,7 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import parse_composition
-from adapterswap.planning.slicing import slice_plan
+from adapterswap.planning.slicing import slice_layers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -92,9 +92,9 @@ def slice_of(adapter: Adapter, layers: str, num_layers: int | None) -> Adapter:
     """The adapter as it is once only `layers` of it are loaded.
 
     Raises:
-        AdapterswapError: see `slice_plan`.
+        AdapterswapError: see `slice_layers`.
     """
-    plan = slice_plan(adapter, layers, num_layers=num_layers)
+    plan = slice_layers(adapter, layers, num_layers=num_layers)
     modules = {name: adapter.modules[name] for name, module in plan.modules.items() if module.terms}
     saved = {name: adapter.saved[name] for name, module in plan.saved.items() if module.terms}
     return replace(adapter, modules=modules, saved=saved, kept_layers=parse_layers(layers))
@@ -171,7 +171,7 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: int | None) -> 
         whole = Composition(allocation=(Rule(expert="expert"),))
         plan = make_plan(whole, {"expert": without_copies(adapter)}, num_layers=num_layers)
     else:
-        plan = slice_plan(without_copies(adapter), layers, num_layers=num_layers)
+        plan = slice_layers(without_copies(adapter), layers, num_layers=num_layers)
     with TemporaryDirectory() as place:
         yield write_adapter(plan, Path(place) / "adapter")
 

@@ -1,4 +1,4 @@
-"""From opened experts to a plan in one call: `layer_swap`, `soup`, `task_arithmetic`, `compose`.
+"""From experts to a plan in one call: `layer_swap`, `soup`, `slerp`, `task_arithmetic`, `ties`, `dare`, `compose`.
 
 The short way for Python users; each builds a `Composition` and applies it. Knows nothing that those two do not.
 """
@@ -8,22 +8,35 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from adapterswap.errors import Problems, check_type
+from adapterswap.errors import AdapterswapError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.opening import open_expert
 from adapterswap.experts.sources import is_hub_id
-from adapterswap.files.yamlfiles import validate
+from adapterswap.files.smallfiles import expand, is_folder
+from adapterswap.files.yamlfiles import read_recipe, validate
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import as_composition
+from adapterswap.shipped import find_recipe
 
-__all__ = ["compose", "expert_name", "layer_swap", "own_name", "soup", "task_arithmetic"]
+__all__ = [
+    "compose",
+    "dare",
+    "expert_name",
+    "layer_swap",
+    "own_name",
+    "read_composition",
+    "slerp",
+    "soup",
+    "task_arithmetic",
+    "ties",
+]
 
 _MEANINGFUL = frozenset("[]{}<>'\"`|\\:;*?!$")  # in recipes, tables and shells
 
@@ -102,6 +115,99 @@ def task_arithmetic(
     )  # fmt: skip
 
 
+def slerp(
+    task: Expert,
+    language: Expert,
+    *,
+    num_layers: int | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    base_model: str | None = None,
+) -> Plan:
+    """Spherical interpolation between two experts' ΔW, module by module (Shoemake 1985).
+
+    The share of the way from the task to the language is w_lang / (w_task + w_lang). Arguments and errors as for
+    `layer_swap`.
+    """
+    return _two_sided("slerp", task, language, task_weight, language_weight, num_layers, base_model)
+
+
+def ties(
+    task: Expert,
+    language: Expert,
+    *,
+    density: float,
+    scale: float = 1.0,
+    num_layers: int | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    allow_negative: bool = False,
+    base_model: str | None = None,
+) -> Plan:
+    """Trim each ΔW, elect a sign for each entry, and add up what agrees with it (TIES; Yadav et al. 2023).
+
+    Full weights are exact; writing an adapter needs `max_rank` or `max_error`.
+
+    Args:
+        task, language: see `layer_swap`.
+        density: the share of the entries of each ΔW that is kept, those of the largest size.
+        scale: λ, the factor of the result.
+        num_layers, task_weight, language_weight, base_model: see `layer_swap`.
+        allow_negative: weights and λ may be negative (unlearning).
+
+    Returns:
+        The plan; one of full weights where an expert is a full checkpoint.
+
+    Raises:
+        AdapterswapError: see `open_expert`, `Composition` and `make_plan`.
+    """
+    return _two_sided(
+        "ties", task, language, task_weight, language_weight, num_layers, base_model,
+        density=density, scale=scale, allow_negative=allow_negative,
+    )  # fmt: skip
+
+
+def dare(
+    task: Expert,
+    language: Expert,
+    *,
+    density: float,
+    seed: int = 0,
+    method: Literal["dare_linear", "dare_ties"] = "dare_linear",
+    scale: float = 1.0,
+    num_layers: int | None = None,
+    task_weight: float = 1.0,
+    language_weight: float = 1.0,
+    allow_negative: bool = False,
+    base_model: str | None = None,
+) -> Plan:
+    """Drop entries of each ΔW at random, rescale the others by 1 / density, and add them up (DARE; Yu et al. 2024).
+
+    Full weights are exact; writing an adapter needs `max_rank` or `max_error`.
+
+    Args:
+        task, language: see `layer_swap`.
+        density: the share of the entries of each ΔW that is kept.
+        seed: of what is dropped.
+        method: `dare_linear` adds up what is left; `dare_ties` elects signs first, as `ties` does.
+        scale: λ, the factor of the result.
+        num_layers, task_weight, language_weight, base_model: see `layer_swap`.
+        allow_negative: weights and λ may be negative (unlearning).
+
+    Returns:
+        The plan; one of full weights where an expert is a full checkpoint.
+
+    Raises:
+        AdapterswapError: `method` is not one of the two; see `open_expert`, `Composition` and `make_plan`.
+    """
+    if method not in ("dare_linear", "dare_ties"):
+        raise AdapterswapError(f"`method` is {method!r}, which is no form of DARE", "Pass dare_linear or dare_ties")
+    return _two_sided(
+        method, task, language, task_weight, language_weight, num_layers, base_model,
+        density=density, seed=seed, scale=scale, allow_negative=allow_negative,
+    )  # fmt: skip
+
+
 def compose(composition: Composition | str, experts: Mapping[str, Expert] | None = None) -> Plan:
     """Open the experts that a composition names and apply it to them.
 
@@ -129,6 +235,28 @@ def compose(composition: Composition | str, experts: Mapping[str, Expert] | None
                 opened[name] = _open(known[name])
     problems.raise_if_any()
     return make_plan(composition, opened)
+
+
+def read_composition(recipe: str | Path) -> Composition:
+    """Read a recipe for `adapterswap compose`. Experts that lie beside the recipe are found there.
+
+    Args:
+        recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`.
+
+    Returns:
+        The composition, for `compose`.
+
+    Raises:
+        AdapterswapError: there is no such recipe; with every mistake in it.
+    """
+    check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
+    found = find_recipe(recipe, "compose")
+    composition = read_recipe(found, Composition, paths=["experts.*"])
+    experts = {
+        name: str(beside) if is_folder(beside := found.parent / expand(path)) else path
+        for name, path in composition.experts.items()
+    }
+    return composition.model_copy(update={"experts": experts})
 
 
 def expert_name(reference: Expert, taken: Mapping[str, Any], fallback: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from adapterswap.errors import printable
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind, format_layers
 from adapterswap.experts.sources import public_name, same_base
@@ -18,14 +19,20 @@ from adapterswap.planning.slots import Slot
 
 __all__ = [
     "Mark",
+    "Picture",
     "blend_text",
+    "draw",
     "error_text",
+    "headline",
     "marks",
     "strip",
+    "summary",
     "unusual",
 ]
 
 _BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
+_SHOWN = 8  # experts in a summary
+_LEGEND = 200  # characters of a summary's legend
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,47 @@ def strip(plan: Plan) -> str:
     return draw_strip(marks(plan), plan.num_layers, tuple(plan.experts))
 
 
-def draw_strip(found: Sequence[Mark], num_layers: int, experts: Collection[str]) -> str:
-    """See `strip`. One row where attention and MLP agree in every layer, else a row for each."""
+def headline(plan: Plan) -> str:
+    """The method and the size of a plan: `layer_swap, 42 modules, 6 layers`."""
+    asked = plan.composition
+    method = "allocation" if asked.allocation is not None else asked.method
+    method = f"partition {asked.partition}" if asked.partition else method
+    what = "tensors" if plan.is_model else "modules"
+    return f"{method}, {len(plan.slots)} {what}, {plan.num_layers} layers"
+
+
+def summary(plan: Plan) -> str:
+    """A plan in a few lines: its headline, experts, base and strip. Names are escaped where they are not printable."""
+    experts = [f"{name}: {expert!r}" for name, expert in list(plan.experts.items())[:_SHOWN]]
+    more = len(plan.experts) - len(experts)
+    lines = [f"Plan: {headline(plan)}", *experts, *([f"and {more} more experts"] if more else [])]
+    lines += [f"base: {plan.base!r}"] if plan.base else []
+    return "\n".join(printable(line) for line in [*lines, *_shortened(strip(plan))])
+
+
+def _shortened(text: str) -> list[str]:
+    """The lines of a strip; the legend of many different blends is cut."""
+    *rows, legend = text.split("\n")
+    return [*rows, legend if len(legend) <= _LEGEND else f"{legend[: _LEGEND - 1]}…"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The strip of layers.
+
+    Attributes:
+        rows: kind of module, or `layers` where all kinds agree → a character for each layer.
+        legend: what the characters that occur mean.
+        owners: of them, those of experts and of averages of several.
+    """
+
+    rows: Mapping[str, str]
+    legend: Mapping[str, str]
+    owners: tuple[str, ...]
+
+
+def draw(found: Sequence[Mark], num_layers: int, experts: Collection[str]) -> Picture:
+    """The strip as data. One row where attention and MLP agree in every layer, else a row for each."""
     names = {mark.owner: None for mark in found if mark.owner not in (None, BASE)}
     averages = [name for name in names if name is not None and name not in set(experts)]
     letters = _letters([*averages, *experts])
@@ -76,12 +122,21 @@ def draw_strip(found: Sequence[Mark], num_layers: int, experts: Collection[str])
     rows = {kind: row for kind, row in rows.items() if row.strip()}
     if len(set(rows.values())) == 1:
         rows = {"layers": next(iter(rows.values()))}
+    used = "".join(rows.values())
+    owners = tuple(letter for letter in letters.values() if letter in used)
+    return Picture(rows, _legend(found, used, letters), owners)
+
+
+def draw_strip(found: Sequence[Mark], num_layers: int, experts: Collection[str]) -> str:
+    """See `strip`."""
+    picture = draw(found, num_layers, experts)
+    rows = picture.rows
     width = max(map(len, rows), default=0)
     tens = "".join(str(i // 10) if i % 10 == 0 else " " for i in range(num_layers)).rstrip()
     lines = [f"{'':{width}}  {tens}"] if num_layers > 10 else []
     lines.append(f"{'':{width}}  {''.join(str(i % 10) for i in range(num_layers))}")
     lines += [f"{kind:{width}}  {row}".rstrip() for kind, row in rows.items()]
-    lines.append(f"{'':{width}}  {_legend(found, ''.join(rows.values()), letters)}")
+    lines.append(f"{'':{width}}  {', '.join(f'{mark} {meaning}' for mark, meaning in picture.legend.items())}")
     return "\n".join(lines)
 
 
@@ -190,10 +245,8 @@ def _row(found: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> 
     return "".join(_SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING) for cell in cells)
 
 
-def _legend(found: Sequence[Mark], used: str, letters: Mapping[str, str]) -> str:
+def _legend(found: Sequence[Mark], used: str, letters: Mapping[str, str]) -> dict[str, str]:
     blends = sorted({mark.blend for mark in found if mark.owner is None})
-    entries = [f"{letter} {name}" for name, letter in letters.items() if letter in used]
-    entries += [f"{_BLEND} {' or '.join(blends)}"] if _BLEND in used else []
-    entries += [f"{_UNCHANGED} base"] if _UNCHANGED in used else []
-    entries += [f"{_SEVERAL} differs by module"] if _SEVERAL in used else []
-    return ", ".join(entries)
+    meanings = {letter: name for name, letter in letters.items() if letter in used}
+    meanings |= {_BLEND: " or ".join(blends), _UNCHANGED: "base", _SEVERAL: "differs by module"}
+    return {mark: meaning for mark, meaning in meanings.items() if mark in used}

@@ -2,7 +2,7 @@
 
 Made from headers alone (see `making`): no tensors, no torch. It says for every module of an adapter, or for every
 stored tensor of a model, which experts' changes enter with which coefficients; executors (`writing`, `merging`, `live`)
-carry it out. Knows nothing of files to write, nor of how a plan is shown.
+carry it out. Its `write` and `merge` call them; how a plan is shown, `describe` and `notebook` know.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
@@ -58,6 +58,72 @@ class Plan:
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots.values())
+
+    def __repr__(self) -> str:
+        """A few lines: the method, the experts, the base, and the strip of layers."""
+        from adapterswap.planning.describe import summary
+
+        return f"<{summary(self)}>"
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook, in colours."""
+        from adapterswap.planning.notebook import plan_html
+
+        return plan_html(self)
+
+    def write(
+        self,
+        out_path: str | Path,
+        *,
+        layout: Literal["exact", "portable"] = "exact",
+        max_rank: int | None = None,
+        max_error: float | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write the composed adapter to the folder `out_path`: `adapterswap.write_adapter` of this plan.
+
+        Args:
+            out_path, layout, max_rank, max_error, overwrite: see `write_adapter`.
+
+        Returns:
+            The folder's path.
+
+        Raises:
+            AdapterswapError: see `write_adapter`.
+        """
+        from adapterswap.writing import write_adapter
+
+        return write_adapter(
+            self, out_path, layout=layout, max_rank=max_rank, max_error=max_error, overwrite=overwrite
+        )  # fmt: skip
+
+    def merge(
+        self,
+        out_path: str | Path,
+        *,
+        base_model: str | Path | None = None,
+        max_shard_size: str | None = None,
+        dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+        device: str = "cpu",
+        overwrite: bool = False,
+    ) -> Path:
+        """Write full weights to the folder `out_path`: `adapterswap.merge` of this plan.
+
+        Args:
+            out_path, base_model, max_shard_size, dtype, device, overwrite: see `merge`.
+
+        Returns:
+            The folder's path.
+
+        Raises:
+            AdapterswapError: see `merge`.
+        """
+        from adapterswap.merging import merge
+
+        return merge(
+            self, base_model, out_path=out_path, max_shard_size=max_shard_size, dtype=dtype, device=device,
+            overwrite=overwrite,
+        )  # fmt: skip
 
     @property
     def modules(self) -> dict[str, Slot]:

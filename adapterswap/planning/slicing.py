@@ -8,8 +8,10 @@ only.
 
 from __future__ import annotations
 
-from adapterswap.errors import AdapterswapError
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
+from pathlib import Path
+
+from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, open_adapter
 from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.composing import expert_name
@@ -17,21 +19,31 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 
-__all__ = ["slice_plan"]
+__all__ = ["slice_layers"]
 
 
-def slice_plan(adapter: Adapter, layers: str, *, num_layers: int | None = None, base_model: str | None = None) -> Plan:
-    """The plan that keeps `layers` (such as `0-4,30-31`) of an adapter, and its modules outside the layers.
+def slice_layers(
+    adapter: Adapter | str | Path, layers: str, *, num_layers: int | None = None, base_model: str | None = None
+) -> Plan:
+    """The plan that keeps `layers` of an adapter, and its modules outside the layers: a shell or a core of an expert.
 
     Args:
-        adapter: the whole expert, or a slice that still has these layers.
-        layers: which to keep.
+        adapter: the whole expert, or a slice that still has these layers: opened, a folder or a Hub id.
+        layers: which to keep, such as `0-4,30-31`.
         num_layers: the base's layers; by default from the base's config.
         base_model: the base, where the adapter names none or another place.
 
+    Returns:
+        The plan, to be written or merged.
+
     Raises:
-        AdapterswapError: the text names no layers, or layers that the base or the adapter does not have.
+        AdapterswapError: the adapter cannot be opened; the text names no layers, or layers that the base or the adapter
+            does not have.
     """
+    check_type(adapter, (Adapter, str, Path), "adapter", "Pass a local folder, a Hub id or an opened adapter")
+    check_type(layers, str, "layers", "Write for instance `layers=0-4,30-31`")
+    if not isinstance(adapter, Adapter):
+        adapter = open_adapter(adapter)
     mend = "Write for instance `layers=0-4,30-31`"
     try:
         kept = parse_layers(layers)

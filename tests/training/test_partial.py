@@ -19,7 +19,7 @@ from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
-from adapterswap.planning.slicing import slice_plan
+from adapterswap.planning.slicing import slice_layers
 from adapterswap.training import TrainRecipe, estimate, train
 from adapterswap.training.base import open_trainable
 from adapterswap.training.targets import find_targets
@@ -88,7 +88,7 @@ def test_only_the_sides_modules_get_an_adapter(tmp_path: Path, make_recipe: Make
 def test_slicing_afterwards_is_reverting(tmp_path: Path, make_recipe: MakeRecipe, pico: Any) -> None:
     """Train-then-revert: all modules are trained, and some put back; freeze-then-train never trains them."""
     trained = train(make_recipe(training={"max_steps": 4}), out_path=tmp_path / "trained").path
-    write_adapter(slice_plan(open_adapter(trained), "0-1,5", num_layers=6), tmp_path / "reverted")
+    write_adapter(slice_layers(open_adapter(trained), "0-1,5", num_layers=6), tmp_path / "reverted")
     frozen = train(
         make_recipe(training={"max_steps": 4}, adapter={"layers": "0-1,5"}), out_path=tmp_path / "frozen"
     ).path
