@@ -8,18 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.lowrank import cosine, inner
 from adapterswap.arithmetic.tensors import open_files, read_elements, read_factors, row_ranges
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind
+from adapterswap.experts.opening import open_expert
 from adapterswap.files.tensorfile import Tensor
 
-__all__ = ["Difference", "SavedDifference", "compare", "compare_saved", "total"]
+__all__ = ["Comparison", "Difference", "SavedDifference", "compare", "compare_saved", "diff", "total"]
 
 _BLOCK = 2**20  # elements read at a time
 
@@ -53,6 +56,10 @@ class Difference:
     def cosine(self) -> float | None:
         return cosine(self.product, self.norms)
 
+    def as_json(self) -> dict[str, Any]:
+        """As plain data; an infinite distance, which JSON cannot hold, is null."""
+        return {"norms": list(self.norms), "distance": _finite(self.distance), "cosine": self.cosine}
+
 
 @dataclass(frozen=True)
 class SavedDifference:
@@ -82,6 +89,97 @@ class SavedDifference:
         if self.apart is None or self.norms[0] is None:
             return None
         return self.apart / self.norms[0] if self.norms[0] else (math.inf if self.apart else 0.0)
+
+    @property
+    def remark(self) -> str:
+        """Why there is no distance; empty where there is one."""
+        if self.apart is not None:
+            return ""
+        holder, lacking = ("first", "second") if self.norms[1] is None else ("second", "first")
+        rest = f"; the {lacking} has LoRA on it" if self.lora else ""
+        return f"trained in full in the {holder} only{rest}: the change is unknown without the base"
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data; an infinite distance, which JSON cannot hold, is null."""
+        return {
+            "shape": self.shape,
+            "norms": list(self.norms),
+            "apart": self.apart,
+            "distance": _finite(self.distance),
+            **({"remark": self.remark} if self.remark else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two adapters compared.
+
+    Attributes:
+        modules: every LoRA module that either has, in the order of layers.
+        saved: every module that either holds in full, likewise.
+    """
+
+    modules: tuple[Difference, ...]
+    saved: tuple[SavedDifference, ...] = ()
+
+    def __repr__(self) -> str:
+        every = self.total
+        saved = f", {len(self.saved)} trained in full" if self.saved else ""
+        return f"<Comparison distance={every.distance:.4g}, cosine={every.cosine}, {len(self.modules)} modules{saved}>"
+
+    @property
+    def total(self) -> Difference:
+        """All LoRA modules as one, called `all`."""
+        return total(self.modules)
+
+    @property
+    def layers(self) -> tuple[Difference, ...]:
+        """The LoRA modules of each layer as one, called by the layer's number, or `no layer`."""
+        layers: dict[int | None, list[Difference]] = {}
+        for module in self.modules:
+            layers.setdefault(module.layer, []).append(module)
+        return tuple(total(group, "no layer" if layer is None else str(layer)) for layer, group in layers.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data: what `adapterswap diff --json` prints."""
+        return {
+            "total": self.total.as_json(),
+            "layers": {row.name: row.as_json() for row in self.layers},
+            "modules": {module.name: module.as_json() for module in self.modules},
+            "saved": {module.name: module.as_json() for module in self.saved},
+        }
+
+
+def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
+    """Compare two adapters: the distance and the cosine of their ΔW, exact up to about 1e-8.
+
+    Args:
+        one, other: opened adapters, folders or Hub ids. A module that one of them lacks counts as ΔW = 0.
+
+    Returns:
+        Each module, each layer, and all of them together.
+
+    Raises:
+        AdapterswapError: an adapter cannot be opened, or is a full checkpoint; a module has another shape, or other
+            parameters, in the other adapter; a tensor holds NaN or infinity.
+    """
+    pair = _opened(one, "one"), _opened(other, "other")
+    return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)))
+
+
+def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
+    check_type(reference, (Adapter, str, Path), parameter, "Pass a local folder, a Hub id or an opened adapter")
+    opened = reference if isinstance(reference, Adapter) else open_expert(reference)
+    if isinstance(opened, Adapter):
+        return opened
+    raise AdapterswapError(
+        f"{reference} is a full checkpoint, and `diff` compares adapters",
+        "Cut an adapter out of it with `adapterswap extract`, or measure it with `adapterswap analyze --base-model`",
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or math.isinf(value) else value
 
 
 def compare(one: Adapter, other: Adapter) -> list[Difference]:

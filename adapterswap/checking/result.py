@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from adapterswap.experts.adapters import CONFIG
 
@@ -38,3 +39,14 @@ class Verification:
     @property
     def equal(self) -> bool:
         return not (self.changed_sources or self.differing or self.config_differs or self.record_differs)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data: what `adapterswap verify --json` prints."""
+        return {
+            "equal": self.equal,
+            "changed_sources": dict(self.changed_sources),
+            "differing": list(self.differing),
+            "config_differs": self.config_differs,
+            "record_differs": list(self.record_differs),
+            "unchecked": list(self.unchecked),
+        }

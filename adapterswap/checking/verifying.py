@@ -20,7 +20,7 @@ from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.tensors import open_files, read_bytes, row_ranges
 from adapterswap.checking.extracted import verify_extracted
 from adapterswap.checking.result import Verification
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, Problems, check_type
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.opening import open_expert
@@ -68,7 +68,7 @@ _BLOCK = 2**24  # bytes compared at a time
 
 
 def verify(
-    path: str | Path, experts: Mapping[str, str | Path] | None = None, *, base_model: str | None = None
+    path: str | Path, experts: Mapping[str, str | Path] | None = None, *, base_model: str | Path | None = None
 ) -> Verification:
     """Recompute the composed adapter, or the full weights, in `path` and compare them, byte for byte.
 
@@ -85,10 +85,17 @@ def verify(
         base_model: the base, where it did not come from the Hub. Full weights need it; that of an adapter is compared
             with the record.
 
+    Returns:
+        What differs; `equal` says whether nothing does.
+
     Raises:
         AdapterswapError: no adapterswap.json or one that is not understood; a source that cannot be found; see also
             `verify_extracted`.
     """
+    check_type(path, (str, Path), "path", "Pass the folder of an adapter or a model, or a Hub id such as org/name")
+    check_type(experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders or Hub ids")
+    check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
+    base_model = None if base_model is None else str(base_model)
     folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter or model").folder
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model").folder

@@ -40,16 +40,7 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
         given[name] = folder
     found = verify(path, given, base_model=base_model)
     if as_json:
-        print_json(
-            {
-                "equal": found.equal,
-                "changed_sources": dict(found.changed_sources),
-                "differing": list(found.differing),
-                "config_differs": found.config_differs,
-                "record_differs": list(found.record_differs),
-                "unchecked": list(found.unchecked),
-            }
-        )
+        print_json(found.as_json())
     else:
         _print(found)
     if found.unchecked:

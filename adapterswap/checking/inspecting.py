@@ -1,0 +1,204 @@
+"""What an adapter or a model holds, from its header and configs alone, and which expert each part came from.
+
+Reads no tensor and prints nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from adapterswap.errors import check_type
+from adapterswap.experts.adapters import PROVENANCE, Adapter, FullModule, LoraModule
+from adapterswap.experts.checkpoints import Checkpoint, Parameter
+from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.opening import open_expert
+from adapterswap.files.smallfiles import exists
+from adapterswap.files.tensorfile import Tensor
+
+if TYPE_CHECKING:
+    from adapterswap.records.record import CompositionRecord
+
+__all__ = ["Inspection", "inspect"]
+
+Part = LoraModule | FullModule | Parameter
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an expert holds.
+
+    Attributes:
+        expert: the adapter or the full checkpoint, opened.
+        record: how adapterswap composed or merged it; None for what it did not.
+    """
+
+    expert: Adapter | Checkpoint
+    record: CompositionRecord | None = None
+
+    def __repr__(self) -> str:
+        strip = "".join(f"\n{line}" for line in self.strip)
+        return f"<Inspection of {self.expert!r}{strip}>"
+
+    @property
+    def kind(self) -> Literal["adapter", "model"]:
+        return "adapter" if isinstance(self.expert, Adapter) else "model"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The modules of an adapter (those trained in full last), or the tensors of a checkpoint."""
+        if isinstance(self.expert, Adapter):
+            return (*self.expert.modules.values(), *self.expert.saved.values())
+        return tuple(self.expert.parameters.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are stored: of an adapter those of LoRA, of a checkpoint all."""
+        if isinstance(self.expert, Adapter):
+            return sum(map(_lora_parameters, self.expert.modules.values()))
+        return sum(prod(parameter.tensor.shape) for parameter in self.expert.parameters.values())
+
+    @property
+    def num_saved_parameters(self) -> int:
+        """Numbers of modules that an adapter holds in full (`modules_to_save`)."""
+        return sum(map(_saved_parameters, self.expert.saved.values())) if isinstance(self.expert, Adapter) else 0
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the safetensors files."""
+        if isinstance(self.expert, Adapter):
+            return self.expert.file.size
+        return sum(shard.size for shard in self.expert.shards)
+
+    @property
+    def strip(self) -> list[str]:
+        """The strip of layers, a line each; empty without a record.
+
+        What no expert changed is left out beside others of its kind and layer.
+        """
+        if self.record is None:
+            return []
+        from adapterswap.planning.allocation import BASE
+        from adapterswap.planning.describe import Mark, blend_text, draw_strip
+
+        marks = []
+        for part in self.parts:
+            owner = self.record.owner_of(part.name)
+            if part.layer is not None and part.layer < self.record.num_layers and owner is not None:
+                where = part.layer, part.kind
+                marks.append(Mark(*where, owner) if isinstance(owner, str) else Mark(*where, None, blend_text(owner)))
+        changed = {(mark.layer, mark.kind) for mark in marks if mark.owner != BASE}
+        marks = [mark for mark in marks if mark.owner != BASE or (mark.layer, mark.kind) not in changed]
+        return draw_strip(marks, self.record.num_layers, self.record.experts).split("\n")
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data: what `adapterswap inspect --json` prints."""
+        facts = self._of_adapter(self.expert) if isinstance(self.expert, Adapter) else self._of_model(self.expert)
+        return {"kind": self.kind, "source": str(self.expert.source), **facts, **self._composed_of()}
+
+    def _of_adapter(self, adapter: Adapter) -> dict[str, Any]:
+        return {
+            "base_model": adapter.config.base_model,
+            "use_rslora": adapter.config.rslora,
+            "parameters": self.num_parameters,
+            "saved_parameters": self.num_saved_parameters,
+            "bytes": self.nbytes,
+            "modules": [
+                {
+                    "name": module.name,
+                    "layer": module.layer,
+                    "kind": module.kind,
+                    "rank": module.rank,
+                    "alpha": module.alpha,
+                    "scale": module.scale,
+                    "out_features": module.out_features,
+                    "in_features": module.in_features,
+                    "embedding": module.embedding,
+                    "dtype": module.dtype,
+                    "bytes": {"A": [module.a.start, module.a.stop], "B": [module.b.start, module.b.stop]},
+                    **self._owner(module.name),
+                }
+                for module in adapter.modules.values()
+            ],
+            "saved": [
+                {
+                    "name": module.name,
+                    "layer": module.layer,
+                    "kind": module.kind,
+                    "parameters": _saved_parameters(module),
+                    "tensors": {name: _tensor(tensor) for name, tensor in module.tensors.items()},
+                    **self._owner(module.name),
+                }
+                for module in adapter.saved.values()
+            ],
+            "ignored": list(adapter.ignored),
+        }
+
+    def _of_model(self, model: Checkpoint) -> dict[str, Any]:
+        return {
+            "model_type": model.config.get("model_type"),
+            "num_layers": num_layers_in_config(model.config),
+            "parameters": self.num_parameters,
+            "bytes": self.nbytes,
+            "shards": [{"name": shard.path.name, "bytes": shard.size} for shard in model.shards],
+            "tensors": [
+                {
+                    "name": parameter.name,
+                    "layer": parameter.layer,
+                    "kind": parameter.kind,
+                    **_tensor(parameter.tensor),
+                    "shard": parameter.path.name,
+                    **self._owner(parameter.name),
+                }
+                for parameter in model.parameters.values()
+            ],
+        }
+
+    def _owner(self, name: str) -> dict[str, Any]:
+        return {} if self.record is None else {"owner": self.record.modules.get(name)}
+
+    def _composed_of(self) -> dict[str, Any]:
+        if self.record is None:
+            return {}
+        experts = {name: str(source) for name, source in self.record.experts.items()}
+        return {"composed_of": {"experts": experts, "num_layers": self.record.num_layers, "strip": self.strip}}
+
+
+def inspect(path: str | Path) -> Inspection:
+    """What an adapter or a full checkpoint holds: ranks, scales, layers, and the owners of what adapterswap composed.
+
+    Args:
+        path: a PEFT LoRA folder, a folder of full weights, or a Hub id `org/name[@revision]`.
+
+    Returns:
+        The opened expert, and how it was composed.
+
+    Raises:
+        AdapterswapError: it cannot be opened (see `open_expert`), or its adapterswap.json cannot be read.
+    """
+    check_type(path, (str, Path), "path", "Pass a local folder or a Hub id such as org/name")
+    expert = open_expert(path)
+    return Inspection(expert, _record(expert.source.folder))
+
+
+def _record(folder: Path) -> CompositionRecord | None:
+    if not exists(folder / PROVENANCE):  # the next line costs the import of pydantic
+        return None
+    from adapterswap.records.record import CompositionRecord, read_record
+
+    record = read_record(folder)
+    return record if isinstance(record, CompositionRecord) else None
+
+
+def _lora_parameters(module: LoraModule) -> int:
+    return module.rank * (module.in_features + module.out_features)
+
+
+def _saved_parameters(module: FullModule) -> int:
+    return sum(prod(tensor.shape) for tensor in module.tensors.values())
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "bytes": [tensor.start, tensor.stop]}
