@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adapterswap import Composition, LiveComposer, compose, open_adapter
 from adapterswap.analysis.changes import measure
 from adapterswap.analysis.effects import importance_of_activations, read_texts
-from adapterswap.analysis.suggesting import importance_of_weights, suggest
+from adapterswap.analysis.suggesting import choose_layers, importance_of_weights
 from adapterswap.lab.pretraining import NUM_LAYERS
 from adapterswap.lab.scenes import SCENES, draw_problems
 from adapterswap.lab.scoring import Questions, exact_match
@@ -68,7 +68,7 @@ def judge_seed(folder: Path, scene: str, texts: int) -> dict[str, tuple[float, A
     activations = importance_of_activations(model, tokenizer, planned(method="soup"), sides=sides, texts=read)
     for importance in (weights, activations):
         for form in ("zones", "modules"):
-            fields = suggest(importance, form=form).composition
+            fields = choose_layers(importance, form=form).composition
             rules = fields.get("allocation", ())
             chosen = [(rule["layers"], rule["modules"]) for rule in rules if "modules" in rule] or list(fields.values())
             found[f"suggest, {importance.measured}, {form}"] = (accuracy(planned(**fields)), chosen)

@@ -16,7 +16,7 @@ from adapterswap.analysis.changes import Changes
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.layers import format_layers
 
-__all__ = ["Block", "Form", "Importance", "Suggestion", "importance_of_weights", "suggest"]
+__all__ = ["Block", "Form", "Importance", "Suggestion", "choose_layers", "importance_of_weights"]
 
 Form = Literal["zones", "modules"]
 Block = tuple[int, str]  # a layer, and `attention` or `mlp`
@@ -59,12 +59,26 @@ class Suggestion:
         composition: the fields of a `Composition`, without the experts.
         kept: (task, language): the shares of each expert that the proposal keeps.
         reasons: in words.
+        importance: what it rests on.
     """
 
     form: Form
     composition: Mapping[str, Any]
     kept: tuple[float, float]
     reasons: tuple[str, ...]
+    importance: Importance
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data: what `adapterswap suggest --json` prints."""
+        layers = map(self.importance.of_layer, range(self.importance.num_layers))
+        return {
+            "form": self.form,
+            "measured": self.importance.measured,
+            "composition": self.composition,
+            "kept": dict(zip(("task", "language"), self.kept, strict=True)),
+            "reasons": list(self.reasons),
+            "layers": [dict(zip(("task", "language"), shares, strict=True)) for shares in layers],
+        }
 
 
 def importance_of_weights(task: Changes, language: Changes, num_layers: int) -> Importance:
@@ -72,7 +86,7 @@ def importance_of_weights(task: Changes, language: Changes, num_layers: int) -> 
     return Importance("weights", num_layers, _shares(_energies(task)), _shares(_energies(language)))
 
 
-def suggest(importance: Importance, *, form: Form = "zones") -> Suggestion:
+def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion:
     """The allocation of the wanted form that keeps most: the language's shares where it owns, the task's elsewhere.
 
     Args:
@@ -103,7 +117,8 @@ def suggest(importance: Importance, *, form: Form = "zones") -> Suggestion:
         reasons.append(
             f"layers {format_layers(inside)} matter more to the language too, and lie inside: --form modules"
         )
-    return Suggestion("zones", {"bottom": bottom, "top": top}, _kept(importance, owned), tuple(reasons))
+    chosen = {"bottom": bottom, "top": top}
+    return Suggestion("zones", chosen, _kept(importance, owned), tuple(reasons), importance)
 
 
 def _by_modules(importance: Importance) -> Suggestion:
@@ -124,7 +139,7 @@ def _by_modules(importance: Importance) -> Suggestion:
     reasons = [f"{rule['modules']} of layers {rule['layers']}: a larger share of the language than of the task"
                for rule in rules]  # fmt: skip
     allocation = [*rules, blend, {"expert": "task"}]
-    return Suggestion("modules", {"allocation": allocation}, _kept(importance, owned), tuple(reasons))
+    return Suggestion("modules", {"allocation": allocation}, _kept(importance, owned), tuple(reasons), importance)
 
 
 def _energies(changes: Changes) -> dict[Block, float]:

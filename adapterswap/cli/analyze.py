@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,11 +11,8 @@ from adapterswap.cli.printing import note, note_dry_run, note_output, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-    from adapterswap.analysis import Changes, FractionTable, Interference
-    from adapterswap.experts.adapters import Adapter
-    from adapterswap.experts.checkpoints import Checkpoint
+    from adapterswap.analysis.analyzing import Analysis
 
 
 _COLUMNS = 6  # of a table, so that it fits 80 characters
@@ -50,10 +47,8 @@ def command(
     and the norm of ΔW. With two experts or more also, for every two: cosine, overlap of subspaces, and signs in
     conflict. EXPERT is an adapter or a full checkpoint.
     """
-    from adapterswap.analysis import choose_threshold, interfere, measure, read_fractions
-    from adapterswap.analysis.deltas import matrices
+    from adapterswap.analysis.analyzing import analyze, count_matrices, inputs_of, open_experts, read_analysis
     from adapterswap.analysis.files import ANALYSIS
-    from adapterswap.experts.adapters import Adapter
     from adapterswap.experts.checkpoints import open_checkpoint
     from adapterswap.files.folders import check_target
 
@@ -62,61 +57,48 @@ def command(
     if threshold is not None and not 0 <= threshold < float("inf"):
         raise click.UsageError(f"--threshold {threshold:g} is no size of a change: give 0 or more.")
     if from_csv is not None:
-        tables, changes, pairs = read_fractions(from_csv), [], []
-        inputs: list[str | Path | None] = [from_csv]
+        found = read_analysis(from_csv)
+        if out_path is not None:
+            check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=[from_csv])
+            if not dry_run:
+                found.write(out_path, overwrite=overwrite, inputs=[from_csv])
     else:
-        opened = _open(experts)
+        opened = open_experts(_named(experts))
         base = open_checkpoint(base_model) if base_model else None
-        inputs = [each.source.folder for each in [*opened.values(), *([base] if base else [])]]
-        inputs += [each.config.base_model for each in opened.values() if isinstance(each, Adapter)]
-    if out_path is not None:
-        check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)
-    if from_csv is None:
-        count = {name: len(matrices(expert, base)) for name, expert in opened.items()}
         if dry_run:
-            _print_count(count, as_json=as_json)
+            if out_path is not None:
+                check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs_of(opened, base))
+            _print_count(count_matrices(opened, base), as_json=as_json)
             return
-        with progress_bar("matrices", sum(count.values())) as step:
-            changes = [measure(expert, name=name, base=base, progress=step) for name, expert in opened.items()]
-        threshold = choose_threshold(changes) if threshold is None else threshold
-        tables = [each.fractions(threshold) for each in changes]
-        names = list(opened)
-        couples = [(one, other) for i, one in enumerate(names) for other in names[i + 1 :]]
-        with progress_bar("matrices of two", sum(min(count[one], count[other]) for one, other in couples)) as step:
-            pairs = [interfere({one: opened[one], other: opened[other]}, base, step) for one, other in couples]
-    content = _content(tables, changes, pairs)
-    if out_path is not None:
-        _write(out_path, content, tables, changes, pairs, overwrite=overwrite, inputs=inputs)
+        found = analyze(
+            opened, base_model=base, threshold=threshold, out_path=out_path, overwrite=overwrite, bars=progress_bar
+        )
     if as_json:
-        print_json(content)
+        print_json(found.as_json())
     else:
-        _print(tables, changes, pairs)
+        _print(found)
     if out_path is not None:
-        note_output(out_path)
+        note_output(out_path, dry_run=dry_run)
 
 
-def _open(references: tuple[str, ...]) -> dict[str, Adapter | Checkpoint]:
-    """The experts by name: the one given, or the last part of the path."""
+def _named(references: tuple[str, ...]) -> dict[str, str]:
+    """The experts' places by name: the one given, or the last part of the path."""
     from adapterswap.errors import Problems
-    from adapterswap.experts.opening import open_expert
     from adapterswap.planning.composing import expert_name, own_name
 
-    opened: dict[str, Adapter | Checkpoint] = {}
+    places: dict[str, str] = {}
     problems = Problems()
     for reference in references:
         name, equals, path = reference.partition("=")
         if not equals:
-            name, path = expert_name(reference, opened, f"expert-{len(opened) + 1}"), reference
+            name, path = expert_name(reference, places, f"expert-{len(places) + 1}"), reference
             if name != own_name(reference):
                 note(f"{reference} is called {name!r} here")
-        if name in opened:
+        if name in places:
             problems.add(f"two experts are called {name!r}", "Give each a name of its own: NAME=PATH")
-        if not name.isprintable():
-            problems.add(f"{name!r} cannot be the name of an expert", "Give it one of printable characters: NAME=PATH")
-        with problems.collect():
-            opened[name] = open_expert(path)
+        places[name] = path
     problems.raise_if_any()
-    return opened
+    return places
 
 
 def _print_count(count: dict[str, int], *, as_json: bool) -> None:
@@ -129,97 +111,27 @@ def _print_count(count: dict[str, int], *, as_json: bool) -> None:
     note_dry_run("measured")
 
 
-def _content(tables: list[FractionTable], changes: list[Changes], pairs: list[Interference]) -> dict[str, Any]:
-    """Everything that was measured, as plain data."""
-    experts: dict[str, Any] = {}
-    for table in tables:
-        cells = [
-            {"layer": layer, "module": module, "fraction": value} for (layer, module), value in table.cells.items()
-        ]
-        experts[table.expert] = {"threshold": table.threshold, "fractions_of_rows": cells}
-    for each in changes:
-        experts[each.expert] |= {
-            "mean_row_magnitude": each.magnitude,
-            "modules": {
-                change.matrix.name: {
-                    "norm": change.norm,
-                    "base_norm": change.base_norm,
-                    "mean_row_magnitude": float(change.rows.mean()),
-                }
-                for change in each.modules
-            },
-        }
-    return {
-        "experts": experts,
-        "pairs": [
-            {
-                "experts": list(pair.experts),
-                "shared_start": pair.shared_start,
-                "layers": {str(layer): numbers for layer, numbers in pair.by_layer().items()},
-                "modules": {
-                    module.matrix.name: {
-                        "cosine": module.cosine,
-                        "written": module.written,
-                        "read": module.read,
-                        "by_chance": list(module.by_chance),
-                        "sign_conflicts": module.conflicts / module.elements if module.elements else None,
-                    }
-                    for module in pair.modules
-                },
-            }
-            for pair in pairs
-        ],
-    }
-
-
-def _write(
-    out_path: str, content: dict[str, Any], tables: list[FractionTable], changes: list[Changes],
-    pairs: list[Interference], *, overwrite: bool, inputs: list[str | Path | None],
-) -> None:  # fmt: skip
-    from importlib.util import find_spec
-
-    from adapterswap.analysis.changes import write_fractions
-    from adapterswap.analysis.files import ANALYSIS
-    from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_norms
-    from adapterswap.errors import AdapterswapError
-    from adapterswap.files.folders import atomic_folder
-    from adapterswap.files.smallfiles import write_json
-
-    if find_spec("matplotlib") is None:
-        raise AdapterswapError("pictures need matplotlib, which is not installed", "pip install 'adapterswap[plots]'")
-    with atomic_folder(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs) as folder:
-        write_fractions(tables, folder / "changes.csv")
-        write_json(folder / "analysis.json", content)
-        draw_fractions(tables, folder / "changes.png")
-        if changes:
-            relative = all(change.base_norm for each in changes for change in each.modules)
-            norms = {each.expert: each.layer_norms(relative=relative) for each in changes}
-            draw_norms(norms, folder / "norms.png", relative=relative)
-        for pair in pairs:
-            draw_interference(pair, folder / f"{'-'.join(pair.experts)}.png")
-
-
-def _print(tables: list[FractionTable], changes: list[Changes], pairs: list[Interference]) -> None:
+def _print(found: Analysis) -> None:
     """A row for each layer: what each expert changed there; then a table for every two, so that none is too wide."""
     columns = []
-    for table in tables:
+    for table in found.tables:
         shares: dict[int, list[float]] = {}
         for (layer, _), value in table.cells.items():
             shares.setdefault(layer, []).append(value)
         columns.append((f"{table.expert}\nrows", {layer: sum(s) / len(s) for layer, s in shares.items()}, ".3f"))
-    columns += [(f"{each.expert}\n‖ΔW‖", each.layer_norms(), ".4g") for each in changes]
+    columns += [(f"{each.expert}\n‖ΔW‖", each.layer_norms(), ".4g") for each in found.changes]
     for start in range(0, len(columns), _COLUMNS):
         _print_layers("", columns[start : start + _COLUMNS])
-    for pair in pairs:
+    for pair in found.pairs:
         by_layer = pair.by_layer()
         heads = {"cosine": "cosine", "written": "written", "read": "read", "sign_conflicts": "signs"}
         measured = [(head, {layer: numbers[key] for layer, numbers in by_layer.items()}, ".3f")
                     for key, head in heads.items()]  # fmt: skip
         _print_layers(" and ".join(pair.experts), measured)
-    if tables[0].threshold is not None:
-        above = f"whose mean absolute change is above {tables[0].threshold:.3g}"
+    if found.threshold is not None:
+        above = f"whose mean absolute change is above {found.threshold:.3g}"
         note(f"rows: the share {above}, of each kind of matrix, averaged over the kinds in a layer")
-    for pair in pairs:
+    for pair in found.pairs:
         if pair.shared_start is not None:
             note(
                 f"{' and '.join(pair.experts)} were trained from the same initial A (their rows have a mean cosine of "

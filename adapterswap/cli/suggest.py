@@ -11,7 +11,7 @@ from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from adapterswap.analysis.suggesting import Importance, Suggestion
+    from adapterswap.analysis.suggesting import Suggestion
     from adapterswap.planning.plan import Plan
 
 
@@ -57,54 +57,33 @@ def command(
     A layer goes to the language expert where it holds a larger share of what that expert does than of what the task
     expert does: by the size of ΔW, or, with texts of both sides, by how much it changes the base's predictions on them.
     """
-    from adapterswap.analysis.effects import read_texts
-    from adapterswap.analysis.suggesting import suggest
-    from adapterswap.errors import AdapterswapError
-    from adapterswap.files.folders import atomic_file, check_file
-    from adapterswap.planning.allocation import BASE
-    from adapterswap.planning.composing import soup
+    from adapterswap.analysis.measuring import read_measured, suggest
+    from adapterswap.files.folders import check_file
 
-    texts = {"task": task_texts, "language": language_texts}
+    texts = {"task_texts": task_texts, "language_texts": language_texts}
     if (task_texts is None) != (language_texts is None):
         raise click.UsageError("Give both --task-texts and --language-texts, or neither.")
     if task_texts is not None and base_model is None:
         raise click.UsageError("Texts are read by the base: give --base-model.")
-    inputs = [task_expert, language_expert, base_model, task_texts, language_texts]
-    if out_path is not None:
-        check_file(out_path, overwrite=overwrite, inputs=inputs)
-    if BASE in (task_expert, language_expert):
-        raise AdapterswapError(
-            f"`{BASE}` means the unchanged base model, and suggest compares two experts",
-            f"Pass two adapters; ./{BASE} is the folder of that name",
-        )
-    plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base_model)
-    plan.check_adapter()
-    read = {side: read_texts(path, limit) for side, path in texts.items() if path is not None}
     if dry_run:
-        counts = {side: len(rows) for side, rows in read.items()}
-        _print_count(plan, counts, as_json=as_json)
+        if out_path is not None:
+            inputs = [task_expert, language_expert, base_model, task_texts, language_texts]
+            check_file(out_path, overwrite=overwrite, inputs=inputs)
+        measured = read_measured(
+            task_expert, language_expert, base_model=base_model, num_layers=num_layers, limit=limit, **texts
+        )
+        counts = {side: len(rows) for side, rows in measured.texts.items()}
+        _print_count(measured.plan, counts, as_json=as_json)
         return
-    importance = _by_texts(plan, str(base_model), read, device) if read else _by_weights(plan)
-    suggestion = suggest(importance, form=form)
-    content = {
-        "form": suggestion.form,
-        "measured": importance.measured,
-        "composition": suggestion.composition,
-        "kept": dict(zip(("task", "language"), suggestion.kept, strict=True)),
-        "reasons": list(suggestion.reasons),
-        "layers": [
-            dict(zip(("task", "language"), importance.of_layer(layer), strict=True))
-            for layer in range(importance.num_layers)
-        ],
-    }
-    if out_path is not None:
-        text = _recipe(suggestion, task_expert, language_expert, base_model)
-        with atomic_file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
-            file.write_text(text, encoding="utf-8")
+    note("measuring the experts' weights" if task_texts is None else "measuring the experts on texts")
+    suggestion = suggest(
+        task_expert, language_expert, base_model=base_model, num_layers=num_layers, limit=limit, form=form,
+        device=device, out_path=out_path, overwrite=overwrite, bars=progress_bar, **texts,
+    )  # fmt: skip
     if as_json:
-        print_json(content)
+        print_json(suggestion.as_json())
     else:
-        _print(importance, suggestion)
+        _print(suggestion)
     if out_path is not None:
         note_output(out_path)
     elif suggestion.form == "modules":
@@ -122,47 +101,10 @@ def _print_count(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
     note_dry_run("measured")
 
 
-def _by_weights(plan: Plan) -> Importance:
-    from adapterswap.analysis.changes import measure
-    from adapterswap.analysis.suggesting import importance_of_weights
-
-    note("measuring the experts' weights")
-    with progress_bar("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
-        task, language = (measure(adapter, name=name, progress=step) for name, adapter in plan.experts.items())
-    return importance_of_weights(task, language, plan.num_layers)
-
-
-def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str) -> Importance:
-    from adapterswap.analysis.effects import BATCH, importance_of_activations
-    from adapterswap.bases import choose_device, load_weights, open_base
-    from adapterswap.live import load_experts
-
-    target = choose_device(device)
-    note(f"loading {base_model} and the experts")
-    base = open_base(base_model)
-    model = load_experts(load_weights(base).to(target), plan).eval()
-    sides = dict(zip(("task", "language"), plan.experts, strict=True))
-    batches = sum(-(-len(rows) // BATCH) for rows in texts.values())
-    note(f"measuring on {sum(map(len, texts.values()))} texts")
-    with progress_bar("batches of texts", batches) as step:
-        return importance_of_activations(model, base.tokenizer, plan, sides=sides, texts=texts, progress=step)
-
-
-def _recipe(suggestion: Suggestion, task: str, language: str, base_model: str | None) -> str:
-    """A recipe that `adapterswap compose` takes."""
-    from adapterswap.files.yamltext import dump_yaml
-
-    content: dict[str, Any] = {"experts": {"task": task, "language": language}}
-    if base_model is not None:
-        content["base_model"] = base_model
-    content |= dict(suggestion.composition)
-    text = "".join(f"# {reason}\n" for reason in suggestion.reasons)
-    return text + dump_yaml(content)
-
-
-def _print(importance: Importance, suggestion: Suggestion) -> None:
+def _print(suggestion: Suggestion) -> None:
     from rich.table import Table
 
+    importance = suggestion.importance
     table = Table("layer", box=None, header_style="bold")
     for name in ("task", "language"):
         table.add_column(name, justify="right")

@@ -76,7 +76,7 @@ def strip(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """The method and the size of a plan: `layer_swap, 42 modules, 6 layers`."""
     asked = plan.composition
-    method = "allocation" if asked.allocation is not None else asked.method
+    method: str = "allocation" if asked.allocation is not None else asked.method
     method = f"partition {asked.partition}" if asked.partition else method
     what = "tensors" if plan.is_model else "modules"
     return f"{method}, {len(plan.slots)} {what}, {plan.num_layers} layers"

@@ -18,7 +18,7 @@ from tolerances import near, tolerance
 from adapterswap import AdapterswapError, Composition, open_adapter
 from adapterswap.analysis.changes import measure
 from adapterswap.analysis.effects import importance_of_activations, read_texts
-from adapterswap.analysis.suggesting import Importance, importance_of_weights, suggest
+from adapterswap.analysis.suggesting import Importance, choose_layers, importance_of_weights
 from adapterswap.live import load_experts
 from adapterswap.planning.composing import soup
 from adapterswap.planning.plan import Plan
@@ -47,7 +47,7 @@ shares = st.integers(2, 9).flatmap(
 @given(shares)
 def test_no_other_zones_keep_more(measured: Importance) -> None:
     layers = measured.num_layers
-    proposal = suggest(measured)
+    proposal = choose_layers(measured)
     bottom, top = proposal.composition["bottom"], proposal.composition["top"]
     assert 0 < bottom + top <= layers / 2
     assert sum(proposal.kept) == pytest.approx(kept(measured, bottom, top))
@@ -58,17 +58,17 @@ def test_no_other_zones_keep_more(measured: Importance) -> None:
 @given(shares)
 def test_owners_of_modules_keep_at_least_what_zones_keep(measured: Importance) -> None:
     try:
-        proposal = suggest(measured, form="modules")
+        proposal = choose_layers(measured, form="modules")
     except AdapterswapError:
         gains = [measured.gain((layer, "attention")) for layer in range(measured.num_layers)]
         assert max(gains) <= 0 or min(gains) > 0
         return
-    assert sum(proposal.kept) >= sum(suggest(measured).kept) - 1e-9
+    assert sum(proposal.kept) >= sum(choose_layers(measured).kept) - 1e-9
     Composition.model_validate({**proposal.composition, "num_layers": measured.num_layers})
 
 
 def test_reasons_say_what_was_weighed() -> None:
-    proposal = suggest(importance([1, 3, 1, 3, 2], [5, 1, 2, 1, 1]))
+    proposal = choose_layers(importance([1, 3, 1, 3, 2], [5, 1, 2, 1, 1]))
     assert proposal.composition == {"bottom": 1, "top": 0}
     assert proposal.kept == pytest.approx((0.9, 0.5))
     assert proposal.reasons[0] == (
@@ -76,13 +76,13 @@ def test_reasons_say_what_was_weighed() -> None:
         "by weights"
     )
     assert proposal.reasons[1] == "layers 2 matter more to the language too, and lie inside: --form modules"
-    unwilling = suggest(importance([6, 1, 1, 1, 6], [1, 1, 3, 1, 1]))
+    unwilling = choose_layers(importance([6, 1, 1, 1, 6], [1, 1, 3, 1, 1]))
     assert "least harmful" in unwilling.reasons[1]
 
 
 def test_one_layer_cannot_be_shared() -> None:
     with pytest.raises(AdapterswapError, match="has one layer"):
-        suggest(importance([1], [1]))
+        choose_layers(importance([1], [1]))
 
 
 def test_weights_are_shares_of_the_squared_norm(base: Callable[[str], Path], math: Path, swahili: Path) -> None:

@@ -1,0 +1,243 @@
+"""Measure experts, each alone and every two of them together, and write what was found.
+
+Puts `changes`, `interference` and `pictures` together. Reads experts; prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import combinations
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from adapterswap.analysis.changes import (
+    Changes,
+    FractionTable,
+    choose_threshold,
+    measure,
+    read_fractions,
+    write_fractions,
+)
+from adapterswap.analysis.deltas import matrices
+from adapterswap.analysis.files import ANALYSIS
+from adapterswap.analysis.interference import Interference, interfere
+from adapterswap.errors import AdapterswapError, Problems, check_type
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.experts.opening import open_expert
+from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.smallfiles import write_json
+
+__all__ = ["Analysis", "Bars", "analyze", "count_matrices", "no_bars", "open_experts", "read_analysis"]
+
+Expert = Adapter | Checkpoint
+Bars = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+"""Makes a progress bar from what it counts and how many there are; yields the function that advances it by one."""
+
+
+def no_bars(what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
+    """Progress that nobody watches."""
+    return nullcontext(lambda: None)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What was measured.
+
+    Attributes:
+        tables: for each expert, the share of rows with a change above the threshold, by layer and kind of matrix.
+        changes: for each expert, the norm of every matrix's ΔW; none where `tables` were read from a file.
+        pairs: for every two experts, how their ΔW lie to each other.
+    """
+
+    tables: tuple[FractionTable, ...]
+    changes: tuple[Changes, ...] = ()
+    pairs: tuple[Interference, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Analysis of {', '.join(repr(table.expert) for table in self.tables)}; threshold {self.threshold}>"
+
+    @property
+    def threshold(self) -> float | None:
+        """Of a row's mean absolute ΔW; None where the tables were read from a file."""
+        return self.tables[0].threshold
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data: what `adapterswap analyze --json` prints."""
+        experts: dict[str, Any] = {}
+        for table in self.tables:
+            cells = [
+                {"layer": layer, "module": module, "fraction": value} for (layer, module), value in table.cells.items()
+            ]
+            experts[table.expert] = {"threshold": table.threshold, "fractions_of_rows": cells}
+        for each in self.changes:
+            experts[each.expert] |= {
+                "mean_row_magnitude": each.magnitude,
+                "modules": {
+                    change.matrix.name: {
+                        "norm": change.norm,
+                        "base_norm": change.base_norm,
+                        "mean_row_magnitude": float(change.rows.mean()),
+                    }
+                    for change in each.modules
+                },
+            }
+        return {
+            "experts": experts,
+            "pairs": [
+                {
+                    "experts": list(pair.experts),
+                    "shared_start": pair.shared_start,
+                    "layers": {str(layer): numbers for layer, numbers in pair.by_layer().items()},
+                    "modules": {
+                        module.matrix.name: {
+                            "cosine": module.cosine,
+                            "written": module.written,
+                            "read": module.read,
+                            "by_chance": list(module.by_chance),
+                            "sign_conflicts": module.conflicts / module.elements if module.elements else None,
+                        }
+                        for module in pair.modules
+                    },
+                }
+                for pair in self.pairs
+            ],
+        }
+
+    def write(self, out_path: str | Path, *, overwrite: bool = False, inputs: Sequence[str | Path | None] = ()) -> None:
+        """Write the pictures, a CSV of the shares and a JSON of everything.
+
+        Args:
+            out_path: the folder.
+            overwrite: replace it, if `analyze` wrote it.
+            inputs: what it may not overlap.
+
+        Raises:
+            AdapterswapError: matplotlib is not installed; the folder exists (without `overwrite`), holds other files,
+                overlaps an input, or cannot be written.
+        """
+        if find_spec("matplotlib") is None:
+            raise AdapterswapError(
+                "pictures need matplotlib, which is not installed", "pip install 'adapterswap[plots]'"
+            )
+        from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_norms
+
+        with atomic_folder(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs) as folder:
+            write_fractions(self.tables, folder / "changes.csv")
+            write_json(folder / "analysis.json", self.as_json())
+            draw_fractions(list(self.tables), folder / "changes.png")
+            if self.changes:
+                relative = all(change.base_norm for each in self.changes for change in each.modules)
+                norms = {each.expert: each.layer_norms(relative=relative) for each in self.changes}
+                draw_norms(norms, folder / "norms.png", relative=relative)
+            for pair in self.pairs:
+                draw_interference(pair, folder / f"{'-'.join(pair.experts)}.png")
+
+
+def analyze(
+    experts: Mapping[str, Expert | str | Path],
+    *,
+    base_model: Checkpoint | str | Path | None = None,
+    threshold: float | None = None,
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+    bars: Bars = no_bars,
+) -> Analysis:
+    """Where experts changed their base, layer by layer, and how the changes of every two lie to each other.
+
+    Args:
+        experts: by name: opened, folders or Hub ids.
+        base_model: their base: needed for full checkpoints; adds relative norms.
+        threshold: of a row's mean absolute ΔW; by default the median row of all experts.
+        out_path: a folder to write pictures, CSV and JSON to; nothing is written by default.
+        overwrite: replace that folder, if `analyze` wrote it.
+        bars: shows progress.
+
+    Returns:
+        Everything that was measured.
+
+    Raises:
+        AdapterswapError: no expert, or one that cannot be opened, has an unfit name, or changes no matrix in the
+            layers; a full checkpoint without its base; a threshold that is negative or not finite; two experts that
+            share no matrix; a tensor holds NaN or infinity; see also `Analysis.write`.
+    """
+    check_type(base_model, (Checkpoint, str, Path, type(None)), "base_model", "Pass a local folder or a Hub id")
+    check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
+    check_threshold(threshold)
+    opened = open_experts(experts)
+    base = open_checkpoint(base_model) if isinstance(base_model, str | Path) else base_model
+    inputs = inputs_of(opened, base)
+    if out_path is not None:
+        check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before the work
+    count = count_matrices(opened, base)
+    with bars("matrices", sum(count.values())) as step:
+        changes = [measure(expert, name=name, base=base, progress=step) for name, expert in opened.items()]
+    threshold = choose_threshold(changes) if threshold is None else threshold
+    tables = tuple(each.fractions(threshold) for each in changes)
+    couples = list(combinations(opened, 2))
+    with bars("matrices of two", sum(min(count[one], count[other]) for one, other in couples)) as step:
+        pairs = [interfere({one: opened[one], other: opened[other]}, base, step) for one, other in couples]
+    found = Analysis(tables, tuple(changes), tuple(pairs))
+    if out_path is not None:
+        found.write(out_path, overwrite=overwrite, inputs=inputs)
+    return found
+
+
+def read_analysis(path: str | Path) -> Analysis:
+    """Shares of rows that were measured elsewhere, from a CSV file; see `read_fractions`.
+
+    Raises:
+        AdapterswapError: the file cannot be read, or a row is not of that form.
+    """
+    return Analysis(tuple(read_fractions(path)))
+
+
+def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert]:
+    """Open the experts whose names are fit for tables and file names.
+
+    Raises:
+        AdapterswapError: with every mistake: there are none, a name is unfit, or one cannot be opened.
+    """
+    remedy = "Pass a mapping from names to folders, Hub ids or opened experts"
+    check_type(experts, Mapping, "experts", remedy)
+    if not experts:
+        raise AdapterswapError("`experts` names none", remedy)
+    problems = Problems()
+    opened: dict[str, Expert] = {}
+    for name, expert in experts.items():
+        with problems.collect():
+            check_type(name, str, "experts", remedy)
+            check_type(expert, (Adapter, Checkpoint, str, Path), f"experts[{name!r}]", remedy)
+            if not name or not name.isprintable() or {"/", "\\"} & {*name}:
+                raise AdapterswapError(
+                    f"{name!r} cannot be the name of an expert", "Give it one of printable characters without slashes"
+                )
+            opened[name] = expert if isinstance(expert, Adapter | Checkpoint) else open_expert(expert)
+    problems.raise_if_any()
+    return opened
+
+
+def check_threshold(threshold: float | None) -> None:
+    """Raise `AdapterswapError` for a threshold that is no size of a change."""
+    check_type(threshold, (int, float, type(None)), "threshold", "Pass a number, 0 or more")
+    if threshold is not None and not (isfinite(threshold) and threshold >= 0):
+        raise AdapterswapError(f"`threshold` is {threshold:g}, and must be a finite number", "Pass 0 or more")
+
+
+def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[str | Path | None]:
+    """What no output may touch: the experts, their base, and the bases that they name."""
+    folders = [each.source.folder for each in [*experts.values(), *([base] if base else [])]]
+    return [*folders, *(each.config.base_model for each in experts.values() if isinstance(each, Adapter))]
+
+
+def count_matrices(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, int]:
+    """How many matrices `analyze` measures of each expert.
+
+    Raises:
+        AdapterswapError: a full checkpoint without its base, or one that the base does not fit.
+    """
+    return {name: len(matrices(expert, base)) for name, expert in experts.items()}
