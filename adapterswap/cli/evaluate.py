@@ -17,10 +17,8 @@ from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from adapterswap.bases import Base
     from adapterswap.evaluation import EvaluationResult, Settings, TaskResult
+    from adapterswap.evaluation.subject_evaluation import Evaluation
     from adapterswap.planning.plan import Plan
 
 # Options that `evaluate` takes under the same names; what is left of **options says what to compose.
@@ -92,50 +90,36 @@ def command(
     (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) need none either. On several devices:
     accelerate launch --multi_gpu -m adapterswap evaluate …
     """
-    from adapterswap.bases import choose_device, open_base
-    from adapterswap.evaluation import evaluate, write_result
-    from adapterswap.evaluation.results import EVALUATION
-    from adapterswap.evaluation.subjects import describe_subject, find_adapter, load_subject
-    from adapterswap.evaluation.tasks import check_task_names, load_tasks
-    from adapterswap.files.folders import check_target
+    from adapterswap.bases import choose_device
+    from adapterswap.evaluation.subject_evaluation import prepare_evaluation
 
-    names = [name for name in tasks.split(",") if name]
-    check_task_names(names, options["include_path"])
     plan = _plan(base_model, adapter, recipe, options)
     if plan is None and (max_rank is not None or max_error is not None):
         raise click.UsageError("--max-rank and --max-error are for compositions.")
-    what: dict[str, Any] = {"plan": plan, "max_rank": max_rank, "max_error": max_error}
-    source = find_adapter(adapter) if adapter else None
-    inputs: list[str | Path | None] = [base_model, source.folder if source else None, options["include_path"]]
-    inputs += plan.inputs if plan else []
     settings = _settings(options)
-    if out_path is not None:
-        check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     _phase("reading the tasks")
-    base = open_base(base_model)
-    inputs.append(base.source.folder)
-    settings.check(base.tokenizer)
-    load_tasks(names, settings)  # mistakes are told before weights are loaded
-    subject = describe_subject(base, adapter=source, **what)
+    prepared = prepare_evaluation(
+        base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
+        out_path=out_path, overwrite=overwrite,
+    )  # fmt: skip
     if dry_run:
         choose_device(device)
         if is_first():
-            _dry_run(base, names, settings, subject, plan, as_json)
+            _dry_run(prepared, as_json)
         return
     _phase(f"loading {base_model}")
     with (
         together(device) as processes,
-        load_subject(base, adapter=source, **what, device=device, dtype=dtype) as model,
         count_bar("requests", shown=processes.main, first_line="answering {total} requests") as advance,
     ):
-        _phase("building the prompts")
-        result = evaluate(model, base.tokenizer, names, settings, processes=processes, on_progress=advance)
+        result = prepared.run(
+            device=device, dtype=dtype, out_path=out_path, overwrite=overwrite, processes=processes,
+            on_loaded=lambda: _phase("building the prompts"), on_progress=advance,
+        )  # fmt: skip
     if not processes.main:
         return
-    if out_path is not None:
-        write_result(result, out_path, subject=subject, overwrite=overwrite, inputs=inputs)
     if as_json:
-        print_json({**result.as_json(), "subject": subject, "out_path": out_path})
+        print_json({**result.as_json(), "subject": prepared.subject, "out_path": out_path})
     else:
         _print(result)
     _remarks(result, settings.max_gen_toks)
@@ -173,22 +157,18 @@ def _phase(what: str) -> None:
         note(what)
 
 
-def _dry_run(
-    base: Base, names: list[str], settings: Settings, subject: dict[str, Any], plan: Plan | None, as_json: bool
-) -> None:
+def _dry_run(prepared: Evaluation, as_json: bool) -> None:
     """Show what would be asked: the composition, the tasks, the first prompt."""
     from dataclasses import asdict
 
-    from adapterswap.evaluation.preview import preview
-
-    previews = preview(base.tokenizer, base.config, names, settings)
+    previews = prepared.preview()
     if as_json:
-        print_json({"subject": subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
+        print_json({"subject": prepared.subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
         return
-    if plan is not None:
+    if prepared.plan is not None:
         from adapterswap.planning.describe import strip
 
-        click.echo(strip(plan))
+        click.echo(strip(prepared.plan))
     table = _table("task", "shots", "documents", "requests", "longest prompt", "room for output")
     for task in previews:
         numbers = (task.num_fewshot, task.num_docs, task.num_requests, task.longest)

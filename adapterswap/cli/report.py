@@ -37,21 +37,16 @@ def command(
     """
     from adapterswap.files.folders import check_target
     from adapterswap.files.smallfiles import expand
-    from adapterswap.reporting import make_report, open_source, write_report
-    from adapterswap.reporting.writing import REPORT
+    from adapterswap.reporting.writing import REPORT, default_out_path, report
 
-    folder = expand(run)
-    named = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to put -report behind
-    target = expand(out_path) if out_path else named.with_name(f"{named.name}-report")
-    source = open_source(folder)
-    check_target(target, kind=REPORT, overwrite=overwrite, inputs=[folder])
-    report = make_report(source, reference=reference, seed=seed)
-    if not dry_run:
-        write_report(report, target, overwrite=overwrite, run=folder)
+    target = expand(out_path) if out_path else default_out_path(run)
+    if dry_run:
+        check_target(target, kind=REPORT, overwrite=overwrite, inputs=[expand(run)])
+    found = report(run, None if dry_run else target, reference=reference, seed=seed, overwrite=overwrite)
     if as_json:
-        print_json({"dry_run": dry_run, **report.as_json()})
+        print_json({"dry_run": dry_run, **found.as_json()})
     else:
-        _print(report)
+        _print(found)
     note_output(target, "report.html, tables.tex, tables.csv, …", dry_run=dry_run)
 
 

@@ -133,6 +133,14 @@ class EvaluationResult:
     settings: Mapping[str, Any]
     groups: Mapping[str, TaskResult] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """A line for each task, with its scores."""
+        lines = []
+        for task in (*self.tasks.values(), *self.groups.values()):
+            scores = (f"{score.metric},{score.filter} {score.value:.3f}" for score in task.scores)
+            lines.append(f"\n{task.name} (n = {task.num_docs}): {'; '.join(scores)}")
+        return f"<EvaluationResult{''.join(lines)}>"
+
     def as_json(self) -> dict[str, Any]:
         """Scores and settings as plain data, without the samples."""
         content = {

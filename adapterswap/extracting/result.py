@@ -66,6 +66,9 @@ class Extraction:
     unchanged: tuple[str, ...]
     lost: tuple[Lost, ...]
 
+    def __repr__(self) -> str:
+        return f"<Extraction of {len(self.modules)} modules, rank {self.ranks}, relative error {self.error:.4g}>"
+
     @property
     def norm(self) -> float:
         """‖ΔW‖ over all of the adapter's modules together."""

@@ -84,6 +84,10 @@ class Report:
     settings: Mapping[str, Any]
     versions: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        tasks = ", ".join(target.task for target in self.targets)
+        return f"<Report of {self.name!r}: {self.finished} of {self.cells} cells; {tasks}; against {self.reference!r}>"
+
     def as_json(self) -> dict[str, Any]:
         """summary.json: all numbers, without the examples, which hold strangers' text."""
         content = asdict(self)

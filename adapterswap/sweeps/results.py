@@ -66,6 +66,9 @@ class Run:
     results: tuple[CellResult, ...]
     rungs: tuple[RungResult, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<Run {str(self.folder)!r}: {len(self.results)} of {len(self.cells)} cells; {', '.join(self.tasks)}>"
+
     @property
     def given_up(self) -> tuple[Cell, ...]:
         """Cells that were judged on some documents, and not on all."""

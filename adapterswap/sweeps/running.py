@@ -6,13 +6,14 @@ together, and nothing of models, searches or clusters themselves. Prints nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.processes import Processes
+from adapterswap.shipped import find_recipe
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.judging import Judge, LocalJudge
 from adapterswap.sweeps.preparing import Prepared, prepare
@@ -55,6 +56,9 @@ def sweep(
     recipe: SweepRecipe | str | Path | Prepared,
     out_path: str | Path,
     *,
+    overrides: Iterable[str] = (),
+    trust_task_code: bool = False,
+    confirm_run_unsafe_code: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     overwrite: bool = False,
@@ -68,8 +72,11 @@ def sweep(
     A folder in which the same sweep was begun is gone on with: its finished cells stay.
 
     Args:
-        recipe: a recipe, its file, or what `prepare` made of it.
+        recipe: a recipe, its file, the name of a shipped recipe, or what `prepare` made of it.
         out_path: the folder.
+        overrides: values that a recipe's file gets, such as `settings.limit=20`.
+        trust_task_code, confirm_run_unsafe_code: what tasks may run; see `prepare`, which was told already if it made
+            the recipe.
         device: see `bases.choose_device`.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
         overwrite: begin anew where the folder holds a sweep.
@@ -79,10 +86,13 @@ def sweep(
             are given. All call this with the same arguments; the main one writes the folder, and gives all the result.
         tell: called as it goes on, in the main process.
 
+    Returns:
+        Everything that the folder holds; `adapterswap.report` makes a report of it.
+
     Raises:
         AdapterswapError: see `prepare`, `recording`, `choose_device`, `load_weights`, `LiveComposer.load_expert`,
-            `evaluate`, `batches`, `over_ray` and `lead`; `workers` without `ray`, or several processes with it. What is
-            finished stays.
+            `evaluate`, `batches`, `over_ray` and `lead`; `workers` without `ray`, or several processes with it;
+            `overrides` without a file. What is finished stays.
     """
     processes = processes or Processes()
     if ray is not None and processes.count > 1:
@@ -92,9 +102,19 @@ def sweep(
         )
     if workers is not None and ray is None:
         raise AdapterswapError("workers are processes over Ray, and no address is given", "Pass `ray=local`")
+    check_type(
+        recipe, (SweepRecipe, str, Path, Prepared), "recipe", "Pass a YAML file, the name of a shipped one, or a recipe"
+    )
+    check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
+    overrides = tuple(overrides)
     if isinstance(recipe, str | Path):
-        recipe = read_sweep_recipe(recipe)
-    prepared = prepare(recipe) if isinstance(recipe, SweepRecipe) else recipe
+        recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), overrides)
+    elif overrides:
+        raise AdapterswapError("`overrides` change a recipe's file, and none is read", "Change the recipe itself")
+    if isinstance(recipe, SweepRecipe):
+        prepared = prepare(recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
+    else:
+        prepared = recipe
 
     if not processes.main:
         return follow(prepared, processes, device, dtype)

@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand
+from adapterswap.shipped import find_recipe
 from adapterswap.training.libraries import check_libraries
-from adapterswap.training.recipe import TrainRecipe
+from adapterswap.training.recipe import TrainRecipe, read_train_recipe
 from adapterswap.training.report import TrainEstimate, TrainReport
 from adapterswap.training.selection import Enough
 
@@ -25,8 +26,9 @@ __all__ = ["estimate", "train"]
 
 
 def train(
-    recipe: TrainRecipe,
+    recipe: TrainRecipe | str | Path,
     *,
+    overrides: Iterable[str] = (),
     out_path: str | Path | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -39,21 +41,26 @@ def train(
     same bytes on CPU, also when the run was interrupted and resumed.
 
     Args:
-        recipe: see `read_train_recipe`, or make a `TrainRecipe` in Python.
+        recipe: a YAML file, the name of a shipped recipe, or a `TrainRecipe` (see `read_train_recipe`).
+        overrides: values that a recipe's file gets, such as `training.seed=1`.
         out_path: the folder to write; the recipe's own by default.
         overwrite: replace it, if `train` wrote it, and checkpoints of an unfinished run.
         resume: go on from the last checkpoint of an unfinished run; without one, start at the beginning.
         progress: show a bar on stderr.
         trust_task_code: the task files in `selection.include_path` may run the Python code that they bring.
 
+    Returns:
+        The folder, the losses, and what was trained on.
+
     Raises:
-        AdapterswapError: the output exists, holds other files or overlaps an input; the base, its tokenizer or a
-            dataset cannot be had or does not fit the recipe (unknown columns, modules or layers; no rows left); a task
-            of the selection is unknown, runs code that is not trusted, cannot be loaded or does not fit into the
-            model's context; a resumed run is another one; the loss is NaN or infinite; memory or disk runs out; the run
-            received SIGTERM, or another of its processes died; the `train` extra, or another library that the recipe
-            asks for, is not installed.
+        AdapterswapError: the recipe cannot be read, or there are `overrides` without a file; the output exists, holds
+            other files or overlaps an input; the base, its tokenizer or a dataset cannot be had or does not fit the
+            recipe (unknown columns, modules or layers; no rows left); a task of the selection is unknown, runs code
+            that is not trusted, cannot be loaded or does not fit into the model's context; a resumed run is another
+            one; the loss is NaN or infinite; memory or disk runs out; the run received SIGTERM, or another of its
+            processes died; the `train` extra, or another library that the recipe asks for, is not installed.
     """
+    recipe = _recipe(recipe, overrides)
     target = _target(recipe, out_path)
     check_libraries(recipe)
     if recipe.selection:
@@ -208,6 +215,16 @@ def check_output(
 
     check_target(target, kind=EXPERT, overwrite=overwrite, inputs=inputs)
     Checkpoints(target).check(resume=resume, overwrite=overwrite, inputs=inputs)
+
+
+def _recipe(recipe: TrainRecipe | str | Path, overrides: Iterable[str]) -> TrainRecipe:
+    check_type(recipe, (TrainRecipe, str, Path), "recipe", "Pass a YAML file, the name of a shipped one, or a recipe")
+    overrides = tuple(overrides)
+    if not isinstance(recipe, TrainRecipe):
+        return read_train_recipe(find_recipe(recipe, "train"), overrides)
+    if overrides:
+        raise AdapterswapError("`overrides` change a recipe's file, and none is read", "Change the recipe itself")
+    return recipe
 
 
 def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
