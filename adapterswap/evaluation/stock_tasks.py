@@ -105,6 +105,8 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     try:
         with code_allowed(unsafe_code), rendering(sandboxed=include_path is not None and not trust_task_code):
             loaded = manager.load(matched)
+    except AdapterswapError:
+        raise
     except UnicodeError as error:
         raise AdapterswapError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
@@ -136,9 +138,11 @@ def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
     Raises:
         AdapterswapError: a task of these names raised something.
     """
+    from jinja2 import TemplateError
+
     try:
         yield
-    except AdapterswapError:
+    except (AdapterswapError, TemplateError):  # `rendering` explains what a template did
         raise
     except Exception as error:
         if not any(frame.filename.endswith(_TASK) for frame in traceback.extract_tb(error.__traceback__)):

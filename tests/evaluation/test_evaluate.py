@@ -334,7 +334,7 @@ def test_the_longest_prompt_is_counted_as_the_harness_does(byte_model: tuple[Any
     (previewed,) = preview(tokenizer, byte_model[0].config, ["mgsm_direct_sw"], settings)
     harness = EvaluatedModel(
         byte_model[0], tokenizer, batch_size=1, max_gen_toks=2, truncate=False, seed=0, processes=Processes(),
-        on_begin=None, on_progress=None,
+        check=lambda: None, on_begin=None, on_progress=None,
     )  # fmt: skip
     asked = harness.tok_encode(previewed.prompt)
     assert asked[:2].count(1) == 1

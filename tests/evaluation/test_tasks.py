@@ -161,7 +161,7 @@ def test_a_task_of_ones_own_that_is_broken_is_told(kind: str, byte_model: Model,
     name, content = BROKEN[kind]
     (folder / name).write_text(content + "\n")
     with pytest.raises(AdapterswapError, match="pico_broken"):
-        evaluate(*byte_model, ["pico_broken"], Settings(include_path=folder))
+        evaluate(*byte_model, ["pico_broken"], Settings(include_path=folder, trust_task_code=True))
 
 
 def test_families_and_patterns() -> None:

@@ -75,7 +75,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown type": (lambda f: edit_config(f, model_type=7), "full is a 7 model"),
     "pickled": (pickled, "pickled weights"),
     "lost shard": (lost_shard, "model-00002-of-.* cannot be read: No such file"),
-    "truncated": (truncated, "is truncated"),
+    "truncated": (truncated, "file not fully covered"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
 }
 

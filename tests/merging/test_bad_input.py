@@ -61,7 +61,7 @@ def test_a_missing_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> N
 def test_a_truncated_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     path = pair[1] / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    assert "is truncated" in refused(run, pair, tmp_path)
+    assert "not fully covered" in refused(run, pair, tmp_path)
 
 
 def test_an_index_that_lies(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: P
     (pair[1] / "model.safetensors").rename(pair[1] / "adapter_model.safetensors")
     edit_header(pair[1], lambda header: header["model.norm.weight"].update(shape=[31]))
     (pair[1] / "adapter_model.safetensors").rename(pair[1] / "model.safetensors")
-    assert "'model.norm.weight' is F32 [31]" in refused(run, pair, tmp_path)
+    assert "invalid shape, data type, or offset" in refused(run, pair, tmp_path)
 
 
 @pytest.mark.parametrize(

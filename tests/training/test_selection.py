@@ -234,7 +234,7 @@ def test_what_was_found_before_is_only_believed_as_it_was_written(
     recipe = selecting(training={"max_steps": 6, "save_every_samples": 8}, include_path=str(tasks))
     out, folder = tmp_path / "expert", tmp_path / "expert.checkpoints"
     with monkeypatch.context() as patched:
-        patched.setattr(TrainReport, "__init__", lambda self, **fields: os.kill(os.getpid(), signal.SIGINT))
+        patched.setattr(TrainReport, "__init__", lambda self, **fields: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):  # after training, before anything is written
             train(recipe, out_path=out, progress=False)
     table = json.loads((folder / "selection.json").read_text())
@@ -281,7 +281,7 @@ def test_early_stopping(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any)
     assert report.steps == found.kept[0] + 2 * 2
     assert f"stopped early after step {report.steps}" in found.notes()
     with monkeypatch.context() as patched:
-        patched.setattr(TrainReport, "__init__", lambda self, **fields: os.kill(os.getpid(), signal.SIGINT))
+        patched.setattr(TrainReport, "__init__", lambda self, **fields: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):  # after training, before anything is written
             train(recipe, out_path=tmp_path / "again", progress=False)
     resumed = train(recipe, out_path=tmp_path / "again", resume=True, progress=False)
