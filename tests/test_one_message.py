@@ -22,7 +22,7 @@ from adapterswap.bases import open_base
 from adapterswap.errors import Problems
 from adapterswap.experts.shapes import compare_shapes
 from adapterswap.live import load_expert
-from adapterswap.planning.composing import expert_name
+from adapterswap.planning.names import expert_name
 
 Run = Callable[..., Result]
 WIDE = 48

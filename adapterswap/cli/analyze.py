@@ -84,7 +84,7 @@ def command(
 def _named(references: tuple[str, ...]) -> dict[str, str]:
     """The experts' places by name: the one given, or the last part of the path."""
     from adapterswap.errors import Problems
-    from adapterswap.planning.composing import expert_name, own_name
+    from adapterswap.planning.names import expert_name, own_name
 
     places: dict[str, str] = {}
     problems = Problems()

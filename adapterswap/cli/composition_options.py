@@ -159,7 +159,7 @@ def composition_from_options(
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
     from adapterswap.files.smallfiles import is_folder
     from adapterswap.planning.allocation import BASE
-    from adapterswap.planning.composing import expert_name, own_name
+    from adapterswap.planning.names import expert_name, own_name
 
     if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and is_first():
         note(f"note: `{BASE}` means the unchanged base model; pass ./{BASE} for the folder")

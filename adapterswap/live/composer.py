@@ -21,9 +21,9 @@ from adapterswap.live.loading import layers_taken, load_expert, slice_of
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.session import Session
 from adapterswap.live.switching import Switch
-from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.describe import headline
+from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 
 if TYPE_CHECKING:

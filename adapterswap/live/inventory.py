@@ -29,7 +29,6 @@ __all__ = [
     "Factors",
     "Inventory",
     "Origin",
-    "can_be_named",
     "factors",
     "find_layers",
     "is_unloaded",
@@ -67,11 +66,6 @@ def factors(layer: Any, name: str) -> Factors | None:
 def scale_of(layer: Any, name: str) -> float:
     """An adapter's own scale s at a LoRA layer, whatever its scaling is set to now."""
     return scale(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
-
-
-def can_be_named(name: str) -> bool:
-    """Whether PEFT can hold an adapter under this name: without dots, and not like the prefix of its keys."""
-    return bool(name) and "." not in name and name != BASE and name not in "lora_"
 
 
 def find_layers(model: PeftModel) -> dict[str, Any]:

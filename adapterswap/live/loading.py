@@ -19,10 +19,11 @@ from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
-from adapterswap.live.inventory import can_be_named, factors, find_layers, layers_of_base
+from adapterswap.live.inventory import factors, find_layers, layers_of_base
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
+from adapterswap.planning.names import fits_peft
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import parse_composition
 from adapterswap.planning.slicing import slice_layers
@@ -125,7 +126,7 @@ def _check_name(name: str, taken: Any) -> None:
     problems = Problems()
     if name in taken:
         problems.add(f"an adapter named {name!r} is loaded already", "Choose another name, or delete_adapter it first")
-    if not can_be_named(name):
+    if not fits_peft(name):
         problems.add(
             f"{name!r} cannot name an expert in PEFT", f"Choose a name without dots that is not {BASE!r} or like 'lora'"
         )

@@ -13,7 +13,8 @@ from typing import Any
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import AdapterswapError, Problems
-from adapterswap.live.inventory import Inventory, can_be_named, scale_of
+from adapterswap.live.inventory import Inventory, scale_of
+from adapterswap.planning.names import fits_peft
 from adapterswap.planning.plan import Plan
 
 __all__ = ["Baseline", "Switch", "apply_switch", "check_loaded", "make_switch", "unmerge", "why_not_live"]
@@ -44,7 +45,7 @@ def why_not_live(plan: Plan) -> str | None:
         return "a row threshold needs tensors of its own"
     if plan.saved:
         return f"{next(iter(plan.saved))} is trained in full (modules_to_save), which PEFT cannot blend"
-    if (unfit := next((name for name in plan.experts if not can_be_named(name)), None)) is not None:
+    if (unfit := next((name for name in plan.experts if not fits_peft(name)), None)) is not None:
         return f"PEFT cannot hold an adapter under the name {unfit!r}"
     return None
 

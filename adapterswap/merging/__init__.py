@@ -27,9 +27,9 @@ from adapterswap.merging.computing import Rows
 from adapterswap.merging.shards import ModelForm, OutputShard, index_of, lay_out_model
 from adapterswap.merging.streaming import choose_devices, stream
 from adapterswap.planning.allocation import BASE, Rule
-from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import base_of, make_plan, merge_plan
+from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 from adapterswap.records.cards import merged_card
 from adapterswap.records.record import SourceRecord, adapter_source, checkpoint_source, composition_record

@@ -5,7 +5,6 @@ The short way for Python users; each builds a `Composition` and applies it. Know
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +13,13 @@ from adapterswap.errors import AdapterswapError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.opening import open_expert
-from adapterswap.experts.sources import is_hub_id
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.yamlfiles import read_recipe, validate
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
+from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import as_composition
 from adapterswap.shipped import find_recipe
@@ -28,17 +27,13 @@ from adapterswap.shipped import find_recipe
 __all__ = [
     "compose",
     "dare",
-    "expert_name",
     "layer_swap",
-    "own_name",
     "read_composition",
     "slerp",
     "soup",
     "task_arithmetic",
     "ties",
 ]
-
-_MEANINGFUL = frozenset("[]{}<>'\"`|\\:;*?!$")  # in recipes, tables and shells
 
 Expert = Adapter | Checkpoint | str | Path
 
@@ -257,30 +252,6 @@ def read_composition(recipe: str | Path) -> Composition:
         for name, path in composition.experts.items()
     }
     return composition.model_copy(update={"experts": experts})
-
-
-def expert_name(reference: Expert, taken: Mapping[str, Any], fallback: str) -> str:
-    """A name for an expert: its folder's or repository's own, unless that is taken, reserved or unfit."""
-    name = own_name(reference)
-    if name not in taken and name != BASE and _is_plain(name):
-        return name
-    while fallback in taken:
-        fallback += "_"
-    return fallback
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name is one line of text that needs no quotes."""
-    return bool(name) and name == " ".join(name.split()) and name.isprintable() and not _MEANINGFUL & set(name)
-
-
-def own_name(reference: Expert) -> str:
-    """The name of an expert's folder, or of its repository on the Hub."""
-    if isinstance(reference, Adapter | Checkpoint):
-        return reference.source.name.rpartition("/")[2]
-    if isinstance(reference, str) and is_hub_id(reference):
-        return reference.partition("@")[0].rpartition("/")[2]
-    return Path(os.path.abspath(Path(reference).expanduser())).name
 
 
 def _open(reference: Expert) -> Adapter | Checkpoint:

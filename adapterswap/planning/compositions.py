@@ -19,6 +19,7 @@ from adapterswap.files.smallfiles import expand_text
 from adapterswap.files.yamlfiles import StrictModel
 from adapterswap.methods.registry import check_name, find_method, names_of
 from adapterswap.planning.allocation import BASE, LARGEST, Rule, check_weights
+from adapterswap.planning.names import why_no_name
 
 __all__ = ["ZONES", "Composition", "Method", "Partition", "scaled_default"]
 
@@ -102,11 +103,9 @@ class Composition(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Composition:
         given = self.model_fields_set
-        if BASE in self.experts:
-            raise ValueError(f"the expert name {BASE!r} is reserved for the unchanged base: rename the expert")
         for name in self.experts:
-            if name != " ".join(name.split()) or not name:
-                raise ValueError(f"the expert name {name!r} is not one line of text, without spaces around it")
+            if reason := why_no_name(name):
+                raise ValueError(reason)
         for side, names in (("task", self.task), ("language", self.language)):
             if not names:
                 raise ValueError("`task` and `language` name at least one expert each")

@@ -11,10 +11,10 @@ from typing import Any
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.compositions import ZONES, Composition
+from adapterswap.planning.names import SHORT_NAME
 
 __all__ = ["as_composition", "parse_composition"]
 
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _SHORT_KEYS = (*ZONES, "task_weight", "language_weight", "weights", "scale", "density", "seed", "method", "partition")
 
 
@@ -35,7 +35,7 @@ def parse_composition(name: str) -> Composition:
         AdapterswapError: the name is not of that form, or a value is not allowed.
     """
     check_type(name, str, "name", "Pass a name such as 'math+swahili'")
-    match = re.fullmatch(rf"({_NAME})\+({_NAME})(?:@([\w=.,+-]+))?", name)
+    match = re.fullmatch(rf"({SHORT_NAME})\+({SHORT_NAME})(?:@([\w=.,+-]+))?", name)
     form = f"Write TASK+LANGUAGE, or TASK+LANGUAGE@key=value,… with the keys {', '.join(_SHORT_KEYS)}"
     if match is None:
         raise AdapterswapError(f"{name!r} is not the short name of a composition", form)

@@ -14,9 +14,9 @@ from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, open_adapter
 from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.planning.allocation import BASE, Rule
-from adapterswap.planning.composing import expert_name
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
+from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 
 __all__ = ["slice_layers"]

@@ -5,18 +5,17 @@ A name is text from a stranger. It selects among the experts that the operator l
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.smallfiles import shown
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.names import fits_short_names
 from adapterswap.planning.short_names import parse_composition
 
 __all__ = ["UnknownNameError", "check_expert_name", "composition_of"]
 
-_EXPERT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LONGEST = 300  # characters; a composition with every setting written out has fewer
 _TOLD = 30  # experts named in a message
 
@@ -33,7 +32,7 @@ def check_expert_name(name: str) -> None:
     """
     if name == BASE:
         raise AdapterswapError(f"the expert name {BASE!r} is reserved for the unchanged base", "Rename the expert")
-    if not _EXPERT.fullmatch(name) or len(name) > _LONGEST:
+    if not fits_short_names(name) or len(name) > _LONGEST:
         raise AdapterswapError(
             f"{shown(name)} cannot be the name of an expert", "Use letters, digits, `_`, `-` and `.`, as in swahili-v2"
         )

@@ -5,7 +5,6 @@ Knows what values a field may have; whether they make a sound composition, `Comp
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -13,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from adapterswap.files.yamlfiles import StrictModel
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Method, Partition
+from adapterswap.planning.names import fits_peft, fits_short_names
 
 __all__ = ["BASELINES", "EXTRA", "GRID_FIELDS", "Baseline", "Families", "Family", "Name", "Pair", "as_list"]
 
@@ -30,12 +30,9 @@ _Value = TypeVar("_Value")
 EXTRA = "extra-"
 """How the names begin under which the adapters of `extra` are loaded."""
 
-# PEFT keeps an expert's tensors under its name, so it has no dots, and is no part of the word that begins PEFT's keys.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-
 
 def _expert_name(name: str) -> str:
-    if not _NAME.fullmatch(name) or name == BASE or name in "lora_" or name.startswith(EXTRA):
+    if not fits_short_names(name) or not fits_peft(name) or name.startswith(EXTRA):
         raise ValueError(
             f"{name!r} cannot name an expert: use letters, digits, - and _, and not {BASE!r}, 'lora' or {EXTRA!r}…"
         )
