@@ -19,10 +19,9 @@ from adapterswap.checking.result import Verification
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.identity import hashed, sha256_of
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import measure
-from adapterswap.extracting.hashing import hashed
 from adapterswap.extracting.pairing import Matrix, Selection, pair
 from adapterswap.records.record import Asked, ExtractionRecord, shards_source
 

@@ -8,12 +8,14 @@ everywhere. Time stamps do not count, since copying changes them. Knows file nam
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-from adapterswap.experts.checkpoints import WEIGHT_FILES
+from adapterswap.experts.checkpoints import WEIGHT_FILES, Checkpoint
 
-__all__ = ["fingerprint", "fingerprints", "model_fingerprints", "sha256_of"]
+__all__ = ["fingerprint", "fingerprints", "hashed", "model_fingerprints", "sha256_of"]
 
 _WHOLE = 64 * 2**20  # bytes up to which a file is hashed whole
 _BLOCK = 2**20
@@ -28,6 +30,17 @@ def sha256_of(path: Path) -> str:
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
+    """Hash the shards beside the work; what is yielded waits for each checkpoint's SHA-256 by file."""
+    with ThreadPoolExecutor(1) as worker:
+        waiting = [{shard.path.name: worker.submit(sha256_of, shard.path) for shard in c.shards} for c in checkpoints]
+        try:
+            yield lambda: [{name: future.result() for name, future in files.items()} for files in waiting]
+        finally:
+            worker.shutdown(wait=False, cancel_futures=True)
 
 
 def fingerprint(path: Path) -> str:

@@ -15,8 +15,8 @@ from adapterswap.arithmetic.peft_config import check_base_name
 from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import open_checkpoint
+from adapterswap.experts.identity import hashed
 from adapterswap.extracting.cutting import CutForm, cut, norm_of_change
-from adapterswap.extracting.hashing import hashed
 from adapterswap.extracting.loadable import leave_out_unloadable
 from adapterswap.extracting.output import Spool, write_folder
 from adapterswap.extracting.pairing import Pair, Selection, pair

@@ -24,10 +24,10 @@ from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
-from adapterswap.sweeps.judges import find_tasks
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.results import FORMAT
 from adapterswap.sweeps.sides import extra_experts
+from adapterswap.sweeps.tasks import find_tasks
 from adapterswap.sweeps.values import TaskInfo
 
 __all__ = ["Prepared", "prepare"]

@@ -17,12 +17,12 @@ from adapterswap.shipped import find_recipe
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.judging import Judge, LocalJudge
 from adapterswap.sweeps.preparing import Prepared, prepare
+from adapterswap.sweeps.processes import follow, lead
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.recording import Recording, recording
 from adapterswap.sweeps.results import Run, read_run
 from adapterswap.sweeps.search import batches, expected
 from adapterswap.sweeps.summary import better, cell_value
-from adapterswap.sweeps.together import follow, lead
 from adapterswap.sweeps.values import CellResult, RungResult
 
 __all__ = ["Progress", "sweep"]

@@ -22,9 +22,9 @@ from adapterswap.planning.short_names import parse_composition
 from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.families import GRID_FIELDS, Family
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
-from adapterswap.sweeps.judges import language_of
 from adapterswap.sweeps.settings import Selection, SweepSettings
 from adapterswap.sweeps.sides import Asked, target_groups
+from adapterswap.sweeps.tasks import language_of
 
 SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
 
