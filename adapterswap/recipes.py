@@ -26,17 +26,25 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.shipped import near_names, shipped_recipes
 from adapterswap.sweeps.grid import composition_of, make_cells
 from adapterswap.sweeps.recipe import SWEEP_PATHS, SweepRecipe
-from adapterswap.sweeps.sides import Asked, target_groups
+from adapterswap.sweeps.sides import AskedTasks, target_groups
 from adapterswap.training.recipe import ROW_PATHS, TrainRecipe
 
-__all__ = ["Kind", "ShippedRecipe", "check_recipe", "copy_recipes", "list_recipes", "resolve_recipe", "standalone_copy"]
+__all__ = [
+    "RecipeKind",
+    "ShippedRecipe",
+    "check_recipe",
+    "copy_recipes",
+    "list_recipes",
+    "resolve_recipe",
+    "standalone_copy",
+]
 
 _DEPTH = 512  # layers, where a recipe does not say how many its base has: more than any model has
 _COMMENTS_AT = 60  # column, or right after a longer line
 
 
 @dataclass(frozen=True)
-class Kind:
+class RecipeKind:
     """A kind of recipe.
 
     Attributes:
@@ -65,7 +73,7 @@ def _check_sweep(recipe: SweepRecipe) -> None:
     target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
     num_layers = recipe.num_layers or _DEPTH
     problems = Problems()
-    for cell in make_cells(recipe, Asked(target, tuple(recipe.retention)), num_layers).cells:
+    for cell in make_cells(recipe, AskedTasks(target, tuple(recipe.retention)), num_layers).cells:
         composition = composition_of(cell)
         if composition is not None:
             with problems.collect():
@@ -74,9 +82,9 @@ def _check_sweep(recipe: SweepRecipe) -> None:
 
 
 _KINDS = {
-    "train": Kind(TrainRecipe, "datasets", ROW_PATHS),
-    "compose": Kind(Composition, "experts", ("experts.*",), _check_composition),
-    "sweep": Kind(SweepRecipe, "task_experts", SWEEP_PATHS, _check_sweep),
+    "train": RecipeKind(TrainRecipe, "datasets", ROW_PATHS),
+    "compose": RecipeKind(Composition, "experts", ("experts.*",), _check_composition),
+    "sweep": RecipeKind(SweepRecipe, "task_experts", SWEEP_PATHS, _check_sweep),
 }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from adapterswap.sweeps import CellResult, Run, prepare, read_run, read_sweep_recipe
 from adapterswap.sweeps.cells import Assignment
-from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.search import batches
 from adapterswap.sweeps.settings import Search
 from adapterswap.sweeps.summary import half_value
@@ -48,7 +48,7 @@ def chosen(results: Iterable[CellResult], run: Run) -> tuple[float, float]:
     return score("select", best), score("report", best)
 
 
-def replay(prepared: Prepared, run: Run) -> tuple[int, float, float]:
+def replay(prepared: PreparedSweep, run: Run) -> tuple[int, float, float]:
     """(documents that are asked, chosen at, reported at) of one search."""
     known = Findings.of(run.results, ())
     _, *asked = batches(prepared, known)  # the first are the baselines

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from adapterswap.reporting import Report
-    from adapterswap.reporting.headline import Difference, Row, Target
+    from adapterswap.reporting.headline import MethodRow, ScoreDifference, Target
 
 
 @click.command("report")
@@ -91,7 +91,7 @@ def _table(report: Report, target: Target) -> Table:
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: MethodRow) -> list[str]:
     spread, apart = row.spread, row.difference
     return [
         row.label,
@@ -103,7 +103,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _interval(apart: Difference | None) -> str:
+def _interval(apart: ScoreDifference | None) -> str:
     if apart is None or apart.low is None or apart.high is None:
         return "–"
     return f"{_signed(apart.low)} … {_signed(apart.high)}"
@@ -115,7 +115,7 @@ def _signed(value: float) -> str:
     return "0.000" if float(text) == 0 else text
 
 
-def _error(row: Row) -> str:
+def _error(row: MethodRow) -> str:
     from adapterswap.planning.describe import error_text
 
     if row.relative_error is None:

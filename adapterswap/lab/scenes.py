@@ -13,7 +13,7 @@ from random import Random
 from adapterswap.lab import tasks
 from adapterswap.lab.lexicon import word
 from adapterswap.lab.tasks import Example
-from adapterswap.lab.world import Problem, draw_problem
+from adapterswap.lab.world import WordProblem, draw_problem
 
 __all__ = ["SCENES", "Scene", "draw_problems", "language_rows", "math_rows", "pretraining_rows"]
 
@@ -116,10 +116,10 @@ def language_rows(scene: Scene, seed: int) -> list[Example]:
     return [kinds[kind](rng) for kind in drawn]
 
 
-def draw_problems(scene: Scene, part: str, number: int) -> list[Problem]:
+def draw_problems(scene: Scene, part: str, number: int) -> list[WordProblem]:
     """`number` different problems of `part` (`development` or `test`), the same for every seed."""
     rng = Random(f"{scene.name} {part}")
-    found: dict[Problem, None] = {}
+    found: dict[WordProblem, None] = {}
     while len(found) < number:
         found[draw_problem(rng, part=part, two_steps=scene.two_steps)] = None
     return list(found)

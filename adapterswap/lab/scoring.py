@@ -16,7 +16,7 @@ from adapterswap.lab.pretraining import padded
 from adapterswap.lab.tokenizer import BOS, EOS, PAD, ids_of
 
 if TYPE_CHECKING:
-    from adapterswap.lab.world import Problem
+    from adapterswap.lab.world import WordProblem
 
 __all__ = ["Questions", "exact_match"]
 
@@ -32,7 +32,7 @@ class Questions:
             of the answers' tokens, the end of sequence included, as targets of the position before each.
     """
 
-    def __init__(self, problems: Sequence[Problem], language: str) -> None:
+    def __init__(self, problems: Sequence[WordProblem], language: str) -> None:
         prompts = [[BOS, *ids_of(problem.prompt(language))] for problem in problems]
         answers = [[*ids_of(problem.answer), EOS] for problem in problems]
         order = sorted(range(len(problems)), key=lambda i: len(prompts[i]) + len(answers[i]))

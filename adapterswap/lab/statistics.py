@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Difference", "Summary", "difference", "summarize"]
+__all__ = ["PairedDifference", "Summary", "difference", "summarize"]
 
 _NORMAL = 1.959964
 
@@ -35,7 +35,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """One method's accuracy minus another's, paired.
 
     Attributes:
@@ -64,7 +64,7 @@ def summarize(values: Sequence[float]) -> Summary:
     )
 
 
-def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool_]]) -> Difference:
+def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool_]]) -> PairedDifference:
     """Compare two methods' answers.
 
     Args:
@@ -73,7 +73,7 @@ def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool
     pairs = [a.astype(float) - b.astype(float) for a, b in zip(one, other, strict=True)]
     means = [float(pair.mean()) for pair in pairs]
     halves = tuple(_NORMAL * float(pair.std(ddof=1)) / len(pair) ** 0.5 for pair in pairs)
-    return Difference(
+    return PairedDifference(
         summarize(means),
         halves,
         won=sum(mean > half for mean, half in zip(means, halves, strict=True)),

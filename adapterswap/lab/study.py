@@ -21,7 +21,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, SeedResult, Sizes, run_seed
-from adapterswap.lab.statistics import Difference, Summary, difference, summarize
+from adapterswap.lab.statistics import PairedDifference, Summary, difference, summarize
 
 __all__ = ["Study", "run_study"]
 
@@ -40,7 +40,7 @@ class Study:
         """A method's accuracy over seeds."""
         return summarize([float(seed.right[method][language].mean()) for seed in self.seeds])
 
-    def against(self, method: str, *, language: str = "xx", than: str = "layer swap") -> Difference:
+    def against(self, method: str, *, language: str = "xx", than: str = "layer swap") -> PairedDifference:
         """How much better `than` is than `method`, paired by seed and by problem."""
         return difference(
             [seed.right[than][language] for seed in self.seeds], [seed.right[method][language] for seed in self.seeds]

@@ -1,7 +1,7 @@
 """The lab's world: small facts and word problems, told in English or in the constructed language `xx`.
 
-Pure Python, seeded, no torch. A meaning (a `Fact`, a `Problem`) is drawn first and told in a language afterwards, so
-the same problem exists in both. Knows nothing of training mixes, tokenizers or models.
+Pure Python, seeded, no torch. A meaning (a `Fact`, a `WordProblem`) is drawn first and told in a language afterwards,
+so the same problem exists in both. Knows nothing of training mixes, tokenizers or models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from adapterswap.lab.lexicon import (
     word,
 )
 
-__all__ = ["Fact", "Problem", "draw_fact", "draw_problem", "number_word"]
+__all__ = ["Fact", "WordProblem", "draw_fact", "draw_problem", "number_word"]
 
 _NUMBERS = tuple(NUMBERS)
 _OBJECTS = tuple(OBJECTS)
@@ -65,7 +65,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Problem:
+class WordProblem:
     """`who` has some objects (`facts[0]`), then gains or loses some (the others).
 
     Attributes:
@@ -116,7 +116,7 @@ class Problem:
         return f"{self.story(language)} {asked.tell(language)} <calc>"
 
 
-def draw_problem(rng: Random, *, part: str, two_steps: float = 0.0, aside: float = 0.4) -> Problem:
+def draw_problem(rng: Random, *, part: str, two_steps: float = 0.0, aside: float = 0.4) -> WordProblem:
     """A random problem of `part`; `two_steps` and `aside` are the shares that have a second change, an aside.
 
     The first number is 2…12, the changes are 1…12, and nobody ever has less than nothing.
@@ -134,7 +134,7 @@ def draw_problem(rng: Random, *, part: str, two_steps: float = 0.0, aside: float
         with_aside = rng.random() < aside
         place = rng.randint(0, len(facts))
         told = draw_fact(rng, other, ("has", "likes", "is in"))
-        problem = Problem(tuple(facts), told if with_aside else None, place if with_aside else 0)
+        problem = WordProblem(tuple(facts), told if with_aside else None, place if with_aside else 0)
         if left >= 0 and problem.part == part:
             return problem
 

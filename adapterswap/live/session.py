@@ -15,7 +15,7 @@ from adapterswap.live.catalogue import Catalogue
 from adapterswap.live.compiled import Pin
 from adapterswap.live.guard import Guard
 from adapterswap.live.inventory import is_unloaded
-from adapterswap.live.switching import Baseline, Switch, apply_switch, unmerge
+from adapterswap.live.switching import InitialState, Switch, apply_switch, unmerge
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,7 +36,7 @@ class Session:
         self.pin: Pin | None = None
         self._model = model
         self._catalogue = catalogue
-        self._baseline: Baseline | None = None
+        self._baseline: InitialState | None = None
         self._guard: Guard | None = None
 
     def set(self, wanted: Switch | Rows) -> None:
@@ -53,7 +53,7 @@ class Session:
             self.pin.check(wanted)
         before = self.active
         if self._baseline is None:
-            self._baseline = Baseline(self._catalogue.inventory)
+            self._baseline = InitialState(self._catalogue.inventory)
             self._guard = Guard(self._model, self._reapply, self._baseline.freeze)
         try:
             self._apply(wanted)

@@ -17,7 +17,7 @@ from adapterswap.live.inventory import Inventory, scale_of
 from adapterswap.planning.names import fits_peft
 from adapterswap.planning.plan import Plan
 
-__all__ = ["Baseline", "Switch", "apply_switch", "check_loaded", "make_switch", "unmerge", "why_not_live"]
+__all__ = ["InitialState", "Switch", "apply_switch", "check_loaded", "make_switch", "unmerge", "why_not_live"]
 
 _RESIDENT = "Write it with write_adapter (adapterswap compose), and load that"
 
@@ -126,7 +126,7 @@ def unmerge(layers: Iterable[Any]) -> None:
             layer.unmerge()
 
 
-class Baseline:
+class InitialState:
     """The adapters' state before any composition: active lists, scalings, which parameters are trainable.
 
     Recording it freezes the adapters, so that no composition makes anything trainable.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adapterswap.reporting.headline import Target
-from adapterswap.reporting.relations import Grid, GridCell, Indicator
+from adapterswap.reporting.relations import GridCell, Indicator, ZoneGrid
 
 __all__ = ["Bar", "Bars", "Heatmap", "Scatter", "bars", "heatmaps", "scatter", "ticks"]
 
@@ -47,7 +47,7 @@ class Heatmap:
     A cell is (its `GridCell`, its shade from 0 for the worst to 1 for the best).
     """
 
-    grid: Grid
+    grid: ZoneGrid
     bottoms: tuple[int, ...]
     rows: tuple[tuple[int, tuple[tuple[GridCell, float] | None, ...]], ...]
     most: int
@@ -87,7 +87,7 @@ def bars(target: Target) -> list[Bars]:
     return found
 
 
-def heatmaps(grids: Sequence[Grid], higher_is_better: Mapping[str, bool]) -> list[Heatmap]:
+def heatmaps(grids: Sequence[ZoneGrid], higher_is_better: Mapping[str, bool]) -> list[Heatmap]:
     """The landscapes as tables, all of a task and family on one scale; `higher_is_better` is told of each task."""
     means: dict[tuple[str, str], list[float]] = {}
     for grid in grids:

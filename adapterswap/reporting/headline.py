@@ -22,7 +22,17 @@ from adapterswap.reporting.choosing import (
 from adapterswap.reporting.statistics import bootstrap, standard_error
 from adapterswap.sweeps import CellResult, Run, TaskInfo
 
-__all__ = ["Chosen", "Difference", "Row", "Spread", "Target", "benchmark_of", "is_english", "resampled", "target_table"]
+__all__ = [
+    "Chosen",
+    "MethodRow",
+    "ScoreDifference",
+    "Spread",
+    "Target",
+    "benchmark_of",
+    "is_english",
+    "resampled",
+    "target_table",
+]
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ScoreDifference:
     """A method's mean minus the reference's, paired by unit and document.
 
     Attributes:
@@ -76,7 +86,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodRow:
     """A method on a target task.
 
     Attributes:
@@ -98,7 +108,7 @@ class Row:
     label: str
     expected: int
     spread: Spread | None
-    difference: Difference | None
+    difference: ScoreDifference | None
     tasks: Mapping[str, Spread]
     english: float | None
     all_languages: float | None
@@ -134,7 +144,7 @@ class Target:
     report: int
     languages: tuple[str, ...]
     tasks: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[MethodRow, ...]
     chosen: bool
     of_corpus: bool = False
 
@@ -199,14 +209,14 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
 def _row(
     run: Run, task: TaskInfo, choice: Choice, found: list[Choice], languages: Sequence[TaskInfo], reference: str,
     draws: int, seed: int,
-) -> Row:  # fmt: skip
+) -> MethodRow:  # fmt: skip
     cells = list(choice.cells.values())
     bounded = [cell for cell in cells or choice.best.values() if cell.cell.output]
     errors = [cell.relative_error for cell in bounded if cell.relative_error is not None]
     tasks = {each.name: spread for each in run.tasks.values() if (spread := _spread(cells, each)) is not None}
     english = [tasks[each.name].mean for each in languages if is_english(each) and each.name in tasks]
     over = [tasks[each.name].mean for each in languages if each.name in tasks]
-    return Row(
+    return MethodRow(
         choice.family,
         choice.kind,
         choice.label,
@@ -238,7 +248,9 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
     return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means))
 
 
-def _difference(task: TaskInfo, choice: Choice, reference: Choice | None, draws: int, seed: int) -> Difference | None:
+def _difference(
+    task: TaskInfo, choice: Choice, reference: Choice | None, draws: int, seed: int
+) -> ScoreDifference | None:
     if reference is None or not choice.cells or choice.family == reference.family:
         return None
     units, values = paired(choice.cells, reference.cells, task)
@@ -248,10 +260,10 @@ def _difference(task: TaskInfo, choice: Choice, reference: Choice | None, draws:
         scores = [(score(choice.cells[a], task), score(reference.cells[b], task))
                   for _, a, b in matching(choice.cells, reference.cells)]  # fmt: skip
         apart = [one - other for one, other in scores if one is not None and other is not None]
-        return Difference(reference.label, len(apart), sum(apart) / len(apart), None, None) if apart else None
+        return ScoreDifference(reference.label, len(apart), sum(apart) / len(apart), None, None) if apart else None
     found = bootstrap(values, units, draws=draws, seed=seed)
     over = () if found.low is None else _varying(units)
-    return Difference(reference.label, len(units), found.mean, found.low, found.high, over)
+    return ScoreDifference(reference.label, len(units), found.mean, found.low, found.high, over)
 
 
 def _varying(units: Sequence[Unit]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from adapterswap.reporting.ranks import Ranks, rank
 from adapterswap.reporting.statistics import Correlation, correlate
 from adapterswap.sweeps import Cell, Run, TaskInfo
 
-__all__ = ["Grid", "GridCell", "Indicator", "Ranking", "grids", "indicators", "is_single", "ranking"]
+__all__ = ["GridCell", "Indicator", "Ranking", "ZoneGrid", "grids", "indicators", "is_single", "ranking"]
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _NAMES = {"method", "task", "language"}
@@ -72,7 +72,7 @@ class GridCell:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ZoneGrid:
     """The landscape of b and u for one family, its transition zones and its other settings.
 
     Attributes:
@@ -171,7 +171,7 @@ def is_single(cell: Cell) -> bool:
     return cell.family == "base" or cell.family.endswith(" expert") or list(cell.composition) == ["allocation"]
 
 
-def grids(run: Run, target: TaskInfo) -> list[Grid]:
+def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
     """Every landscape of bottom and top layers with two cells or more.
 
     Raises:
@@ -194,7 +194,7 @@ def grids(run: Run, target: TaskInfo) -> list[Grid]:
         values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
         selected[(*key, bottom, top)] += votes[result.cell.cell]
     return [
-        Grid(
+        ZoneGrid(
             target.name,
             family,
             settings,

@@ -19,10 +19,10 @@ from adapterswap.reporting.examples import Disagreements, disagreements
 from adapterswap.reporting.headline import Target, target_table
 from adapterswap.reporting.reading import Source
 from adapterswap.reporting.relations import (
-    Grid,
     GridCell,
     Indicator,
     Ranking,
+    ZoneGrid,
     grids,
     indicators,
     is_single,
@@ -73,7 +73,7 @@ class Report:
     targets: tuple[Target, ...]
     ranking: Ranking | None
     indicators: tuple[Indicator, ...]
-    grids: tuple[Grid, ...]
+    grids: tuple[ZoneGrid, ...]
     disagreements: tuple[Disagreements, ...]
     commands: tuple[str, ...]
     compositions: tuple[tuple[str, str, str], ...]
@@ -192,14 +192,14 @@ def _shown(found: list[Choice], lead: str, reference: str) -> list[Choice]:
     return [choice for choice in standing if choice is not None] if all(standing[:2]) else []
 
 
-def _development(source: Source) -> Grid:
+def _development(source: Source) -> ZoneGrid:
     task = next(iter(source.run.tasks))
     votes = Counter(result.cell.configuration for result in source.run.results if result.cell.family in _LEADS)
     cells = tuple(
         GridCell(bottom, top, mean, sum(votes.values()), votes[f"bottom={bottom},top={top}"])
         for (bottom, top), mean in sorted(source.development.items())
     )
-    return Grid(task, "layer swap", "development problems", cells)
+    return ZoneGrid(task, "layer swap", "development problems", cells)
 
 
 def _compositions(run: Run, tables: list[Target], lead: str) -> list[tuple[str, str, str]]:

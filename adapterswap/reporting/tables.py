@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from adapterswap.errors import printable
 from adapterswap.planning.describe import error_text
-from adapterswap.reporting.headline import Row, Spread, Target, resampled
+from adapterswap.reporting.headline import MethodRow, Spread, Target, resampled
 from adapterswap.reporting.report import Report
 
 __all__ = ["csv_table", "latex_tables"]
@@ -42,7 +42,7 @@ def csv_table(report: Report) -> str:
     return text.getvalue()
 
 
-def _line(target: Target, row: Row, task: str, spread: Spread | None) -> list[object]:
+def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> list[object]:
     own = task == target.task
     apart, papers = (row.difference, row.papers) if own else (None, None)
     return [
@@ -102,7 +102,7 @@ def _latex(report: Report, target: Target) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _latex_row(row: Row, *, languages: bool) -> str:
+def _latex_row(row: MethodRow, *, languages: bool) -> str:
     spread, apart, papers = row.spread, row.difference, row.papers
     interval = "--" if apart is None or apart.low is None else f"[{_number(apart.low)}, {_number(apart.high)}]"
     cells: Sequence[str] = (

@@ -21,7 +21,7 @@ from adapterswap.errors import AdapterswapError, Problem
 from adapterswap.files.smallfiles import exists
 from adapterswap.sweeps.cells import Assignment
 from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, agreed
-from adapterswap.sweeps.preparing import Prepared, prepare
+from adapterswap.sweeps.preparing import PreparedSweep, prepare
 from adapterswap.sweeps.recipe import SweepRecipe, with_places
 
 __all__ = ["over_ray"]
@@ -33,7 +33,7 @@ _AHEAD = 4  # finished cells that wait for an earlier one, per worker: what a ki
 
 @contextmanager
 def over_ray(
-    prepared: Prepared, address: str, *, workers: int | None = None, device: str = "auto", dtype: str = "auto"
+    prepared: PreparedSweep, address: str, *, workers: int | None = None, device: str = "auto", dtype: str = "auto"
 ) -> Iterator[Judge]:
     """A judge whose workers run over Ray; they end with the context, and so does a cluster that was started for it.
 
@@ -123,7 +123,7 @@ class _Worker:
 class _Cluster:
     """Workers of one sweep; see `Judge`. At least one of them is open."""
 
-    def __init__(self, prepared: Prepared, remote: Any, arguments: tuple[Any, ...], workers: int) -> None:
+    def __init__(self, prepared: PreparedSweep, remote: Any, arguments: tuple[Any, ...], workers: int) -> None:
         self._known: Mapping[str, Any] = prepared.described
         self._remote, self._arguments = remote, arguments
         self._idle: deque[Any] = deque()

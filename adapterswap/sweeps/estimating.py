@@ -11,7 +11,7 @@ from typing import Any
 
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.judging import is_live
-from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.search import expected
 from adapterswap.sweeps.values import Findings
 
@@ -55,7 +55,7 @@ class Estimate:
         return asdict(self)
 
 
-def estimate(prepared: Prepared, found: Findings | None = None) -> Estimate:
+def estimate(prepared: PreparedSweep, found: Findings | None = None) -> Estimate:
     """What `sweep` would do in a folder where so much is found; prompts are built, and must fit the model.
 
     Raises:

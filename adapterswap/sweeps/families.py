@@ -59,7 +59,7 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Name = Annotated[str, AfterValidator(_expert_name)]
-Grid = Annotated[tuple[_Value, ...], BeforeValidator(as_list), AfterValidator(_distinct)]
+Values = Annotated[tuple[_Value, ...], BeforeValidator(as_list), AfterValidator(_distinct)]
 """A value, or a list of values that are tried in turn; empty where the recipe says nothing."""
 Count = Annotated[int, Field(ge=0)]
 
@@ -78,19 +78,19 @@ class Family(StrictModel):
     language: Literal["base"] | None = Field(
         default=None, description="base: no language expert; the layers that were its own are reset to the base."
     )
-    method: Grid[Method] = ()
-    bottom: Grid[Count] = ()
-    top: Grid[Count] = ()
-    bottom_transition: Grid[Count] = ()
-    top_transition: Grid[Count] = ()
-    partition: Grid[Partition] = ()
-    task_weight: Grid[float] = ()
-    language_weight: Grid[float] = ()
-    weights: Grid[Literal["equal", "magnitude"]] = ()
-    scale: Grid[float] = ()
-    density: Grid[float] = ()
-    seed: Grid[Count] = ()
-    row_threshold: Grid[float] = ()
+    method: Values[Method] = ()
+    bottom: Values[Count] = ()
+    top: Values[Count] = ()
+    bottom_transition: Values[Count] = ()
+    top_transition: Values[Count] = ()
+    partition: Values[Partition] = ()
+    task_weight: Values[float] = ()
+    language_weight: Values[float] = ()
+    weights: Values[Literal["equal", "magnitude"]] = ()
+    scale: Values[float] = ()
+    density: Values[float] = ()
+    seed: Values[Count] = ()
+    row_threshold: Values[float] = ()
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
     max_rank: int | None = Field(default=None, ge=1, description="Reduce each composition to an adapter of this rank.")
     max_error: float | None = Field(
@@ -125,8 +125,8 @@ GRID_FIELDS = (
 class Pair(StrictModel):
     """A task expert and a language expert; several names on a side are averaged first."""
 
-    task: Grid[str]
-    language: Grid[str]
+    task: Values[str]
+    language: Values[str]
 
 
 Families = Annotated[list[Family], BeforeValidator(_named)]

@@ -21,7 +21,7 @@ from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.defaults import default_of, overlaps
 from adapterswap.sweeps.families import BASELINES, GRID_FIELDS, Family
 from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.sweeps.sides import Asked, extra_experts, pairs_of
+from adapterswap.sweeps.sides import AskedTasks, extra_experts, pairs_of
 
 __all__ = ["Grid", "Space", "Trial", "composition_of", "make_cells"]
 
@@ -79,7 +79,7 @@ class Grid:
 _AS_BEFORE = ("layer_swap", "soup")
 
 
-def make_cells(recipe: SweepRecipe, asked: Asked, num_layers: int) -> Grid:
+def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int) -> Grid:
     """Every cell of a recipe: baselines first, then family by family, pair by pair.
 
     Args:

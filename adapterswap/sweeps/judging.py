@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from adapterswap.errors import AdapterswapError
 from adapterswap.processes import Processes
 from adapterswap.sweeps.cells import Assignment, Cell
-from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.values import CellResult, TaskValue
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Judge(Protocol):
         ...
 
 
-def is_live(prepared: Prepared, cell: Cell) -> bool:
+def is_live(prepared: PreparedSweep, cell: Cell) -> bool:
     """Whether a cell is judged by switching alone; else it is reduced to an adapter first."""
     from adapterswap.live import why_not_live
 
@@ -98,7 +98,7 @@ class LocalJudge:
         AdapterswapError: see `choose_device`, `load_weights` and `LiveComposer.load_expert`.
     """
 
-    def __init__(self, prepared: Prepared, device: str, dtype: str, *, processes: Processes | None = None) -> None:
+    def __init__(self, prepared: PreparedSweep, device: str, dtype: str, *, processes: Processes | None = None) -> None:
         from adapterswap.bases import choose_device, load_weights
         from adapterswap.evaluation.evaluating import surroundings
         from adapterswap.live import LiveComposer
@@ -169,7 +169,7 @@ class LocalJudge:
                 self._composer.model.delete_adapter(name)
 
 
-def _values(found: EvaluationResult, prepared: Prepared) -> dict[str, TaskValue]:
+def _values(found: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:
     """The scores of one evaluation as they are recorded; numbers that JSON cannot say are None."""
     plain = {task["name"]: task["scores"] for task in found.as_json()["tasks"]}
     values = {}

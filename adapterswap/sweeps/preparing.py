@@ -30,11 +30,11 @@ from adapterswap.sweeps.sides import extra_experts
 from adapterswap.sweeps.tasks import find_tasks
 from adapterswap.sweeps.values import TaskInfo
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["PreparedSweep", "prepare"]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSweep:
     """A sweep that can begin.
 
     Attributes:
@@ -74,7 +74,9 @@ class Prepared:
         ]
 
 
-def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False, trust_task_code: bool = False) -> Prepared:
+def prepare(
+    recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False, trust_task_code: bool = False
+) -> PreparedSweep:
     """Open what a recipe names, and plan every cell.
 
     Args:
@@ -118,7 +120,7 @@ def prepare(recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False, trust
             plans[cell.cell] = _plan(cell, recipe, experts, num_layers)
     problems.raise_if_any()
     sides = {name: side for name, (_, side) in places.items()}
-    prepared = Prepared(recipe, base, num_layers, experts, sides, tasks, settings, grid, plans, {})
+    prepared = PreparedSweep(recipe, base, num_layers, experts, sides, tasks, settings, grid, plans, {})
     return replace(prepared, described=_describe(prepared))
 
 
@@ -153,7 +155,7 @@ def _num_layers(base: Base, said: int | None) -> int:
     return said or found or 0
 
 
-def _describe(prepared: Prepared) -> dict[str, Any]:
+def _describe(prepared: PreparedSweep) -> dict[str, Any]:
     base, experts, sides = prepared.base.source, prepared.experts, prepared.sides
     content = {
         "format": FORMAT,
@@ -184,7 +186,7 @@ def _describe(prepared: Prepared) -> dict[str, Any]:
     return plain
 
 
-def _public_recipe(prepared: Prepared) -> dict[str, Any]:
+def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:
     """The recipe with names in the places of paths; it can be read back once they are put in again."""
     recipe, experts = prepared.recipe, prepared.experts
     content = recipe.model_dump(mode="json", exclude_defaults=True)

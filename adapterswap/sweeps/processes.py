@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from adapterswap.processes import Processes
 from adapterswap.sweeps.cells import Assignment
 from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, agreed
-from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.preparing import PreparedSweep
 
 if TYPE_CHECKING:
     from adapterswap.sweeps.results import Run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["follow", "lead"]
 
 
-def lead(prepared: Prepared, processes: Processes, device: str, dtype: str) -> Judge:
+def lead(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> Judge:
     """The judge of the main process; the others follow.
 
     Raises:
@@ -32,7 +32,7 @@ def lead(prepared: Prepared, processes: Processes, device: str, dtype: str) -> J
     return _Leader(_opened(prepared, processes, device, dtype), processes)
 
 
-def follow(prepared: Prepared, processes: Processes, device: str, dtype: str) -> Run:
+def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> Run:
     """Judge with the main process what it asks, until it tells what came of the sweep. Loads nothing before it asks.
 
     Raises:
@@ -51,7 +51,7 @@ def follow(prepared: Prepared, processes: Processes, device: str, dtype: str) ->
     return told
 
 
-def _opened(prepared: Prepared, processes: Processes, device: str, dtype: str) -> LocalJudge:
+def _opened(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> LocalJudge:
     """The judge of one process, of which all find the same."""
     judge = LocalJudge(prepared, device, dtype, processes=processes)
     known, *others = processes.shared(range(processes.count), lambda _: judge.described)

@@ -16,7 +16,7 @@ from adapterswap.experts.layers import MAX_LAYERS
 from adapterswap.files.smallfiles import exists, expand
 from adapterswap.files.yamlfiles import StrictModel, read_recipe
 from adapterswap.sweeps.families import Baseline, Families, Name, Pair, as_list
-from adapterswap.sweeps.settings import Search, Selection, SweepSettings
+from adapterswap.sweeps.settings import DocumentSplit, Search, SweepSettings
 
 __all__ = ["SWEEP_PATHS", "SweepRecipe", "read_sweep_recipe", "with_places"]
 
@@ -57,7 +57,9 @@ class SweepRecipe(StrictModel):
         "the task's first."
     )  # fmt: skip
     settings: SweepSettings = Field(default=SweepSettings(), description="How tasks are evaluated.")
-    selection: Selection = Field(default=Selection(), description="The documents on which configurations are chosen.")
+    selection: DocumentSplit = Field(
+        default=DocumentSplit(), description="The documents on which configurations are chosen."
+    )
     search: Search | None = Field(default=None, description="Search the families' grids, instead of judging all.")
 
     @field_validator("tasks")

@@ -16,7 +16,7 @@ from adapterswap.processes import Processes
 from adapterswap.shipped import find_recipe
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.judging import Judge, LocalJudge
-from adapterswap.sweeps.preparing import Prepared, prepare
+from adapterswap.sweeps.preparing import PreparedSweep, prepare
 from adapterswap.sweeps.processes import follow, lead
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.recording import Recording, recording
@@ -53,7 +53,7 @@ Tell = Callable[[Progress], None]
 
 
 def sweep(
-    recipe: SweepRecipe | str | Path | Prepared,
+    recipe: SweepRecipe | str | Path | PreparedSweep,
     out_path: str | Path,
     *,
     overrides: Iterable[str] = (),
@@ -103,7 +103,10 @@ def sweep(
     if workers is not None and ray is None:
         raise AdapterswapError("workers are processes over Ray, and no address is given", "Pass `ray=local`")
     check_type(
-        recipe, (SweepRecipe, str, Path, Prepared), "recipe", "Pass a YAML file, the name of a shipped one, or a recipe"
+        recipe,
+        (SweepRecipe, str, Path, PreparedSweep),
+        "recipe",
+        "Pass a YAML file, the name of a shipped one, or a recipe",
     )
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     overrides = tuple(overrides)
@@ -136,7 +139,7 @@ def sweep(
 class _Completion:
     """A sweep that is being completed: what is not recorded yet is judged and recorded, and progress is told."""
 
-    def __init__(self, prepared: Prepared, record: Recording, tell: Tell) -> None:
+    def __init__(self, prepared: PreparedSweep, record: Recording, tell: Tell) -> None:
         self._prepared, self._record, self._found, self._tell = prepared, record, record.found, tell
         self._alike = {result.cell.identity: result for result in self._found.results.values()}
         self._total = len(expected(prepared, self._found.seen))

@@ -19,7 +19,7 @@ from typing import Any
 from adapterswap.errors import AdapterswapError
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.grid import Space, Trial
-from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.settings import Search
 from adapterswap.sweeps.summary import half_value, sign_of
 from adapterswap.sweeps.values import Findings
@@ -29,7 +29,7 @@ __all__ = ["batches", "expected", "rungs"]
 _PATIENCE = 20  # questions in a row that were asked before, or whose zones overlap, until one is drawn at random
 
 
-def batches(prepared: Prepared, found: Findings) -> Iterator[list[Assignment]]:
+def batches(prepared: PreparedSweep, found: Findings) -> Iterator[list[Assignment]]:
     """Lists of assignments that are judged one after the other, or at once; all on the same documents.
 
     Args:
@@ -48,7 +48,7 @@ def batches(prepared: Prepared, found: Findings) -> Iterator[list[Assignment]]:
             yield [_on(documents, cells[cell], prepared) for cell in trial.cells]
 
 
-def expected(prepared: Prepared, seen: Collection[str]) -> list[Cell]:
+def expected(prepared: PreparedSweep, seen: Collection[str]) -> list[Cell]:
     """As many cells as will be looked at, those that were seen among them: a search does not know its questions yet.
 
     Args:
@@ -63,7 +63,7 @@ def expected(prepared: Prepared, seen: Collection[str]) -> list[Cell]:
     return [cell for cell in prepared.grid.cells if cell.cell in kept]
 
 
-def rungs(prepared: Prepared) -> tuple[int, ...]:
+def rungs(prepared: PreparedSweep) -> tuple[int, ...]:
     """How many documents of each target task the rungs of a search that halves have; none, if it does not."""
     search = prepared.recipe.search
     if search is None or search.halving is None:
@@ -71,7 +71,7 @@ def rungs(prepared: Prepared) -> tuple[int, ...]:
     return search.halving.rungs(min(len(task.select) for task in prepared.tasks.values() if task.role == "target"))
 
 
-def _on(documents: int | None, cell: Cell, prepared: Prepared) -> Assignment:
+def _on(documents: int | None, cell: Cell, prepared: PreparedSweep) -> Assignment:
     """A cell on a rung: the first so many documents to choose on, in a seeded order; tasks of one size alike."""
     if documents is None:
         return Assignment(cell)
@@ -85,7 +85,7 @@ def _on(documents: int | None, cell: Cell, prepared: Prepared) -> Assignment:
     return Assignment(cell, asked)
 
 
-def _searched(prepared: Prepared) -> list[Space]:
+def _searched(prepared: PreparedSweep) -> list[Space]:
     search = prepared.recipe.search
     if search is None:
         return []
@@ -93,7 +93,7 @@ def _searched(prepared: Prepared) -> list[Space]:
     return [space for space in spaces if search.family in (None, space.family)]
 
 
-def _always(prepared: Prepared) -> list[Cell]:
+def _always(prepared: PreparedSweep) -> list[Cell]:
     """The cells that no search decides on."""
     searched = _searched(prepared)
     asked = {cell for space in searched for trial in space.trials for cell in trial.cells}
@@ -102,7 +102,9 @@ def _always(prepared: Prepared) -> list[Cell]:
     return [cell for cell in prepared.grid.cells if cell.cell not in asked]
 
 
-def _trials(space: Space, search: Search, prepared: Prepared, found: Findings) -> Iterator[tuple[Trial, int | None]]:
+def _trials(
+    space: Space, search: Search, prepared: PreparedSweep, found: Findings
+) -> Iterator[tuple[Trial, int | None]]:
     """The configurations that the sampler asks for, and on how many documents: the papers' default first."""
     cells = {cell.cell: cell for cell in prepared.grid.cells}
     defaults = {cell.cell for cell in prepared.grid.cells if cell.default}

@@ -13,7 +13,7 @@ from pydantic import Field
 from adapterswap.evaluation.settings import SEED, EvaluationOptions
 from adapterswap.files.yamlfiles import StrictModel
 
-__all__ = ["Halving", "Search", "Selection", "SweepSettings"]
+__all__ = ["DocumentSplit", "Halving", "Search", "SweepSettings"]
 
 
 class SweepSettings(EvaluationOptions):
@@ -23,7 +23,7 @@ class SweepSettings(EvaluationOptions):
     seed: int = Field(default=SEED, ge=0, description="For shots and sampling.")
 
 
-class Selection(StrictModel):
+class DocumentSplit(StrictModel):
     """MGSM has no development set, so configurations are chosen on one part of the documents and reported on the other.
 
     Tasks with equally many documents are parted alike: MGSM asks the same questions in every language.

@@ -14,8 +14,8 @@ from adapterswap.evaluation.fingerprints import task_fingerprint
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks, split_shots
 from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.sweeps.settings import Selection
-from adapterswap.sweeps.sides import Asked, target_groups
+from adapterswap.sweeps.settings import DocumentSplit
+from adapterswap.sweeps.sides import AskedTasks, target_groups
 from adapterswap.sweeps.values import TaskInfo
 
 __all__ = ["find_tasks", "language_of"]
@@ -34,7 +34,7 @@ def language_of(task: str) -> str | None:
     return ends[0] if ends else None
 
 
-def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[Asked, dict[str, TaskInfo]]:
+def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dict[str, TaskInfo]]:
     """The tasks that a recipe names, and which of them each language expert's pairs are judged on.
 
     Raises:
@@ -71,7 +71,7 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[Asked, dict[str
             infos[name] = _describe(name, found[name], role, recipe.primary.get(name), settings, recipe.selection)
     problems.raise_if_any()
     _check_directions([info for info in infos.values() if info.role == "target"])
-    return Asked(target, retention), infos
+    return AskedTasks(target, retention), infos
 
 
 def _check_directions(targets: Sequence[TaskInfo]) -> None:
@@ -86,7 +86,7 @@ def _check_directions(targets: Sequence[TaskInfo]) -> None:
 
 
 def _describe(
-    name: str, task: Any, role: str, primary: str | None, settings: Settings, selection: Selection
+    name: str, task: Any, role: str, primary: str | None, settings: Settings, selection: DocumentSplit
 ) -> TaskInfo:
     from lm_eval.evaluator_utils import get_sample_size
 

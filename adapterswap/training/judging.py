@@ -30,9 +30,17 @@ from adapterswap.files.smallfiles import read_json
 from adapterswap.processes import Processes
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import TrainRecipe
-from adapterswap.training.selection import Enough, Judged, Selection, SelectionOptions, best_first, is_judged, worn_out
+from adapterswap.training.selection import (
+    CheckpointSelection,
+    Enough,
+    JudgedCheckpoint,
+    SelectionOptions,
+    best_first,
+    is_judged,
+    worn_out,
+)
 
-__all__ = ["Examination", "Judge", "examine"]
+__all__ = ["CheckpointJudge", "Examination", "examine"]
 
 _MEND = "Pass `overwrite=True` without `resume` to start again"
 
@@ -123,7 +131,7 @@ def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> 
     raise AdapterswapError(f"selection.metric: {name} has no {wanted!r}", f"It has {names}")
 
 
-class Judge(TrainerCallback):  # type: ignore[misc]
+class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
     """Evaluates checkpoints as they are saved, on the main process; the others wait.
 
     Attributes:
@@ -147,7 +155,7 @@ class Judge(TrainerCallback):  # type: ignore[misc]
         folder = Path(trainer.args.output_dir)
         self._table_path, self._best = folder / "selection.json", folder / "best"
         self._processes, self._bar = processes, bar
-        self._table: list[Judged] = []
+        self._table: list[JudgedCheckpoint] = []
         self._weights: dict[str, dict[str, str]] = {}  # by folder in best/, the fingerprints of its files
         self.seconds = 0.0
 
@@ -158,7 +166,7 @@ class Judge(TrainerCallback):  # type: ignore[misc]
             AdapterswapError: the table, or the weights of a checkpoint among the best, are not as they were written.
         """
         rows = self._processes.from_main(self._read(args, state) if self._processes.main else [])
-        self._table = [Judged(**row) for row in rows]
+        self._table = [JudgedCheckpoint(**row) for row in rows]
         if state.global_step and state.global_step not in {row.step for row in self._table}:
             self._judge_if_due(args, state)
         if self._has_enough(state):
@@ -174,7 +182,7 @@ class Judge(TrainerCallback):  # type: ignore[misc]
         if [row["step"] for row in rows if row["step"] < state.global_step] != due:
             raise AdapterswapError(f"{self._table_path} is not as it was written", _MEND)
         self._weights = content["best"]
-        kept = {row.step for row in best_first([Judged(**row) for row in rows])[: self._options.keep_best]}
+        kept = {row.step for row in best_first([JudgedCheckpoint(**row) for row in rows])[: self._options.keep_best]}
         # Where an earlier checkpoint is gone on from, a later one may have pushed some out: it will do so again.
         for name in self._weights:
             if int(name.rpartition("-")[2]) in kept:
@@ -212,7 +220,7 @@ class Judge(TrainerCallback):  # type: ignore[misc]
         began = time.monotonic()
         self._bar.phase(f"evaluating checkpoint {state.global_step}")
         row = self._judge(state) if self._processes.main else {}
-        self._table.append(Judged(**self._processes.from_main(row)))
+        self._table.append(JudgedCheckpoint(**self._processes.from_main(row)))
         if self._processes.main:
             self._keep(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self.seconds += time.monotonic() - began
@@ -227,7 +235,7 @@ class Judge(TrainerCallback):  # type: ignore[misc]
             scores[name] = (metric, score.value, score.stderr, score.higher_is_better)
         losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry
                   and entry["step"] == state.global_step]  # fmt: skip
-        return asdict(Judged.of(state.global_step, scores, losses[-1] if losses else None))
+        return asdict(JudgedCheckpoint.of(state.global_step, scores, losses[-1] if losses else None))
 
     def _keep(self, checkpoint: Path) -> None:
         """Put this checkpoint's weights among the best, then the table in place, then drop those that fell out."""
@@ -246,10 +254,10 @@ class Judge(TrainerCallback):  # type: ignore[misc]
     def _kept(self) -> list[int]:
         return [row.step for row in best_first(self._table)[: self._options.keep_best]]
 
-    def found(self) -> Selection:
+    def found(self) -> CheckpointSelection:
         """The table, and what was chosen by it."""
         metrics = {name: ",".join(pair) for name, pair in self._examination.metrics.items()}
-        return Selection(metrics, tuple(self._table), tuple(self._kept()), self._stopped)
+        return CheckpointSelection(metrics, tuple(self._table), tuple(self._kept()), self._stopped)
 
     def restored(self) -> Iterator[int]:
         """Put each kept checkpoint's weights into the trainer's model, as `--resume` does, and yield its step; the

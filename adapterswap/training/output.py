@@ -19,7 +19,7 @@ from adapterswap.files.folders import OutputKind
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.report import TrainReport
-from adapterswap.training.targets import Targets
+from adapterswap.training.targets import TrainingTargets
 from adapterswap.writing.folder import ADAPTER_FILES, CARD, MODEL_FILES
 
 __all__ = ["EXPERT", "describe", "write_expert", "write_weights"]
@@ -46,7 +46,7 @@ def write_expert(
     model: Any,
     recipe: TrainRecipe,
     base: Base,
-    targets: Targets,
+    targets: TrainingTargets,
     report: TrainReport,
     *,
     weights: dict[str, Any] | None = None,
@@ -68,7 +68,7 @@ def write_weights(
     model: Any,
     recipe: TrainRecipe,
     base: Base,
-    targets: Targets,
+    targets: TrainingTargets,
     *,
     weights: dict[str, Any] | None = None,
 ) -> None:
@@ -111,7 +111,7 @@ def _round(model: Any, weights: dict[str, Any] | None, dtype: Any) -> None:
         weights[name] = tensor.to(chosen)  # type: ignore[index]
 
 
-def describe(recipe: TrainRecipe, base: Base, targets: Targets, report: TrainReport) -> dict[str, Any]:
+def describe(recipe: TrainRecipe, base: Base, targets: TrainingTargets, report: TrainReport) -> dict[str, Any]:
     """The content of training.json."""
     resolved = recipe.resolved()
     del resolved["out_path"]
@@ -150,7 +150,7 @@ def _public(path: str) -> str:
     return Path(path).name if expand(path).is_absolute() else path
 
 
-def _tidy_config(path: Path, base: Base, targets: Targets) -> None:
+def _tidy_config(path: Path, base: Base, targets: TrainingTargets) -> None:
     """PEFT writes sets as lists, in an order that changes from run to run, and the base's path on this machine.
 
     It also shortens whole names to ends that mean the same in this model; what was asked for is clearer.

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.training.selection import Selection
+from adapterswap.training.selection import CheckpointSelection
 
 __all__ = ["Rows", "TrainEstimate", "TrainReport"]
 
@@ -115,7 +115,7 @@ class TrainReport:
     seconds: float
     trainable_parameters: int
     processes: int
-    selection: Selection | None = None
+    selection: CheckpointSelection | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}

@@ -118,9 +118,11 @@ def train(
             trainer.add_callback(Sealing(processes))  # before the judge: a checkpoint is whole before it is judged
         judge = None
         if recipe.selection:
-            from adapterswap.training.judging import Judge
+            from adapterswap.training.judging import CheckpointJudge
 
-            judge = Judge(recipe.selection, examination, base.tokenizer, trainer, processes=processes, bar=bar)
+            judge = CheckpointJudge(
+                recipe.selection, examination, base.tokenizer, trainer, processes=processes, bar=bar
+            )
             trainer.add_callback(judge)
         start: Path | None = None
         listening: AbstractContextManager[None] = nullcontext()

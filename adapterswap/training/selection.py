@@ -15,7 +15,15 @@ from pydantic import Field
 
 from adapterswap.evaluation.settings import EvaluationOptions
 
-__all__ = ["Enough", "Judged", "Selection", "SelectionOptions", "best_first", "is_judged", "worn_out"]
+__all__ = [
+    "CheckpointSelection",
+    "Enough",
+    "JudgedCheckpoint",
+    "SelectionOptions",
+    "best_first",
+    "is_judged",
+    "worn_out",
+]
 
 
 class Enough(Exception):
@@ -55,7 +63,7 @@ class SelectionOptions(EvaluationOptions):
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedCheckpoint:
     """One checkpoint's row of the table.
 
     Attributes:
@@ -76,7 +84,7 @@ class Judged:
     @classmethod
     def of(
         cls, step: int, scores: Mapping[str, tuple[str, float, float | None, bool]], eval_loss: float | None
-    ) -> Judged:
+    ) -> JudgedCheckpoint:
         """The row of these scores: by task its metric's name, value, standard error, and whether more is better."""
         units = {task: 100 if name.startswith(("bleu", "chrf", "ter")) else 1 for task, (name, *_) in scores.items()}
         values = [value / units[task] * (1 if better else -1) for task, (_, value, _, better) in scores.items()]
@@ -88,7 +96,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Selection:
+class CheckpointSelection:
     """What was found, and chosen.
 
     Attributes:
@@ -99,12 +107,12 @@ class Selection:
     """
 
     metrics: dict[str, str]
-    table: tuple[Judged, ...]
+    table: tuple[JudgedCheckpoint, ...]
     kept: tuple[int, ...]
     stopped_early: bool
 
     @property
-    def chosen(self) -> Judged:
+    def chosen(self) -> JudgedCheckpoint:
         return next(row for row in self.table if row.step == self.kept[0])
 
     def markdown(self) -> list[str]:
@@ -141,7 +149,7 @@ class Selection:
         return found
 
 
-def _with_error(row: Judged) -> str:
+def _with_error(row: JudgedCheckpoint) -> str:
     return f"{row.score:.4f}" + (f" ± {row.stderr:.4f}" if row.stderr is not None else "")
 
 
@@ -150,12 +158,12 @@ def is_judged(step: int, steps: int, save_steps: int, every: int) -> bool:
     return step == steps or step % (save_steps * every) == 0
 
 
-def best_first(table: Sequence[Judged]) -> list[Judged]:
+def best_first(table: Sequence[JudgedCheckpoint]) -> list[JudgedCheckpoint]:
     """By score; of equal ones the earlier first."""
     return sorted(table, key=lambda row: (-row.score, row.step))
 
 
-def worn_out(table: Sequence[Judged], patience: int | None) -> bool:
+def worn_out(table: Sequence[JudgedCheckpoint], patience: int | None) -> bool:
     """Whether the last `patience` rows are all no better than the best one before them."""
     if patience is None or not table:
         return False

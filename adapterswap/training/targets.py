@@ -16,11 +16,11 @@ from adapterswap.planning.compositions import Partition
 from adapterswap.planning.partitions import SIDES, Side, partition_sides
 from adapterswap.training.recipe import TrainRecipe
 
-__all__ = ["Targets", "find_targets"]
+__all__ = ["TrainingTargets", "find_targets"]
 
 
 @dataclass(frozen=True)
-class Targets:
+class TrainingTargets:
     """What is trained.
 
     Attributes:
@@ -55,7 +55,7 @@ class Targets:
         return parameter.rpartition(".")[0] in self.modules
 
 
-def find_targets(model: Any, recipe: TrainRecipe, config: Any) -> Targets:
+def find_targets(model: Any, recipe: TrainRecipe, config: Any) -> TrainingTargets:
     """Resolve what the recipe trains on the modules that `model` has.
 
     Raises:
@@ -76,7 +76,7 @@ class _Choice:
         self.container = layer_container(self.matrices)
         self.simultaneous = recipe.simultaneous
 
-    def adapters(self) -> Targets:
+    def adapters(self) -> TrainingTargets:
         options = self.options
         ends = sorted(set(options.target_modules)) if options.target_modules else self._projections()
         layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
@@ -86,7 +86,7 @@ class _Choice:
         ends = [end for end in ends if any(_named(name, [end]) for name in chosen)]
         names, layers = self._told_to_peft(chosen, ends)
         saved = [module for name, module in self.model.named_modules() if _named(name, options.modules_to_save)]
-        return Targets(
+        return TrainingTargets(
             names=names,
             ends=ends,
             modules=frozenset(chosen),
@@ -97,7 +97,7 @@ class _Choice:
             sides=sides,
         )
 
-    def weights(self) -> Targets:
+    def weights(self) -> TrainingTargets:
         options = self.options
         layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
         self._check([], layers)
@@ -106,7 +106,7 @@ class _Choice:
         }
         chosen, sides = self._owned({name: module for name, module in holders.items() if self._in(layers, name)})
         numbers = {id(p): p.numel() for module in chosen.values() for p in module.parameters(recurse=False)}
-        return Targets(
+        return TrainingTargets(
             names=[],
             ends=sorted({name.rpartition(".")[2] for name in chosen}),
             modules=frozenset(chosen),

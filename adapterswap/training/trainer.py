@@ -24,7 +24,7 @@ from adapterswap.training.checkpoints import seal
 from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.schedule import choose_schedule, rows_a_step, steps_between
-from adapterswap.training.targets import Targets
+from adapterswap.training.targets import TrainingTargets
 from adapterswap.training.turns import RowsInTurns, Turns
 
 __all__ = ["ExpertTrainer", "Sealing", "build_trainer", "lora_config"]
@@ -123,7 +123,7 @@ class Sealing(TrainerCallback):  # type: ignore[misc]
             seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
-def lora_config(options: AdapterOptions, targets: Targets) -> LoraConfig:
+def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig:
     """PEFT's config of the adapter."""
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -140,8 +140,8 @@ def lora_config(options: AdapterOptions, targets: Targets) -> LoraConfig:
 
 
 def build_trainer(
-    recipe: TrainRecipe, base: Base, model: Any, targets: Targets, train: Any, parts: Sequence[int], validation: Any,
-    *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: Bar,
+    recipe: TrainRecipe, base: Base, model: Any, targets: TrainingTargets, train: Any, parts: Sequence[int],
+    validation: Any, *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: Bar,
 ) -> ExpertTrainer:  # fmt: skip
     """A trainer ready to train.
 

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from adapterswap.planning.partitions import SIDES, Side
-from adapterswap.training.targets import Targets
+from adapterswap.training.targets import TrainingTargets
 
 __all__ = ["RowsInTurns", "Turns", "side_of_step"]
 
@@ -69,7 +69,7 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         steps_per_switch: steps of one side before the other's turn.
     """
 
-    def __init__(self, model: Any, targets: Targets, steps_per_switch: int) -> None:
+    def __init__(self, model: Any, targets: TrainingTargets, steps_per_switch: int) -> None:
         self._steps_per_switch = steps_per_switch
         self.parameters: dict[Side, list[Any]] = {side: [] for side in SIDES}
         for name, parameter in model.named_parameters():

@@ -13,7 +13,7 @@ from adapterswap.lab import SCENES
 from adapterswap.lab.lexicon import GAIN_VERBS, LOSS_VERBS, NUMBERS, PATTERNS, VOCABULARY, WORDS, word
 from adapterswap.lab.scenes import draw_problems, language_rows, math_rows, pretraining_rows
 from adapterswap.lab.tasks import Example, code_switched_question, more_or_fewer, translation
-from adapterswap.lab.world import Fact, Problem, draw_problem
+from adapterswap.lab.world import Fact, WordProblem, draw_problem
 
 # A fifth of the rows tells as much.
 SMALL = {name: replace(scene, pretraining_rows=20_000, language_rows=4_000) for name, scene in SCENES.items()}
@@ -95,11 +95,11 @@ def test_the_parts_are_disjoint_and_about_8_1_1() -> None:
     assert not {problem.facts for problem in test} & {problem.facts for problem in development}
 
 
-def draw_any(rng: Random) -> Problem:
+def draw_any(rng: Random) -> WordProblem:
     """A problem of any part: both facts drawn independently."""
     who, thing = rng.choice("ABC"), "pens"
     verb = rng.choice((*GAIN_VERBS, *LOSS_VERBS))
-    return Problem(
+    return WordProblem(
         (Fact("has", who, thing, rng.randint(2, 12)), Fact("changes", who, thing, rng.randint(1, 2), verb=verb))
     )
 

@@ -14,8 +14,8 @@ import numpy as np
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.grid import make_cells
 from adapterswap.sweeps.recipe import SweepRecipe
-from adapterswap.sweeps.settings import Selection
-from adapterswap.sweeps.sides import Asked, target_groups
+from adapterswap.sweeps.settings import DocumentSplit
+from adapterswap.sweeps.sides import AskedTasks, target_groups
 from adapterswap.sweeps.values import CellResult, TaskInfo, TaskValue
 
 HOSTILE = (
@@ -83,8 +83,8 @@ def craft(
     (folder / "prompts").mkdir()
     languages = {name: tuple(tasks) for name, tasks in target_groups(asked).items()}
     target = tuple(dict.fromkeys(task for tasks in languages.values() for task in tasks))
-    cells = make_cells(asked, Asked(languages, tuple(asked.retention)), 32).cells
-    select, report = Selection().split(documents) if split else ((), tuple(range(documents)))
+    cells = make_cells(asked, AskedTasks(languages, tuple(asked.retention)), 32).cells
+    select, report = DocumentSplit().split(documents) if split else ((), tuple(range(documents)))
     tasks = {
         name: TaskInfo(
             name, "target" if name in target else "retention", TASKS.get(name, "swh_Latn"),

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.reporting import Report, make_report, open_source
-from adapterswap.reporting.headline import Row
+from adapterswap.reporting.headline import MethodRow
 from adapterswap.reporting.page import render_page
 from adapterswap.reporting.tables import csv_table, latex_tables
 
 SW, EN, TE = "mgsm_native_cot_sw", "mgsm_native_cot_en", "mgsm_native_cot_te"
 
 
-def row(report: Report, label: str) -> Row:
+def row(report: Report, label: str) -> MethodRow:
     return next(row for row in report.targets[0].rows if row.label == label)
 
 

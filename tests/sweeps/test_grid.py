@@ -22,8 +22,8 @@ from adapterswap.planning.short_names import parse_composition
 from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.families import GRID_FIELDS, Family
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
-from adapterswap.sweeps.settings import Selection, SweepSettings
-from adapterswap.sweeps.sides import Asked, target_groups
+from adapterswap.sweeps.settings import DocumentSplit, SweepSettings
+from adapterswap.sweeps.sides import AskedTasks, target_groups
 from adapterswap.sweeps.tasks import language_of
 
 SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
@@ -36,7 +36,7 @@ def recipe_of(**content: Any) -> SweepRecipe:
 def grid_of(num_layers: int = 32, **content: Any) -> Grid:
     recipe = recipe_of(**content)
     target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
-    return make_cells(recipe, Asked(target, tuple(recipe.retention)), num_layers)
+    return make_cells(recipe, AskedTasks(target, tuple(recipe.retention)), num_layers)
 
 
 def test_the_first_papers_grid_has_81_configurations_of_9_pairs() -> None:
@@ -208,14 +208,14 @@ def test_cells_and_what_they_hold_can_be_read_back() -> None:
 
 
 def test_the_split_is_seeded_and_takes_parallel_documents_alike() -> None:
-    select, report = Selection().split(250)
+    select, report = DocumentSplit().split(250)
     assert (len(select), len(report)) == (125, 125)
     assert sorted([*select, *report]) == list(range(250))
-    assert Selection().split(250) == (select, report)
-    assert Selection(seed=1).split(250)[0] != select
-    assert len(Selection(fraction=0.2).split(250)[0]) == 50
-    assert Selection().split(1) == ((), (0,))
-    assert Selection(fraction=0.01).split(10)[0] != ()
+    assert DocumentSplit().split(250) == (select, report)
+    assert DocumentSplit(seed=1).split(250)[0] != select
+    assert len(DocumentSplit(fraction=0.2).split(250)[0]) == 50
+    assert DocumentSplit().split(1) == ((), (0,))
+    assert DocumentSplit(fraction=0.01).split(10)[0] != ()
 
 
 def test_settings_are_those_of_evaluate() -> None:

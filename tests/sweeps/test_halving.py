@@ -15,7 +15,7 @@ from adapterswap.sweeps import Progress, SweepRecipe, prepare, sweep
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
-from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.recording import check_out_path
 from adapterswap.sweeps.search import ask, rungs
 from adapterswap.sweeps.settings import Halving, Search
@@ -112,7 +112,7 @@ def halving(content: Content, world: Path, tasks: Path) -> Content:
     return make
 
 
-def prepared_from(content: dict[str, Any]) -> Prepared:
+def prepared_from(content: dict[str, Any]) -> PreparedSweep:
     return prepare(SweepRecipe.model_validate(content))
 
 

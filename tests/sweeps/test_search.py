@@ -15,7 +15,7 @@ from adapterswap import AdapterswapError
 from adapterswap.sweeps import Progress, SweepRecipe, prepare, summarize, sweep
 from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
-from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.search import ask, batches
 from adapterswap.sweeps.settings import Search
 from adapterswap.sweeps.values import CellResult, Findings, TaskValue
@@ -106,7 +106,7 @@ def test_only_the_documents_to_choose_on_are_looked_at(searching: Callable[..., 
     prepared = prepare(searching(search={"trials": 15}, baselines=["base"]))
     task = prepared.tasks["mgsm_direct_sw"]
 
-    def order(prepared: Prepared, select: float, report: float) -> list[str]:
+    def order(prepared: PreparedSweep, select: float, report: float) -> list[str]:
         """Scores that rise with the bottom zone, or fall, by half."""
         found: list[str] = []
         known = Findings()

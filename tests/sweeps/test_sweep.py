@@ -26,7 +26,7 @@ from adapterswap.sweeps import (
     sweep,
 )
 from adapterswap.sweeps.judging import is_live
-from adapterswap.sweeps.preparing import Prepared
+from adapterswap.sweeps.preparing import PreparedSweep
 
 from .conftest import SETTINGS
 
@@ -49,7 +49,7 @@ FAMILIES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def swept(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Prepared, Run]:
+def swept(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreparedSweep, Run]:
     """Every method, over one pair; math1 has rank 4, sw2 rank 2."""
     recipe = SweepRecipe.model_validate(
         {
@@ -72,7 +72,7 @@ def rows(result: EvaluationResult) -> list[dict[str, Any]]:
     return [{key: sample.as_json()[key] for key in keys} for sample in result.samples]
 
 
-def test_every_cell_is_what_it_would_be_alone(swept: tuple[Prepared, Run], tmp_path: Path) -> None:
+def test_every_cell_is_what_it_would_be_alone(swept: tuple[PreparedSweep, Run], tmp_path: Path) -> None:
     """In the model as `evaluate` loads it; and, but for rounding, from an adapter that was composed on disk."""
     prepared, run = swept
     assert len(run.results) == 4 + 14
@@ -102,13 +102,13 @@ def test_every_cell_is_what_it_would_be_alone(swept: tuple[Prepared, Run], tmp_p
     assert len(outputs) > 12  # the methods do differ
 
 
-def test_only_what_needs_tensors_of_its_own_is_reduced(swept: tuple[Prepared, Run]) -> None:
+def test_only_what_needs_tensors_of_its_own_is_reduced(swept: tuple[PreparedSweep, Run]) -> None:
     prepared, run = swept
     reduced = {result.cell.family for result in run.results if not is_live(prepared, result.cell)}
     assert reduced == {"ties", "dare_linear", "dare_ties", "magnitude_prune", "cut", "truncated"}
 
 
-def test_the_folder_says_what_was_asked(swept: tuple[Prepared, Run], world: Path) -> None:
+def test_the_folder_says_what_was_asked(swept: tuple[PreparedSweep, Run], world: Path) -> None:
     prepared, run = swept
     assert run.unfinished == ()
     assert [result.cell for result in run.results] == list(run.cells) == list(prepared.grid.cells)
@@ -129,7 +129,7 @@ def test_the_folder_says_what_was_asked(swept: tuple[Prepared, Run], world: Path
     assert read_run(run.folder) == run
 
 
-def test_the_recipe_in_the_folder_can_be_run_again(swept: tuple[Prepared, Run], world: Path) -> None:
+def test_the_recipe_in_the_folder_can_be_run_again(swept: tuple[PreparedSweep, Run], world: Path) -> None:
     """Once its names are paths again, it asks for the same cells."""
     prepared, run = swept
     content = dict(run.described["recipe"])
@@ -196,7 +196,9 @@ def test_each_pair_is_asked_in_its_own_language(world: Path, recipe: Recipe, tmp
     assert [(row.family, row.n) for row in summarize(run)] == [("base", 1), ("soup", 2)]
 
 
-def test_the_best_configuration_is_chosen_on_one_half_and_reported_on_the_other(swept: tuple[Prepared, Run]) -> None:
+def test_the_best_configuration_is_chosen_on_one_half_and_reported_on_the_other(
+    swept: tuple[PreparedSweep, Run],
+) -> None:
     """Scores put in by hand: on the half to choose on, the second configuration is best, and on the whole the first."""
     from dataclasses import replace
 

@@ -27,7 +27,7 @@ from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.shipped import shipped_recipes
 from adapterswap.training import TrainRecipe, TrainReport, estimate, judging, train
-from adapterswap.training.selection import Judged, SelectionOptions, best_first, is_judged, worn_out
+from adapterswap.training.selection import JudgedCheckpoint, SelectionOptions, best_first, is_judged, worn_out
 
 from .conftest import echo_rows, word_tokenizer
 
@@ -364,8 +364,8 @@ def test_shipped_selections_name_tasks_that_the_harness_has() -> None:
         assert options.notes() == []
 
 
-def row(step: int, score: float) -> Judged:
-    return Judged(step, score, None, {}, None)
+def row(step: int, score: float) -> JudgedCheckpoint:
+    return JudgedCheckpoint(step, score, None, {}, None)
 
 
 tables = st.lists(st.sampled_from([0.1, 0.2, 0.3]), min_size=1, max_size=12).map(
@@ -374,7 +374,7 @@ tables = st.lists(st.sampled_from([0.1, 0.2, 0.3]), min_size=1, max_size=12).map
 
 
 @given(tables, st.integers(1, 4))
-def test_worn_out_means_that_patience_rows_were_no_better(table: list[Judged], patience: int) -> None:
+def test_worn_out_means_that_patience_rows_were_no_better(table: list[JudgedCheckpoint], patience: int) -> None:
     best, since = -math.inf, 0
     for entry in table:
         best, since = (entry.score, 0) if entry.score > best else (best, since + 1)
@@ -397,12 +397,12 @@ def test_scores_of_different_kinds_enter_alike() -> None:
         "flores": ("chrf++", 50.0, None, True),
         "wikitext": ("perplexity", 2.0, 0.1, False),
     }
-    judged = Judged.of(5, scores, 1.5)
+    judged = JudgedCheckpoint.of(5, scores, 1.5)
     assert judged.score == pytest.approx((0.4 + 0.5 - 2.0) / 3)
     assert judged.stderr is None
     assert judged.tasks == {"mgsm": 0.4, "flores": 50.0, "wikitext": 2.0}
     del scores["flores"]
-    assert Judged.of(5, scores, None).stderr == pytest.approx(math.hypot(0.03, 0.1) / 2)
+    assert JudgedCheckpoint.of(5, scores, None).stderr == pytest.approx(math.hypot(0.03, 0.1) / 2)
 
 
 def test_code_of_a_task_needs_trust(
