@@ -5,13 +5,25 @@ STAMP := .venv/.installed
 
 VLLM := .venv-vllm/.installed
 
-.PHONY: demo test matrix numerics lint format bench peers vllm clean
+.PHONY: demo test test-fast matrix numerics lint format bench peers vllm clean
 
 demo: $(STAMP)  ## the whole story on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
 
 test: $(STAMP) lint  ## lint, types and every test
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# The rules: what is read, refused, planned and computed. Left out is what trains, evaluates, serves, kills or compares with
+# full weights. A new file in tests/ is in, until it proves slow.
+FAST := $(filter-out tests/test_architectures.py tests/test_equivalence.py tests/test_fuzz.py tests/test_hub.py \
+	tests/test_kill.py tests/test_overwrite.py tests/test_reproducing.py, $(wildcard tests/test_*.py)) \
+	tests/recipes/test_extends.py tests/sweeps/test_grid.py tests/serving/test_manifest.py \
+	tests/reporting/test_ranks.py tests/reporting/test_tables.py tests/training/test_recipe.py \
+	tests/training/test_schedule.py tests/lab/test_world.py tests/lab/test_statistics.py
+
+test-fast: $(STAMP)  ## what one runs while working: under two minutes on 2 cores
+	$(BIN)/ruff check .
+	$(BIN)/pytest -q -n 2 -m "not slow" $(FAST)
 
 matrix: $(STAMP)  ## every architecture × kind of adapters × operation against plain torch, of which `make test` runs a sample
 	MATRIX=all $(BIN)/pytest -q -n 2 --dist loadgroup tests/matrix
