@@ -65,7 +65,8 @@ def truncation() -> None:
     import torch
     from peft import get_peft_model
 
-    from adapterswap.arithmetic.lowrank import Factors, concatenate, truncate
+    from adapterswap.arithmetic.lowrank import concatenate, truncate
+    from adapterswap.changes.deltas import Factors
 
     for out, into in ((4096, 4096), (14336, 4096)):
         generator = torch.Generator().manual_seed(0)

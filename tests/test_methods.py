@@ -26,11 +26,12 @@ import adapterswap
 from adapterswap import AdapterswapError, Composition
 from adapterswap.arithmetic.approximation import approximate
 from adapterswap.arithmetic.dense import drop_mask, keep_largest
-from adapterswap.arithmetic.lowrank import Factors, inner, row_magnitudes, truncate
+from adapterswap.arithmetic.lowrank import inner, truncate
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.reduction import dense_delta
 from adapterswap.arithmetic.resolving import resolve
-from adapterswap.arithmetic.tensors import factor_reader
+from adapterswap.changes.deltas import Factors, row_magnitudes
+from adapterswap.changes.reading import factor_reader
 from adapterswap.planning.allocation import Rule
 from adapterswap.writing import prepare, write_prepared
 
@@ -280,7 +281,7 @@ def test_low_rank_arithmetic_equals_dense(seed: int, rank: int, out: int) -> Non
     expected = np.sum((one.b @ one.a) * (other.b @ other.a))
     size = mathematics.prod(float(np.linalg.norm(part)) for part in (one.a, one.b, other.a, other.b))
     assert inner(one, other) == near(expected, dtype=torch.float64, scale=size)
-    close(row_magnitudes(one), np.abs(one.b @ one.a).mean(axis=1), dtype=torch.float64)
+    close(row_magnitudes(one, "one"), np.abs(one.b @ one.a).mean(axis=1), dtype=torch.float64)
 
 
 def test_keep_largest_keeps_at_least_one() -> None:

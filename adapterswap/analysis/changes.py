@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.analysis.deltas import Matrix, blocks, delta_reader, matrices, norm
-from adapterswap.arithmetic.tensors import open_files, read_numbers
+from adapterswap.analysis.deltas import Matrix, delta_reader, matrices, norm
+from adapterswap.changes.deltas import blocks, mean_absolute
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import MAX_LAYERS
 from adapterswap.files.dtypes import FLOATS
+from adapterswap.files.numbers import open_files, read_numbers
 from adapterswap.files.smallfiles import expand
 
 __all__ = [
@@ -132,8 +133,8 @@ def measure(
     with delta_reader(expert, base) as read, open_files(base.shards if base else []) as files:
         for matrix in found.values():
             rows, squares = [], 0.0
-            for block in blocks(read(matrix)):
-                rows.append(np.abs(block).mean(axis=1, dtype=np.float64))
+            for block in blocks(read(matrix), matrix.name):
+                rows.append(mean_absolute(block))
                 squares += norm(block) ** 2
             own = base.parameters.get(f"{matrix.name}.weight") if base else None
             base_norm = None

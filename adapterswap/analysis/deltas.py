@@ -13,19 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.lowrank import Factors
-from adapterswap.arithmetic.tensors import open_files, read_factors, read_numbers
+from adapterswap.changes.deltas import Delta
+from adapterswap.changes.kinds import Whole
+from adapterswap.changes.reading import read_difference, read_factors
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.orientation import Orientation
 from adapterswap.files.dtypes import FLOATS
+from adapterswap.files.numbers import open_files
 
-__all__ = ["Delta", "Matrix", "blocks", "delta_reader", "matrices", "norm"]
-
-Delta = Factors | npt.NDArray[np.float32]  # ΔW = b·a, or ΔW itself; out×in
-
-_BLOCK = 2**22  # elements of ΔW that are formed at a time
+__all__ = ["Matrix", "delta_reader", "matrices", "norm"]
 
 # Where a projection stands in its block, so that columns of tables follow the data through the layer.
 _ORDER = ("q", "query", "k", "key", "v", "value", "qkv", "attn", "query_key_value", "o", "out", "dense", "gate", "w1",
@@ -117,22 +115,12 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
 
             def read(matrix: Matrix) -> Delta:
                 assert isinstance(matrix.source, Parameter)
-                own = base.parameters[matrix.source.name]
-                delta = read_numbers(expert.name, files[matrix.source.path], matrix.source.tensor)
-                delta -= read_numbers(base.name, files[own.path], own.tensor)
+                found = (matrix.source, base.parameters[matrix.source.name])
+                ours, own = (Whole.of(parameter.path, parameter.tensor) for parameter in found)
+                delta = read_difference((expert.name, base.name), ours, own, files)
                 return delta.T if orientation.is_transposed(matrix.source.name) else delta
 
         yield read
-
-
-def blocks(delta: Delta) -> Iterator[npt.NDArray[np.float32]]:
-    """ΔW by blocks of whole rows."""
-    width = (delta.a if isinstance(delta, Factors) else delta).shape[1]
-    step = max(1, _BLOCK // width)
-    out = (delta.b if isinstance(delta, Factors) else delta).shape[0]
-    for start in range(0, out, step):
-        rows = slice(start, start + step)
-        yield np.asarray(delta.b[rows] @ delta.a if isinstance(delta, Factors) else delta[rows], np.float32)
 
 
 def norm(block: npt.NDArray[np.float32]) -> float:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.analysis.deltas import Delta, Matrix, blocks, delta_reader, matrices
-from adapterswap.arithmetic.lowrank import Factors, cosine
+from adapterswap.analysis.deltas import Matrix, delta_reader, matrices
+from adapterswap.arithmetic.lowrank import cosine
+from adapterswap.changes.deltas import Delta, Factors, blocks
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
@@ -116,11 +117,11 @@ def interfere(
 
 
 def _meet(matrix: Matrix, one: Delta, other: Delta) -> ModuleInterference:
-    if _shape(one) != _shape(other):
-        told = " and ".join("×".join(map(str, _shape(each))) for each in (one, other))
+    if one.shape != other.shape:
+        told = " and ".join("×".join(map(str, each.shape)) for each in (one, other))
         raise AdapterswapError(f"{matrix.name} is {told}", "Compare experts of one base")
     product, squares, conflicts, elements = 0.0, [0.0, 0.0], 0, 0
-    for x, y in zip(blocks(one), blocks(other), strict=True):
+    for x, y in zip(blocks(one, matrix.name), blocks(other, matrix.name), strict=True):
         product += float(np.sum(np.multiply(x, y, dtype=np.float64)))
         both = np.sign(x) * np.sign(y)  # products of small numbers would vanish
         for side, block in enumerate((x, y)):
@@ -129,7 +130,7 @@ def _meet(matrix: Matrix, one: Delta, other: Delta) -> ModuleInterference:
         elements += int(np.count_nonzero(both))
     (columns, rows), (other_columns, other_rows) = _bases(one), _bases(other)
     rank = max(columns.shape[1], other_columns.shape[1])
-    out, width = _shape(one)
+    out, width = one.shape
     return ModuleInterference(
         matrix=matrix,
         product=product,
@@ -150,12 +151,6 @@ def _start(one: Delta, other: Delta) -> float | None:
     lengths = np.linalg.norm(one.a, axis=1) * np.linalg.norm(other.a, axis=1)
     products = np.sum(one.a * other.a, axis=1, dtype=np.float64)
     return float(np.mean(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)))
-
-
-def _shape(delta: Delta) -> tuple[int, int]:
-    if isinstance(delta, Factors):
-        return delta.b.shape[0], delta.a.shape[1]
-    return delta.shape[0], delta.shape[1]
 
 
 def _bases(delta: Delta) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.lowrank import Factors, Truncated
+from adapterswap.arithmetic.lowrank import Truncated
+from adapterswap.changes.deltas import Factors
 
 __all__ = ["approximate"]
 

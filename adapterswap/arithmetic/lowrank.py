@@ -1,5 +1,4 @@
-"""Exact arithmetic on low-rank matrices ΔW = B·A, without forming ΔW: norms, inner products, row magnitudes,
-truncation.
+"""Exact arithmetic on low-rank matrices ΔW = B·A, without forming ΔW: norms, inner products, truncation.
 
 numpy arrays in, numpy arrays out. B is out×r with the scale folded in, A is r×in. Knows nothing of adapters or plans.
 """
@@ -11,18 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Factors", "Truncated", "concatenate", "cosine", "inner", "row_magnitudes", "smallest_rank", "truncate"]
+from adapterswap.changes.deltas import Factors
+
+__all__ = ["Truncated", "concatenate", "cosine", "inner", "smallest_rank", "truncate"]
 
 Matrix = npt.NDArray[np.floating]
-
-_BLOCK = 2**22  # elements of ΔW that are formed at a time: 16 MB in float32
-
-
-class Factors(NamedTuple):
-    """ΔW = b·a, with a (r×in) and b (out×r)."""
-
-    a: Matrix
-    b: Matrix
 
 
 class Truncated(NamedTuple):
@@ -58,14 +50,6 @@ def cosine(product: float, norms: tuple[float, float]) -> float | None:
     """⟨X, Y⟩ / (‖X‖·‖Y‖), kept within ±1 against rounding; None where one of the norms is zero."""
     one, other = norms
     return max(-1.0, min(1.0, product / (one * other))) if one and other else None
-
-
-def row_magnitudes(factors: Factors) -> npt.NDArray[np.float64]:
-    """The mean absolute value of each row of ΔW (out values), by blocks of rows."""
-    out, width = factors.b.shape[0], factors.a.shape[1]
-    step = max(1, _BLOCK // width)
-    means = [np.abs(factors.b[i : i + step] @ factors.a).mean(axis=1, dtype=np.float64) for i in range(0, out, step)]
-    return np.concatenate(means)
 
 
 def truncate(factors: Factors, *, rank: int | None = None, error: float | None = None) -> Truncated:

@@ -9,36 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from adapterswap.arithmetic.lowrank import concatenate, row_magnitudes
-from adapterswap.arithmetic.tensors import (
-    FactorReader,
-    factor_reader,
-    open_files,
-    read_elements,
-    read_factors,
-    row_ranges,
-    too_large,
-)
+from adapterswap.arithmetic.lowrank import concatenate
+from adapterswap.changes.deltas import row_magnitudes
 from adapterswap.changes.kinds import Change, Whole
 from adapterswap.changes.locating import find_tied_head, locate_all, with_head
+from adapterswap.changes.reading import FactorReader, factor_reader, read_rows, row_reader
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.orientation import Orientation
 from adapterswap.files.dtypes import FLOATS
-from adapterswap.files.tensorfile import Tensor
+from adapterswap.files.numbers import open_files, row_ranges
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
 
 __all__ = ["sides_magnitudes"]
 
 _ELEMENTS = 2**20  # read and compared at a time
-
-Delta = npt.NDArray[np.float32]
 
 
 def sides_magnitudes(plan: Plan) -> dict[str, float]:
@@ -85,10 +74,7 @@ def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapter
     held = {expert: adapters[expert].modules for expert in shares}
     for name in dict.fromkeys(name for modules in held.values() for name in modules):
         parts = [(share, read(expert, held[expert][name])) for expert, share in shares.items() if name in held[expert]]
-        with np.errstate(all="ignore"):
-            means = row_magnitudes(parts[0][1] if parts[0][0] == 1 else concatenate(parts))
-        if not np.isfinite(means).all():
-            raise too_large(name)
+        means = row_magnitudes(parts[0][1] if parts[0][0] == 1 else concatenate(parts), name)
         total, rows = total + float(means.sum()), rows + means.size
     return total / rows
 
@@ -108,40 +94,21 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
     with open_files([*shards, *base.shards, *(adapter.file for adapter in adapters.values())]) as files:
         for key, original in parameters.items():
             stored = tied.embedding if tied and key == tied.head and key not in base.parameters else key
+            own = Whole.of(original.path, original.tensor)
             tensors = {name: full[name].parameters[stored] for name in shares if name in full}
             dtypes = {original.tensor.dtype, *(parameter.tensor.dtype for parameter in tensors.values())}
             if len(original.tensor.shape) < 2 or not dtypes <= set(FLOATS):
                 continue
-            parts = {name: found[key] for name, found in located.items() if key in found}
+            changes: dict[str, Change] = {name: Whole.of(found.path, found.tensor) for name, found in tensors.items()}
+            changes |= {name: found[key].change for name, found in located.items() if key in found}
+            readers = [(np.float32(shares[name]), row_reader(name, change, files)) for name, change in changes.items()]
             columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
             outputs = columns if orientation.is_transposed(stored) else count
             for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
-                theirs = _numbers(BASE, files[original.path], original.tensor, start, stop)
-                delta = np.zeros_like(theirs)
-                for name, parameter in tensors.items():
-                    ours = _numbers(name, files[parameter.path], parameter.tensor, start, stop)
-                    delta += np.float32(shares[name]) * (ours - theirs)
-                for name, part in parts.items():
-                    ours = _adapted(name, part.change, files, theirs, start, stop)
-                    delta += np.float32(shares[name]) * ours
+                rows_of_base = read_rows(BASE, own, files, start, stop)
+                delta = np.zeros_like(rows_of_base)
+                for share, read in readers:
+                    delta += share * read(rows_of_base, start, stop)
                 total += float(np.abs(delta).sum(dtype=np.float64)) / (columns * count // outputs)
             rows += outputs
     return total / rows
-
-
-def _adapted(name: str, change: Change, files: Mapping[Path, int], base: Delta, start: int, stop: int) -> Delta:
-    """Rows of an adapter's ΔW, as the model stores the weight."""
-    if isinstance(change, Whole):
-        return _numbers(name, files[change.path], change.tensor, start, stop) - base
-    with np.errstate(all="ignore"):
-        a, b = read_factors(name, files[change.path], change.lora)
-        delta = np.asarray(a.T[start:stop] @ b.T if change.transposed else b[start:stop] @ a, np.float32)
-    if not np.isfinite(delta).all():
-        raise too_large(change.lora.name)
-    return delta
-
-
-def _numbers(name: str, file: int, tensor: Tensor, start: int, stop: int) -> Delta:
-    """Rows `start` to `stop`."""
-    columns = tensor.shape[-1]
-    return read_elements(name, file, tensor, start * columns, stop * columns).reshape(stop - start, columns)

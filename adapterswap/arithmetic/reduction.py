@@ -15,12 +15,14 @@ import numpy.typing as npt
 
 from adapterswap.arithmetic.approximation import approximate
 from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora
-from adapterswap.arithmetic.lowrank import Factors, Truncated, concatenate, inner, truncate
+from adapterswap.arithmetic.lowrank import Truncated, concatenate, inner, truncate
 from adapterswap.arithmetic.outputs import Form, OutputTensor, Reduced
 from adapterswap.arithmetic.peft_config import written_scale
 from adapterswap.arithmetic.resolving import Resolved, side_factors
-from adapterswap.arithmetic.tensors import FactorReader, decode, factor_reader, finite_bytes, too_large
+from adapterswap.changes.deltas import Factors
+from adapterswap.changes.reading import FactorReader, factor_reader
 from adapterswap.errors import AdapterswapError
+from adapterswap.files.numbers import decode, finite_bytes, too_large
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
@@ -78,7 +80,7 @@ def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader)
     for term in module.terms:
         factors = read(term.expert, term.lora)
         rows = resolved.kept_rows.get((term.side, module.name))
-        terms.append((term.coefficient, factors if rows is None else Factors(factors.a, factors.b * rows[:, None])))
+        terms.append((term.coefficient, factors if rows is None else factors.masked(rows)))
     return truncate(concatenate(terms), rank=form.max_rank, error=None if module.owner else form.max_error)
 
 
@@ -87,7 +89,7 @@ def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDA
     rule = module.rule
     assert rule is not None
     deltas = {
-        side: np.asarray(factors.b @ factors.a, np.float32)
+        side: np.asarray(factors.rows(), np.float32)
         for side, factors in side_factors(module, read, resolved.kept_rows).items()
     }
     return rule.combine(deltas, module.weights, seed=resolved.plan.composition.seed, module=module.name)

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.dense import slerp_share, slerp_weights
-from adapterswap.arithmetic.lowrank import Factors, concatenate, inner, row_magnitudes
+from adapterswap.arithmetic.lowrank import concatenate, inner
 from adapterswap.arithmetic.magnitudes import sides_magnitudes
-from adapterswap.arithmetic.tensors import FactorReader, factor_reader
+from adapterswap.changes.deltas import Factors, row_magnitudes
+from adapterswap.changes.reading import FactorReader, factor_reader
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot, reweighted
@@ -67,7 +68,7 @@ def resolve(plan: Plan) -> Resolved:
         if threshold is not None:
             for slot in plan.modules.values():
                 for side, factors in side_factors(slot, read).items():
-                    kept[side, slot.name] = row_magnitudes(factors) >= threshold
+                    kept[side, slot.name] = row_magnitudes(factors, slot.name) >= threshold
     return Resolved(replace(plan, slots=slots), magnitudes, kept)
 
 
@@ -90,7 +91,7 @@ def side_factors(
     for side, factors in combined.items():
         rows = (kept_rows or {}).get((side, slot.name))
         if rows is not None:
-            combined[side] = Factors(factors.a, factors.b * rows[:, None])
+            combined[side] = factors.masked(rows)
     return combined
 
 

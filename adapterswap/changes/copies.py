@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.tensors import decode, encode, open_files, read_bytes, row_ranges
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOATS
+from adapterswap.files.numbers import decode, encode, open_files, read_bytes, row_ranges
 from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Carried", "Weight", "check_base", "check_one_base", "is_one_weight", "stored_weight"]

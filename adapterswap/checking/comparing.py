@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.lowrank import cosine, inner
-from adapterswap.arithmetic.tensors import open_files, read_elements, read_factors, row_ranges
+from adapterswap.changes.reading import read_factors
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind
 from adapterswap.experts.opening import open_expert
+from adapterswap.files.numbers import open_files, read_elements, row_ranges
 from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Comparison", "Difference", "SavedDifference", "compare", "compare_saved", "diff", "total"]

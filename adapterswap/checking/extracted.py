@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.arithmetic.cores import cores, torch_threads
-from adapterswap.arithmetic.lowrank import Factors
-from adapterswap.arithmetic.tensors import open_files, read_factors
+from adapterswap.changes.deltas import Factors
+from adapterswap.changes.reading import read_factors
 from adapterswap.checking.result import Verification
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter, open_adapter
@@ -23,6 +23,7 @@ from adapterswap.experts.identity import hashed, sha256_of
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import measure
 from adapterswap.extracting.pairing import Matrix, Selection, pair
+from adapterswap.files.numbers import open_files
 from adapterswap.records.record import Asked, ExtractionRecord, shards_source
 
 __all__ = ["verify_extracted"]
@@ -144,7 +145,7 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
             if not {name, *matrix.slot.heads} <= adapter.modules.keys():
                 return False
             for factors in _factors(adapter, matrix, files):
-                if (factors.b.shape[0], factors.a.shape[1]) != matrix.shape:
+                if factors.shape != matrix.shape:
                     return False
                 norm, rest = measure(matrix, factors, files, (full.name, base.name))
                 if not math.isclose(norm, told.norm, rel_tol=_RELATIVE):
@@ -161,5 +162,4 @@ def _factors(adapter: Adapter, matrix: Matrix, files: Mapping[Path, int]) -> Ite
     file = files[adapter.file.path]
     yield read_factors(adapter.name, file, adapter.modules[matrix.slot.name])
     for head in matrix.slot.heads:
-        factors = read_factors(adapter.name, file, adapter.modules[head])
-        yield Factors(factors.b.T, factors.a.T)
+        yield read_factors(adapter.name, file, adapter.modules[head]).T

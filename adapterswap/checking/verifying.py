@@ -17,7 +17,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from adapterswap.arithmetic.outputs import Form
-from adapterswap.arithmetic.tensors import open_files, read_bytes, row_ranges
 from adapterswap.checking.extracted import verify_extracted
 from adapterswap.checking.result import Verification
 from adapterswap.errors import AdapterswapError, Problems, check_type
@@ -25,6 +24,7 @@ from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, o
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.opening import open_expert
 from adapterswap.experts.sources import at_revision, find_source, public_name
+from adapterswap.files.numbers import open_files, read_bytes, row_ranges
 from adapterswap.files.smallfiles import exists, expand, is_folder, read_json
 from adapterswap.files.tensorfile import TensorFile, read_header
 from adapterswap.files.yamlfiles import validate

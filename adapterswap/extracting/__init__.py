@@ -12,7 +12,6 @@ from typing import Any
 
 from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.peft_config import check_base_name
-from adapterswap.arithmetic.tensors import open_files
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.experts.identity import hashed
@@ -23,6 +22,7 @@ from adapterswap.extracting.pairing import Pair, Selection, pair
 from adapterswap.extracting.result import Extracted, Extraction, Lost
 from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.folders import atomic_folder, check_target
+from adapterswap.files.numbers import open_files
 from adapterswap.files.smallfiles import expand_text
 from adapterswap.writing.folder import COMPOSED
 

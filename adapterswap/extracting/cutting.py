@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.approximation import approximate
-from adapterswap.arithmetic.lowrank import Factors
-from adapterswap.arithmetic.tensors import decode, finite_bytes, read_numbers
+from adapterswap.changes.deltas import Factors
+from adapterswap.changes.reading import read_difference
 from adapterswap.errors import Problems
-from adapterswap.experts.checkpoints import Parameter
 from adapterswap.extracting.anatomy import Slot
 from adapterswap.extracting.pairing import LeftOut, Matrix
-from adapterswap.files.dtypes import DTYPE_BYTES
+from adapterswap.files.numbers import decode, finite_bytes, read_elements
 
 __all__ = ["Cut", "CutForm", "cut", "measure", "name_tensors", "norm_of_change"]
 
@@ -143,26 +142,17 @@ def norm_of_change(left_out: LeftOut, files: Mapping[Path, int], names: tuple[st
     Raises:
         AdapterswapError: it holds NaN or infinity.
     """
-    sizes = [math.prod(parameter.tensor.shape) for parameter in (left_out.full, left_out.base)]
+    both = (left_out.full, left_out.base)
+    sizes = [math.prod(stored.tensor.shape) for stored in both]
     total = 0.0
     for start in range(0, max(sizes), _BLOCK):
         blocks = [
-            read_numbers(name, files[part.path], part.tensor)
-            for name, parameter, size in zip(names, (left_out.full, left_out.base), sizes, strict=True)
-            if (part := _part(parameter, start, min(start + _BLOCK, size))) is not None
+            read_elements(name, files[stored.path], stored.tensor, start, min(start + _BLOCK, size))
+            for name, stored, size in zip(names, both, sizes, strict=True)
+            if start < size
         ]
         total += sum(_sum_of_squares(rest) for rest in _subtract(blocks))
     return math.sqrt(total)
-
-
-def _part(parameter: Parameter, start: int, stop: int) -> Parameter | None:
-    """The elements from `start` to `stop` of a parameter; None if there are none."""
-    if start >= stop:
-        return None
-    tensor, width = parameter.tensor, DTYPE_BYTES[parameter.tensor.dtype]
-    begin = tensor.start + start * width
-    part = replace(tensor, shape=(stop - start,), start=begin, stop=begin + (stop - start) * width)
-    return replace(parameter, tensor=part)
 
 
 def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.float32]]:
@@ -176,8 +166,7 @@ def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.floa
 
 def _change(matrix: Matrix, files: Mapping[Path, int], names: tuple[str, str]) -> npt.NDArray[np.float32]:
     """ΔW, out×in."""
-    delta = read_numbers(names[0], files[matrix.full.path], matrix.full.tensor)
-    delta -= read_numbers(names[1], files[matrix.base.path], matrix.base.tensor)
+    delta = read_difference(names, matrix.full, matrix.base, files)
     return np.ascontiguousarray(delta.T) if matrix.slot.transposed else delta
 
 

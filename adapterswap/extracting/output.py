@@ -14,13 +14,13 @@ import numpy as np
 
 from adapterswap import __version__
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
-from adapterswap.arithmetic.tensors import encode
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import Cut, CutForm
 from adapterswap.extracting.pairing import Pair, Selection
 from adapterswap.extracting.result import Extracted, Extraction, shortened
+from adapterswap.files.numbers import encode
 from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
 from adapterswap.files.yamltext import dump_yaml

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from adapterswap.changes.kinds import Whole
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
@@ -57,8 +58,8 @@ class Matrix:
     """A weight whose ΔW the adapter is to hold, and where both versions of it lie."""
 
     slot: Slot
-    full: Parameter
-    base: Parameter
+    full: Whole
+    base: Whole
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,8 +74,8 @@ class LeftOut:
 
     name: str
     reason: Reason
-    full: Parameter
-    base: Parameter
+    full: Whole
+    base: Whole
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
     for name in sorted(ours.keys() & theirs.keys()):
         one, other = ours[name], theirs[name]
         slot = anatomy.slots.get(name)
+        both = Whole.of(one.path, one.tensor), Whole.of(other.path, other.tensor)
         if not _check_numbers(one, other, full, base, problems):
             continue
         if one.tensor.shape != other.tensor.shape:
@@ -125,11 +127,11 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
             elif selection.embeddings:
                 problems.add(f"{shapes}: the vocabulary changed", "Leave `embeddings` out, or keep the full checkpoint")
             else:
-                left_out.append(LeftOut(name, "vocabulary", one, other))
+                left_out.append(LeftOut(name, "vocabulary", *both))
         elif slot is not None and selection.wants(slot):
-            matrices.append(Matrix(slot, one, other))
+            matrices.append(Matrix(slot, *both))
         else:
-            left_out.append(LeftOut(name, _reason(name, slot, one), one, other))
+            left_out.append(LeftOut(name, _reason(name, slot, one), *both))
     words = ({name: "×".join(map(str, held[name].tensor.shape)) for name in odd} for held in (ours, theirs))
     compare_shapes(*words, one=full.name, other=base.name, remedy=_MEND, problems=problems)
     problems.raise_if_any()

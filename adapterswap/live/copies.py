@@ -14,13 +14,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapterswap.arithmetic.tensors import open_files
 from adapterswap.changes.copies import Weight, is_one_weight, stored_weight
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
 from adapterswap.files.dtypes import FLOAT_NAMES, FLOATS
 from adapterswap.files.folders import atomic_folder
+from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import TensorFile
 
 __all__ = ["check_copies", "folder_without_copies", "without_copies"]

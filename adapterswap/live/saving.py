@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from adapterswap.arithmetic.tensors import open_files, read_numbers
 from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapters import Adapter, LoraModule, open_adapter
+from adapterswap.files.numbers import open_files, read_numbers
 from adapterswap.live.inventory import Inventory, factors
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from adapterswap.arithmetic.tensors import Bytes, read_bytes, row_ranges
 from adapterswap.changes.kinds import Whole
 from adapterswap.files.dtypes import DTYPE_BYTES
+from adapterswap.files.numbers import Bytes, read_bytes, row_ranges
 from adapterswap.files.tensorfile import Tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.slots import Slot, Term

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.dense import slerp_share, slerp_weights
-from adapterswap.arithmetic.tensors import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
+from adapterswap.changes.deltas import Factors
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
+from adapterswap.files.numbers import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.merging.blocks import Block, Part
 from adapterswap.planning.slots import Slot, Term
 
@@ -193,9 +194,9 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             enter(whole, delta.T if across else delta)
         for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
             a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
-            b *= np.float32(term.lora.scale)
+            factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
             rows = kept_rows.get((term.side, term.lora.name))
-            enter(term, (b if rows is None else b * rows[:, None]) @ a)
+            enter(term, (factors if rows is None else factors.masked(rows)).rows())
         merged = _combine(slot, found, seed)
         return finite_bytes(base + (merged.T if across else merged), place.dtype, slot.name)
 

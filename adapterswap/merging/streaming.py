@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from adapterswap.arithmetic.cores import cores, torch_threads
-from adapterswap.arithmetic.tensors import open_files
 from adapterswap.bases import choose_device
 from adapterswap.changes.kinds import Whole
+from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import TensorFile
 from adapterswap.merging.blocks import Entered, Work, read_blocks
 from adapterswap.merging.computing import Rows, compute, needs_torch

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from adapterswap.arithmetic.tensors import check_finite, not_finite
 from adapterswap.errors import AdapterswapError
+from adapterswap.files.numbers import check_finite, not_finite
 from adapterswap.files.tensorfile import TensorFile, open_tensors
 
 __all__ = ["copy_and_hash", "write_at"]

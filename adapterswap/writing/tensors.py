@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from adapterswap.arithmetic.assembling import assemble
 from adapterswap.arithmetic.outputs import Layout, OutputTensor
-from adapterswap.arithmetic.tensors import assemble, open_files
+from adapterswap.files.numbers import open_files
 from adapterswap.files.tensorfile import Tensor, header_bytes
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.copying import copy_and_hash, write_at

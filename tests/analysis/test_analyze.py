@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from scipy.linalg import subspace_angles
 from tolerances import close, near, tolerance
 
-from adapterswap import AdapterswapError
+from adapterswap import AdapterswapError, Composition, compose
 from adapterswap.analysis import Changes, choose_threshold, interfere, measure, read_fractions
 from adapterswap.analysis.changes import FractionTable, write_fractions
+from adapterswap.arithmetic.resolving import resolve
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.opening import open_expert
@@ -436,3 +437,22 @@ def test_the_note_on_rows_says_what_is_averaged(run: Callable[..., Result], tmp_
     result = run("analyze", crafting.adapter(tmp_path / "one", content), "--threshold", 0.01)
     assert "0.500" in result.stdout
     assert "of each kind of matrix, averaged over the kinds" in result.stderr
+
+
+def test_a_change_beyond_float32_is_refused_by_name(tmp_path: Path) -> None:
+    """Both factors are finite, and their product is not."""
+    huge = {
+        name: (dtype, shape, np.full(shape, 1e30, np.float32).tobytes())
+        for name, (dtype, shape, _) in crafting.tensors(layers=1).items()
+    }
+    one, other = (open_adapter(crafting.adapter(tmp_path / name, huge)) for name in ("one", "other"))
+    threshold = Composition(task="one", language="other", num_layers=1, method="soup", row_threshold=1.0)
+    refusals: list[Callable[[], object]] = [
+        lambda: measure(one, name="one"),
+        lambda: interfere({"one": one, "other": other}),
+        lambda: resolve(compose(threshold, {"one": one, "other": other})),
+    ]
+    for refused in refusals:
+        with pytest.raises(AdapterswapError, match="overflows F32") as caught:
+            refused()
+        assert "layers.0." in str(caught.value)

@@ -1,14 +1,13 @@
-"""The numbers of a plan: tensors read as float32, put together, rounded once.
+"""Numbers of safetensors files: read in blocks as float32, checked for NaN and infinity, rounded once to be written.
 
-numpy with ml_dtypes (for bfloat16), so that composing needs no torch. Knows pieces, factors and bytes; which of them
-make a module, `layout` has decided.
+numpy with ml_dtypes (for bfloat16), so that composing needs no torch. Knows tensors and bytes; not what they mean.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,29 +15,25 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.lowrank import Factors
-from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.smallfiles import open_regular
 from adapterswap.files.tensorfile import Tensor, TensorFile, open_tensors
 
 __all__ = [
-    "FactorReader",
-    "assemble",
+    "Bytes",
     "check_finite",
     "decode",
     "encode",
-    "factor_reader",
+    "finite_bytes",
+    "not_finite",
     "open_files",
     "read_bytes",
     "read_elements",
-    "read_factors",
+    "read_numbers",
     "row_ranges",
+    "too_large",
 ]
-
-FactorReader = Callable[[str, LoraModule], Factors]  # (expert, module) → its ΔW = b·a in float32, the scale in b
 
 _NUMPY = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -67,31 +62,6 @@ def check_finite(raw: Bytes, dtype: str) -> bool:
     unsigned, exponent = _EXPONENT[dtype]
     bits = raw.view(unsigned) & exponent
     return bool(bits.size == 0 or bits.max() != exponent)
-
-
-def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
-    """Compute an output tensor's bytes from its pieces.
-
-    Args:
-        tensor: what to make.
-        files: the open files that the pieces lie in.
-
-    Raises:
-        AdapterswapError: a piece holds NaN or infinity, or the result overflows its dtype.
-    """
-    values = np.zeros(tensor.shape, np.float32)
-    with np.errstate(all="ignore"):  # as in `encode`
-        for piece in tensor.pieces:
-            numbers = read_numbers(piece.expert, files[piece.path], piece.tensor) * np.float32(piece.factor)
-            if piece.rows is not None:
-                numbers *= piece.rows[:, None]
-            if tensor.axis is None:
-                values += numbers
-            else:
-                width = piece.tensor.shape[tensor.axis]
-                place = (slice(None),) * tensor.axis + (slice(piece.offset, piece.offset + width),)
-                values[place] = numbers
-    return finite_bytes(values, tensor.dtype, tensor.key)
 
 
 def finite_bytes(values: npt.NDArray[np.float32], dtype: str, key: str) -> Bytes:
@@ -164,30 +134,6 @@ def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> It
         files = {path: stack.enter_context(open_tensors(source)) for path, source in by_path.items()}
         files |= {path: stack.enter_context(open_regular(path, _AGAIN)) for path in set(others) - files.keys()}
         yield {path: file.fileno() for path, file in files.items()}
-
-
-@contextmanager
-def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
-    """A function that reads an expert's factors of a module, from files that stay open in the block."""
-    with open_files(adapter.file for adapter in adapters.values()) as files:
-
-        def read(expert: str, module: LoraModule) -> Factors:
-            return read_factors(expert, files[adapters[expert].file.path], module)
-
-        yield read
-
-
-def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
-    """A module's factors from the open file `file`, in float32, with the scale in B.
-
-    Raises:
-        AdapterswapError: see `read_numbers`; or B overflows float32 when it is scaled.
-    """
-    with np.errstate(over="ignore"):
-        b = read_numbers(expert, file, module.b) * np.float32(module.scale)
-    if not np.isfinite(b).all():
-        raise too_large(module.name)
-    return Factors(read_numbers(expert, file, module.a), b)
 
 
 def too_large(name: str, dtype: str = "F32") -> AdapterswapError:

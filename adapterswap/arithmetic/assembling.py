@@ -1,0 +1,41 @@
+"""The bytes of an output tensor: its pieces read as float32, put together, rounded once.
+
+Which pieces make a tensor, `layout` has decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from adapterswap.arithmetic.outputs import OutputTensor
+from adapterswap.files.numbers import Bytes, finite_bytes, read_numbers
+
+__all__ = ["assemble"]
+
+
+def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
+    """Compute an output tensor's bytes from its pieces.
+
+    Args:
+        tensor: what to make.
+        files: the open files that the pieces lie in.
+
+    Raises:
+        AdapterswapError: a piece holds NaN or infinity, or the result overflows its dtype.
+    """
+    values = np.zeros(tensor.shape, np.float32)
+    with np.errstate(all="ignore"):  # as in `encode`
+        for piece in tensor.pieces:
+            numbers = read_numbers(piece.expert, files[piece.path], piece.tensor) * np.float32(piece.factor)
+            if piece.rows is not None:
+                numbers *= piece.rows[:, None]
+            if tensor.axis is None:
+                values += numbers
+            else:
+                width = piece.tensor.shape[tensor.axis]
+                place = (slice(None),) * tensor.axis + (slice(piece.offset, piece.offset + width),)
+                values[place] = numbers
+    return finite_bytes(values, tensor.dtype, tensor.key)

@@ -1,0 +1,109 @@
+"""What an expert does to a weight, read from its files: factors, or rows of the dense ΔW as the model stores it.
+
+All in float32, a block of rows at a time. NaN, infinity and overflow are refused with the tensor's name. Knows changes
+and open files; knows nothing of plans and coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from adapterswap.changes.deltas import Factors, Rows, finite
+from adapterswap.changes.kinds import Change, LowRank, Whole
+from adapterswap.experts.adapters import Adapter, LoraModule
+from adapterswap.files.numbers import open_files, read_elements, read_numbers
+
+__all__ = [
+    "FactorReader",
+    "RowReader",
+    "factor_reader",
+    "read_difference",
+    "read_factors",
+    "read_rows",
+    "row_reader",
+]
+
+FactorReader = Callable[[str, LoraModule], Factors]  # (expert, module) → its ΔW = b·a in float32, the scale in b
+RowReader = Callable[[Rows, int, int | None], Rows]  # (the base's own rows, start, stop) → the same rows of ΔW
+
+
+@contextmanager
+def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
+    """A function that reads an expert's factors of a module, from files that stay open in the block."""
+    with open_files(adapter.file for adapter in adapters.values()) as files:
+
+        def read(expert: str, module: LoraModule) -> Factors:
+            return read_factors(expert, files[adapters[expert].file.path], module)
+
+        yield read
+
+
+def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
+    """A module's factors from the open file `file`, in float32, with the scale in B.
+
+    Raises:
+        AdapterswapError: see `read_numbers`; or B overflows float32 when it is scaled.
+    """
+    b = read_numbers(expert, file, module.b)
+    return Factors.scaled(read_numbers(expert, file, module.a), b, module.scale, module.name)
+
+
+def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int = 0, stop: int | None = None) -> Rows:
+    """Rows `start` to `stop` of a stored tensor, all of its axes but the last being rows.
+
+    Args:
+        owner: the expert that it is of, or the base, for messages.
+        stored: the tensor.
+        files: the open files.
+        start: the first row.
+        stop: the row after the last; by default all that follow.
+
+    Raises:
+        AdapterswapError: see `read_elements`.
+    """
+    *counts, columns = stored.tensor.shape
+    stop = math.prod(counts) if stop is None else stop
+    numbers = read_elements(owner, files[stored.path], stored.tensor, start * columns, stop * columns)
+    return numbers.reshape(stop - start, columns)
+
+
+def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowReader:
+    """A function that reads rows of an expert's dense ΔW, in the orientation in which the model stores the weight.
+
+    It is called with the same rows of the base, which are subtracted from weights that stand in their place. Factors
+    are read once, here.
+
+    Raises:
+        AdapterswapError: here or when the function is called: see `read_factors` and `read_rows`; or ΔW overflows.
+    """
+    if isinstance(change, LowRank):
+        factors, name = read_factors(expert, files[change.path], change.lora), change.lora.name
+        stored = factors.T if change.transposed else factors
+
+        def product(own: Rows, start: int, stop: int | None) -> Rows:
+            with np.errstate(all="ignore"):  # what overflows is found by `finite`
+                return finite(stored.rows(start, stop), name)
+
+        return product
+
+    def difference(own: Rows, start: int, stop: int | None) -> Rows:
+        delta = read_rows(expert, change, files, start, stop)
+        with np.errstate(all="ignore"):
+            delta -= own
+        return finite(delta, change.tensor.name)
+
+    return difference
+
+
+def read_difference(names: tuple[str, str], full: Whole, own: Whole, files: Mapping[Path, int]) -> Rows:
+    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are of the fine-tune and its base.
+
+    Raises:
+        AdapterswapError: see `row_reader`.
+    """
+    return row_reader(names[0], full, files)(read_rows(names[1], own, files), 0, None)
