@@ -7,13 +7,13 @@ which adds adapters to a base, and evaluation, which judges it; knows nothing of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, reason_of
+from adapterswap.experts.empty_models import empty_language_model, read_config
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.smallfiles import check_pointers
@@ -22,12 +22,9 @@ __all__ = [
     "Base",
     "choose_device",
     "empty_model",
-    "empty_model_as_saved",
     "load_weights",
-    "names_in_memory",
     "open_base",
     "quiet_peft",
-    "read_config",
 ]
 
 _SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.model", "*.jinja",
@@ -72,23 +69,6 @@ def open_base(reference: str) -> Base:
             "Give a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
         ) from None
     return Base(reference, source, config, tokenizer)
-
-
-def read_config(folder: Path, name: str) -> Any:
-    """The transformers config in a folder; `name` is what messages call the model.
-
-    Raises:
-        AdapterswapError: transformers cannot read it without remote code, or finds it contradictory.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # as in `load_weights`
-        raise AdapterswapError(
-            f"{name} cannot be opened: {reason_of(error)}",
-            "Use a model whose config.json is sound, and which transformers knows without remote code",
-        ) from None
 
 
 def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
@@ -138,82 +118,8 @@ def _shape(sizes: Sequence[int]) -> str:
 
 
 def empty_model(base: Base) -> Any:
-    """The causal language model's modules without weights: nothing is downloaded.
-
-    Raises:
-        AdapterswapError: transformers has no causal language model for the base.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(base.config, trust_remote_code=False)
-    except Exception as error:  # as in `load_weights`
-        raise AdapterswapError(
-            f"The base model {base.reference} cannot be loaded: {reason_of(error)}",
-            "Use a causal language model that transformers knows, with a sound config.json",
-        ) from None
-
-
-def empty_model_as_saved(folder: Path, name: str) -> Any:
-    """The modules without weights of the model that a folder's config.json describes, as its `architectures` name it.
-
-    That may be more than a language model, such as one that sees, or less, without its head.
-
-    Args:
-        folder: where config.json lies.
-        name: what to call the model in messages.
-
-    Raises:
-        AdapterswapError: transformers cannot build it without remote code.
-    """
-    import torch
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        names = config.architectures or []
-        kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
-        if kind is None:
-            raise ValueError(f"transformers has no {names[0]}")
-        with torch.device("meta"):
-            build = kind._from_config if names else kind.from_config
-            return build(config)
-    except Exception as error:  # configs of strangers make model classes raise whatever they meet
-        raise AdapterswapError(
-            f"the modules of {name} cannot be found: {reason_of(error)}",
-            "Give a model that the installed transformers knows without remote code",
-        ) from None
-
-
-def names_in_memory(folder: Path, name: str, modules: Iterable[str]) -> dict[str, str]:
-    """The names that modules of a base have in the installed transformers, by the names given, which may be older.
-
-    Args:
-        folder: where the base's config.json lies.
-        name: what to call the base in messages.
-        modules: full names of modules.
-
-    Raises:
-        AdapterswapError: transformers cannot build the base, or it has no such module under either name.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    model = empty_model_as_saved(folder, name)
-    held = {module for module, _ in model.named_modules()}
-    renamings = [entry for entry in get_model_conversion_mapping(model) or () if isinstance(entry, WeightRenaming)]
-    found = {}
-    for module in modules:
-        renamed = module if module in held else rename_source_key(f"{module}.weight", renamings, [])[0]
-        found[module] = renamed.removesuffix(".weight")
-        if found[module] not in held:
-            raise AdapterswapError(
-                f"{name} has no module {module} in the installed transformers",
-                "Save the expert again with this version of transformers, or pass the base model that it adapts",
-            )
-    return found
+    """The causal language model's modules without weights; see `empty_language_model`."""
+    return empty_language_model(base.config, f"The base model {base.reference}")
 
 
 def choose_device(name: str) -> Any:

@@ -75,8 +75,8 @@ def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int =
 def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowReader:
     """A function that reads rows of an expert's dense ΔW, in the orientation in which the model stores the weight.
 
-    It is called with the same rows of the base, which are subtracted from weights that stand in their place. Factors
-    are read once, here.
+    Call it with the base's own rows, which are subtracted from a weight that replaces them. Factors are read
+    once, here.
 
     Raises:
         AdapterswapError: here or when the function is called: see `read_factors` and `read_rows`; or ΔW overflows.

@@ -129,8 +129,8 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
     """The modules whose ‖ΔW‖, or whose error, is not the recorded one; and those that only one side has."""
     asked = record.extraction
     matched = pair(full, base, Selection(asked.layers, tuple(asked.modules), asked.embeddings))
-    matrices = {matrix.slot.name: matrix for matrix in matched.matrices}
-    heads = {head for matrix in matrices.values() for head in matrix.slot.heads}
+    matrices = {matrix.weight.name: matrix for matrix in matched.matrices}
+    heads = {head for matrix in matrices.values() for head in matrix.weight.tied}
     names = dict.fromkeys([*matrices, *record.extracted, *(adapter.modules.keys() - heads)])
     with open_files([*full.shards, *base.shards, adapter.file]) as files, torch_threads(cores() - 1):
 
@@ -142,7 +142,7 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
                 left_out = record.left_out.get(f"{name}.weight")
                 norm = measure(matrix, None, files, (full.name, base.name))[0]
                 return math.isclose(norm, left_out.norm if left_out else 0, rel_tol=_RELATIVE)
-            if not {name, *matrix.slot.heads} <= adapter.modules.keys():
+            if not {name, *matrix.weight.tied} <= adapter.modules.keys():
                 return False
             for factors in _factors(adapter, matrix, files):
                 if factors.shape != matrix.shape:
@@ -160,6 +160,6 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
 def _factors(adapter: Adapter, matrix: Matrix, files: Mapping[Path, int]) -> Iterator[Factors]:
     """The adapter's factors of a weight; once more for each head that is tied to it, the other way round."""
     file = files[adapter.file.path]
-    yield read_factors(adapter.name, file, adapter.modules[matrix.slot.name])
-    for head in matrix.slot.heads:
+    yield read_factors(adapter.name, file, adapter.modules[matrix.weight.name])
+    for head in matrix.weight.tied:
         yield read_factors(adapter.name, file, adapter.modules[head]).T

@@ -8,54 +8,18 @@ seconds, so it is not asked for models that have no Conv1D.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+from adapterswap.experts.anatomy import adaptable_weights, rename_keys
 from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.empty_models import empty_model_as_saved
 
-__all__ = ["Orientation", "StoredWeight", "adaptable_weights", "rename_keys"]
+__all__ = ["Orientation"]
 
 # The model types of transformers 5 that are built from Conv1D.
 _CONV1D_TYPES = frozenset({"clvp_decoder", "decision_transformer", "gpt-sw3", "gpt2", "imagegpt", "openai-gpt"})
-
-
-@dataclass(frozen=True)
-class StoredWeight:
-    """The weight of a module that LoRA can adapt.
-
-    Attributes:
-        out_features, in_features: the size of its ΔW.
-        embedding: it belongs to an `nn.Embedding`; its ΔW is width×vocabulary.
-        transposed: it is stored in×out.
-    """
-
-    out_features: int
-    in_features: int
-    embedding: bool
-    transposed: bool
-
-    @property
-    def shape(self) -> str:
-        """In the words of `LoraModule.shape`."""
-        return f"{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
-
-
-def adaptable_weights(model: Any) -> dict[str, StoredWeight]:
-    """Every Linear, Conv1D and Embedding of a transformers model, by module name, in the model's order."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            found[name] = StoredWeight(module.out_features, module.in_features, False, False)
-        elif isinstance(module, Conv1D):
-            found[name] = StoredWeight(module.nf, module.nx, False, True)
-        elif isinstance(module, torch.nn.Embedding):
-            found[name] = StoredWeight(module.embedding_dim, module.num_embeddings, True, True)
-    return found
 
 
 class Orientation:
@@ -108,8 +72,6 @@ class Orientation:
 
     @cached_property
     def _model(self) -> Any:
-        from adapterswap.bases import empty_model_as_saved
-
         return empty_model_as_saved(self._checkpoint.source.folder, self._checkpoint.name)
 
 
@@ -118,23 +80,3 @@ def _model_types(config: Mapping[str, Any]) -> Iterator[Any]:
     for nested in config.values():
         if isinstance(nested, Mapping):
             yield from _model_types(nested)
-
-
-def rename_keys(model: Any) -> Callable[[str], str | None]:
-    """A function from a checkpoint's key to the parameter's name in `model`, as `from_pretrained` renames it.
-
-    It returns None for a key from which transformers makes one parameter together with others (fused experts).
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    known = model.state_dict()
-
-    def rename(key: str) -> str | None:
-        name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-        return None if converter else name
-
-    return rename

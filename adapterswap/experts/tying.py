@@ -7,8 +7,9 @@ weights. Knows modules; knows nothing of adapters.
 
 from __future__ import annotations
 
+from adapterswap.experts.anatomy import adaptable_weights, rename_keys
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.orientation import adaptable_weights, rename_keys
+from adapterswap.experts.empty_models import empty_model_as_saved
 
 __all__ = ["tied_keys"]
 
@@ -21,19 +22,16 @@ def tied_keys(checkpoint: Checkpoint) -> tuple[str, str] | None:
     Raises:
         AdapterswapError: transformers cannot build the model without remote code.
     """
-    from adapterswap.bases import empty_model_as_saved
-
     model = empty_model_as_saved(checkpoint.source.folder, checkpoint.name)
-    sharing: dict[int, list[str]] = {}
     weights = adaptable_weights(model)
-    for name in weights:
-        sharing.setdefault(id(model.get_submodule(name).weight), []).append(name)
-    for names in sharing.values():
-        embedding = next((name for name in names if weights[name].embedding), None)
-        head = next((name for name in names if not weights[name].embedding), None)
-        if embedding is not None and head is not None:
-            break
-    else:
+    pairs = (
+        (weight.name, head)
+        for weight in weights.values()
+        for head in weight.tied
+        if weight.embedding and not weights[head].embedding
+    )
+    embedding, head = next(pairs, (None, None))
+    if embedding is None:
         return None
     rename = rename_keys(model)
     stored = {rename(key): key for key in checkpoint.parameters}

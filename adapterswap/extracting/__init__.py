@@ -117,7 +117,7 @@ def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Call
         for done, matrix in enumerate(matched.matrices, start=1):
             found = cut(matrix, form, files, names)
             if found is None:
-                unchanged.append(matrix.slot.name)
+                unchanged.append(matrix.weight.name)
             else:
                 extracted.append(Extracted.of(found))
                 if spool is not None:

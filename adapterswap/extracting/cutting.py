@@ -19,14 +19,14 @@ from adapterswap.arithmetic.approximation import approximate
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.reading import read_difference
 from adapterswap.errors import Problems
-from adapterswap.extracting.anatomy import Slot
+from adapterswap.experts.adapter_keys import factor_key
+from adapterswap.experts.anatomy import AdaptableWeight
 from adapterswap.extracting.pairing import LeftOut, Matrix
 from adapterswap.files.numbers import decode, finite_bytes, read_elements
 
 __all__ = ["Cut", "CutForm", "cut", "measure", "name_tensors", "norm_of_change"]
 
 
-_PREFIX = "base_model.model."
 _BLOCK = 2**22  # elements of a weight that is left out, read at a time
 _MAX_RANK = 2**16  # what `open_adapter` reads
 
@@ -82,21 +82,16 @@ class Cut:
 
     def tensors(self) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
         """See `name_tensors`."""
-        return name_tensors(self.matrix.slot, *self.factors)
+        return name_tensors(self.matrix.weight, *self.factors)
 
 
-def name_tensors(slot: Slot, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:
+def name_tensors(weight: AdaptableWeight, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:
     """A (rank×in) and B (out×rank) under PEFT's names; a tied head has the embedding's, transposed."""
-    name = f"{_PREFIX}{slot.name}"
-    if slot.embedding:
-        yield f"{name}.lora_embedding_A", a
-        yield f"{name}.lora_embedding_B", b
-    else:
-        yield f"{name}.lora_A.weight", a
-        yield f"{name}.lora_B.weight", b
-    for head in slot.heads:
-        yield f"{_PREFIX}{head}.lora_A.weight", b.T
-        yield f"{_PREFIX}{head}.lora_B.weight", a.T
+    yield factor_key(weight.name, "A", embedding=weight.embedding), a
+    yield factor_key(weight.name, "B", embedding=weight.embedding), b
+    for head in weight.tied:
+        yield factor_key(head, "A", embedding=False), b.T
+        yield factor_key(head, "B", embedding=False), a.T
 
 
 def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[str, str]) -> Cut | None:
@@ -117,7 +112,7 @@ def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[s
         return None
     result = approximate(delta, rank=form.rank, error=form.max_error, device=form.device)
     dtype = form.dtype or matrix.full.tensor.dtype
-    a, b = (finite_bytes(values, dtype, matrix.slot.name) for values in (result.factors.a, result.factors.b))
+    a, b = (finite_bytes(values, dtype, matrix.weight.name) for values in (result.factors.a, result.factors.b))
     written = Factors(decode(a, dtype, result.factors.a.shape), decode(b, dtype, result.factors.b.shape))
     error = _distance(delta, written, form.device) / norm
     return Cut(matrix, len(result.singular_values), norm, error, dtype, written)
@@ -167,7 +162,7 @@ def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.floa
 def _change(matrix: Matrix, files: Mapping[Path, int], names: tuple[str, str]) -> npt.NDArray[np.float32]:
     """ΔW, out×in."""
     delta = read_difference(names, matrix.full, matrix.base, files)
-    return np.ascontiguousarray(delta.T) if matrix.slot.transposed else delta
+    return np.ascontiguousarray(delta.T) if matrix.weight.transposed else delta
 
 
 def _sum_of_squares(values: npt.NDArray[np.float32]) -> float:

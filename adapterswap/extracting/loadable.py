@@ -1,9 +1,8 @@
-"""Which weights PEFT can adapt: it is asked, by loading an adapter into the base's model, built without its weights.
+"""Which weights PEFT can adapt: it is asked (`experts.peft_trial`).
 
 PEFT refuses some modules (Mamba's `out_proj`), takes others for something else (in a mixture of experts every target
 that ends in `gate_proj`, `up_proj` or `down_proj` for the fused experts' parameters, those of dense layers and shared
-experts too), and wraps some that then compute something else. A list of names would be out of date with the next
-version. Takes about a second for a model of 8B, beside the import of PEFT. Knows modules; reads no tensor.
+experts too), and wraps some that then compute something else. Knows modules; reads no tensor.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 
 from adapterswap.arithmetic.peft_config import Shape, adapter_config
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.orientation import adaptable_weights
-from adapterswap.extracting.anatomy import Slot, build_empty
+from adapterswap.experts.anatomy import AdaptableWeight, build_empty
+from adapterswap.experts.peft_trial import try_in_peft
 from adapterswap.extracting.cutting import name_tensors
 from adapterswap.extracting.pairing import LeftOut, Pair
 
@@ -32,54 +31,54 @@ def leave_out_unloadable(pair: Pair) -> Pair:
     Raises:
         AdapterswapError: none of the matrices is left.
     """
-    names = loadable(lambda: build_empty(pair.base), [matrix.slot for matrix in pair.matrices])
-    matrices = tuple(matrix for matrix in pair.matrices if matrix.slot.name in names)
-    unloadable = [matrix for matrix in pair.matrices if matrix.slot.name not in names]
+    names = loadable(lambda: build_empty(pair.base), [matrix.weight for matrix in pair.matrices])
+    matrices = tuple(matrix for matrix in pair.matrices if matrix.weight.name in names)
+    unloadable = [matrix for matrix in pair.matrices if matrix.weight.name not in names]
     if not matrices:
         raise AdapterswapError(
-            f"PEFT cannot adapt any of the selected modules of {pair.base.name}, such as {unloadable[0].slot.name}",
+            f"PEFT cannot adapt any of the selected modules of {pair.base.name}, such as {unloadable[0].weight.name}",
             "Select other modules, or keep the full checkpoint",
         )
     left_out = [
-        LeftOut(f"{matrix.slot.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
+        LeftOut(f"{matrix.weight.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
         for matrix in unloadable
     ]
     every = sorted([*pair.left_out, *left_out], key=lambda each: each.name)
     return replace(pair, matrices=matrices, left_out=tuple(every))
 
 
-def loadable(build: Callable[[], Any], slots: Sequence[Slot]) -> frozenset[str]:
+def loadable(build: Callable[[], Any], weights: Sequence[AdaptableWeight]) -> frozenset[str]:
     """The names of the modules for which PEFT loads LoRA factors as they are and then computes with W + ΔW.
 
     Args:
         build: makes the base's model on torch's meta device.
-        slots: the weights to adapt.
+        weights: the weights to adapt.
     """
     model = build()
     known: dict[type, bool] = {}
-    usable = [slot for slot in slots if _called(model, slot.name) and _is_linear_in_peft(model, slot.name, known)]
+    usable = [
+        weight for weight in weights if _called(model, weight.name) and _is_linear_in_peft(model, weight.name, known)
+    ]
     if not usable or _loads(build(), usable):
-        return frozenset(slot.name for slot in usable)
-    groups: dict[str, list[Slot]] = {}
-    for slot in usable:
-        groups.setdefault(re.sub(r"\.\d+(?=\.)", "", slot.name), []).append(slot)
-    usable = [slot for group in groups.values() if _loads(build(), group) for slot in group]
+        return frozenset(weight.name for weight in usable)
+    groups: dict[str, list[AdaptableWeight]] = {}
+    for weight in usable:
+        groups.setdefault(re.sub(r"\.\d+(?=\.)", "", weight.name), []).append(weight)
+    usable = [weight for group in groups.values() if _loads(build(), group) for weight in group]
     if usable and not _loads(build(), usable):
         raise AdapterswapError(
             f"PEFT loads LoRA for each kind of module of {type(model).__name__} alone, and not for all of them",
             "Select some modules with `modules`",
         )
-    return frozenset(slot.name for slot in usable)
+    return frozenset(weight.name for weight in usable)
 
 
-def _loads(model: Any, slots: Sequence[Slot]) -> bool:
+def _loads(model: Any, weights: Sequence[AdaptableWeight]) -> bool:
     """Whether PEFT adapts these modules and no others, and puts every factor where it belongs."""
     import torch
-    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft import PeftConfig
 
-    weights = adaptable_weights(model)
-    names = {name for slot in slots for name in (slot.name, *slot.heads)}
+    names = {name for weight in weights for name in (weight.name, *weight.tied)}
     config = adapter_config(
         dict.fromkeys(names, Shape(1, 1.0, 1.0)),
         1,
@@ -88,24 +87,16 @@ def _loads(model: Any, slots: Sequence[Slot]) -> bool:
         base_model=None,
         revision=None,
         task_type="CAUSAL_LM",
-        fan_in_fan_out=any(slot.transposed and not slot.embedding for slot in slots),
-        tied=any(slot.heads for slot in slots),
+        fan_in_fan_out=any(weight.transposed and not weight.embedding for weight in weights),
+        tied=any(weight.tied for weight in weights),
     )
     tensors: dict[str, Any] = {}
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for slot in slots:
-            weight = weights[slot.name]
-            a, b = torch.empty(1, weight.in_features), torch.empty(weight.out_features, 1)
-            tensors.update(name_tensors(slot, a, b))
-        try:
-            adapted: Any = get_peft_model(model, PeftConfig.from_peft_type(**config))
-            outcome = set_peft_model_state_dict(adapted, tensors, low_cpu_mem_usage=True)
-        except Exception:  # PEFT has no class of error for what it refuses
-            return False
-    found = {name for name, module in adapted.base_model.model.named_modules() if isinstance(module, BaseTunerLayer)}
-    missing = [key for key in outcome.missing_keys if ".lora_" in key]
-    return found == names and not missing and not outcome.unexpected_keys
+    for weight in weights:
+        a = torch.empty(1, weight.in_features, device="meta")
+        b = torch.empty(weight.out_features, 1, device="meta")
+        tensors.update(name_tensors(weight, a, b))
+    trial = try_in_peft(model, PeftConfig.from_peft_type(**config), tensors)
+    return trial is not None and trial.adapted == names and not trial.missing and not trial.dropped
 
 
 def _called(model: Any, name: str) -> bool:

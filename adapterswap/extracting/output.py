@@ -120,8 +120,8 @@ def write_folder(
 def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:
     """PEFT's config: α = √r gives rsLoRA's scale α/√r = 1 for every module, exactly, so that B·A is ΔW itself."""
     ranks = {m.name: m.rank for m in found.modules}
-    slots = [matrix.slot for matrix in pair.matrices if matrix.slot.name in ranks]
-    ranks |= {head: ranks[slot.name] for slot in slots for head in slot.heads}
+    weights = [matrix.weight for matrix in pair.matrices if matrix.weight.name in ranks]
+    ranks |= {head: ranks[weight.name] for weight in weights for head in weight.tied}
     shapes = {name: Shape(rank, *written_scale(rank, True, 1.0)) for name, rank in ranks.items()}
     rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     base = pair.base.source
@@ -133,8 +133,8 @@ def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:
         base_model=base.name if base.revision else base_model,
         revision=base.revision,
         task_type="CAUSAL_LM",
-        fan_in_fan_out=any(slot.transposed and not slot.embedding for slot in slots),
-        tied=any(slot.heads for slot in slots),
+        fan_in_fan_out=any(weight.transposed and not weight.embedding for weight in weights),
+        tied=any(weight.tied for weight in weights),
     )
 
 

@@ -12,10 +12,10 @@ from typing import Literal
 
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.anatomy import AdaptableWeight, Anatomy, read_anatomy
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
 from adapterswap.experts.shapes import compare_shapes
-from adapterswap.extracting.anatomy import Anatomy, Slot, read_anatomy
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import selects
 
@@ -45,19 +45,19 @@ class Selection:
     modules: tuple[str, ...] = ()
     embeddings: bool = False
 
-    def wants(self, slot: Slot) -> bool:
-        if slot.layer is None:
+    def wants(self, weight: AdaptableWeight) -> bool:
+        if weight.layer is None:
             return self.embeddings
-        if self.layers is not None and slot.layer not in parse_layers(self.layers):
+        if self.layers is not None and weight.layer not in parse_layers(self.layers):
             return False
-        return not self.modules or any(selects(module, slot.name, slot.kind) for module in self.modules)
+        return not self.modules or any(selects(module, weight.name, weight.kind) for module in self.modules)
 
 
 @dataclass(frozen=True)
 class Matrix:
     """A weight whose ΔW the adapter is to hold, and where both versions of it lie."""
 
-    slot: Slot
+    weight: AdaptableWeight
     full: Whole
     base: Whole
 
@@ -65,7 +65,7 @@ class Matrix:
     def shape(self) -> tuple[int, int]:
         """(out, in), however it is stored."""
         rows, columns = self.full.tensor.shape
-        return (columns, rows) if self.slot.transposed else (rows, columns)
+        return (columns, rows) if self.weight.transposed else (rows, columns)
 
 
 @dataclass(frozen=True)
@@ -116,30 +116,30 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
     odd: list[str] = []
     for name in sorted(ours.keys() & theirs.keys()):
         one, other = ours[name], theirs[name]
-        slot = anatomy.slots.get(name)
+        weight = anatomy.weights.get(name)
         both = Whole.of(one.path, one.tensor), Whole.of(other.path, other.tensor)
         if not _check_numbers(one, other, full, base, problems):
             continue
         if one.tensor.shape != other.tensor.shape:
             shapes = f"{name} is {list(one.tensor.shape)} in {full.name} and {list(other.tensor.shape)} in {base.name}"
-            if slot is None or slot.layer is not None or one.tensor.shape[1:] != other.tensor.shape[1:]:
+            if weight is None or weight.layer is not None or one.tensor.shape[1:] != other.tensor.shape[1:]:
                 odd.append(name)
             elif selection.embeddings:
                 problems.add(f"{shapes}: the vocabulary changed", "Leave `embeddings` out, or keep the full checkpoint")
             else:
                 left_out.append(LeftOut(name, "vocabulary", *both))
-        elif slot is not None and selection.wants(slot):
-            matrices.append(Matrix(slot, *both))
+        elif weight is not None and selection.wants(weight):
+            matrices.append(Matrix(weight, *both))
         else:
-            left_out.append(LeftOut(name, _reason(name, slot, one), *both))
+            left_out.append(LeftOut(name, _reason(name, weight, one), *both))
     words = ({name: "×".join(map(str, held[name].tensor.shape)) for name in odd} for held in (ours, theirs))
     compare_shapes(*words, one=full.name, other=base.name, remedy=_MEND, problems=problems)
     problems.raise_if_any()
     for matrix in matrices:
-        _check_tying(matrix.slot)
+        _check_tying(matrix.weight)
     if not matrices:
         raise AdapterswapError("no matrix is selected, so there is nothing to extract", "Select layers or `embeddings`")
-    matrices.sort(key=lambda m: (-1 if m.slot.layer is None else m.slot.layer, m.slot.name))
+    matrices.sort(key=lambda m: (-1 if m.weight.layer is None else m.weight.layer, m.weight.name))
     return Pair(full, base, num_layers, tuple(matrices), tuple(left_out))
 
 
@@ -185,7 +185,7 @@ def _check_names(
         for name in sorted(one.keys() - other.keys()):
             if name in known or len(one[name].tensor.shape) > 1:  # else a buffer that one version saved
                 problems.add(f"{has.name} holds {name}, and {lacks.name} does not", _MEND)
-    for name in sorted(anatomy.slots.keys() - ours.keys() - theirs.keys()):
+    for name in sorted(anatomy.weights.keys() - ours.keys() - theirs.keys()):
         problems.add(
             f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
             "Load both with transformers and save them again",
@@ -202,20 +202,19 @@ def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, pr
     if layers and max(layers) >= num_layers:
         told = format_layers(layer for layer in layers if layer >= num_layers)
         problems.add(f"`layers`: there is no layer {told}", f"Layers are 0 to {num_layers - 1}")
+    inside = [weight for weight in anatomy.weights.values() if weight.layer is not None]
     for module in selection.modules:
-        if selection.layers == NO_LAYER or not any(
-            slot.layer is not None and selects(module, slot.name, slot.kind) for slot in anatomy.slots.values()
-        ):
-            ends = sorted({slot.name.rpartition(".")[2] for slot in anatomy.slots.values() if slot.layer is not None})
+        if selection.layers == NO_LAYER or not any(selects(module, weight.name, weight.kind) for weight in inside):
+            ends = sorted({weight.name.rpartition(".")[2] for weight in inside})
             problems.add(f"`modules` {module!r} matches nothing", f"Name attention, mlp, or {', '.join(ends)}")
 
 
-def _check_tying(slot: Slot) -> None:
+def _check_tying(weight: AdaptableWeight) -> None:
     """PEFT 0.21 applies an embedding's LoRA to the head that is tied to it only where it knows the embedding's name."""
-    if slot.heads and slot.name.rpartition(".")[2] != "embed_tokens":
+    if weight.tied and weight.name.rpartition(".")[2] != "embed_tokens":
         raise AdapterswapError(
-            f"{', '.join(slot.heads)} is tied to {slot.name}, and PEFT keeps them together only where the embedding is "
-            "called embed_tokens",
+            f"{', '.join(weight.tied)} is tied to {weight.name}, and PEFT keeps them together only where the embedding "
+            "is called embed_tokens",
             "Leave `embeddings` out",
         )
 
@@ -233,9 +232,9 @@ def _check_numbers(one: Parameter, other: Parameter, full: Checkpoint, base: Che
     return not wrong
 
 
-def _reason(name: str, slot: Slot | None, parameter: Parameter) -> Reason:
-    if slot is not None:
-        return "embeddings and heads" if slot.layer is None else "not selected"
+def _reason(name: str, weight: AdaptableWeight | None, parameter: Parameter) -> Reason:
+    if weight is not None:
+        return "embeddings and heads" if weight.layer is None else "not selected"
     if name.endswith("bias"):
         return "biases"
     if _FUSED & set(name.split(".")):

@@ -39,8 +39,8 @@ class Extracted:
 
     @classmethod
     def of(cls, cut: Cut) -> Extracted:
-        slot = cut.matrix.slot
-        return cls(slot.name, slot.layer, slot.kind, *cut.matrix.shape, cut.rank, cut.norm, cut.error, cut.dtype)
+        weight = cut.matrix.weight
+        return cls(weight.name, weight.layer, weight.kind, *cut.matrix.shape, cut.rank, cut.norm, cut.error, cut.dtype)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.bases import quiet_peft
 from adapterswap.errors import AdapterswapError, Problems, reason_of
 from adapterswap.experts.adapters import Adapter, open_adapter
+from adapterswap.experts.anatomy import shape_of
 from adapterswap.experts.layers import format_layers, parse_layers
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
@@ -141,22 +142,14 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     missing = [module for module in adapter.modules if module not in modules]
     if missing:
         problems.add(f"the expert {name!r} adapts {and_more(missing)}, which the model does not have", mend)
-    known = {module: _shape(modules[module]) for module in adapter.modules if module in modules}
+    known = {module: shape_of(modules[module]) for module in adapter.modules if module in modules}
     compare_shapes(
         {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.modules.values()},
-        {module: f"{shape[1]}×{shape[0]}" for module, shape in known.items() if shape is not None},
+        {module: f"{shape[0]}×{shape[1]}" for module, shape in known.items() if shape is not None},
         one=f"the expert {name!r}", other="the model", remedy=mend, problems=problems,
     )  # fmt: skip
     problems.raise_if_any()
     check_copies(adapter.file, f"the expert {name!r}", modules)
-
-
-def _shape(module: Any) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, an embedding, or a LoRA layer around either; None where it does not say."""
-    for ends in (("in_features", "out_features"), ("num_embeddings", "embedding_dim"), ("nx", "nf")):
-        if all(isinstance(getattr(module, end, None), int) for end in ends):
-            return getattr(module, ends[0]), getattr(module, ends[1])
-    return None
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from adapterswap.errors import Problems
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.orientation import adaptable_weights
+from adapterswap.experts.anatomy import adaptable_weights
+from adapterswap.experts.empty_models import empty_model_as_saved
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.sources import find_source
 from adapterswap.files.smallfiles import read_json
@@ -50,8 +51,6 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
 
 
 def _build(folder: Path, base_model: str) -> dict[str, str]:
-    from adapterswap.bases import empty_model_as_saved
-
     weights = adaptable_weights(empty_model_as_saved(folder, f"the base {base_model}"))
     return {name: weight.shape for name, weight in weights.items()}
 

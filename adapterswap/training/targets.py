@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.experts.anatomy import adaptable_weights
 from adapterswap.experts.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
-from adapterswap.experts.orientation import adaptable_weights
 from adapterswap.planning.compositions import Partition
 from adapterswap.planning.partitions import SIDES, Side, partition_sides
 from adapterswap.training.recipe import TrainRecipe

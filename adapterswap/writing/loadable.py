@@ -8,7 +8,6 @@ that a composed config needs. Knows plans and names, and asks PEFT; reads no ten
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,11 @@ from adapterswap.arithmetic.peft_config import is_fused
 from adapterswap.changes.kinds import LowRank
 from adapterswap.errors import AdapterswapError, Problems
 from adapterswap.experts.adapter_keys import factor_key
+from adapterswap.experts.anatomy import names_in_memory
 from adapterswap.experts.checkpoints import MODEL_CONFIG
+from adapterswap.experts.empty_models import empty_model_as_saved
 from adapterswap.experts.layers import language_config
+from adapterswap.experts.peft_trial import try_in_peft
 from adapterswap.experts.sources import base_config, find_source
 from adapterswap.planning.checks import TASK_HEADS
 from adapterswap.planning.plan import Plan
@@ -72,8 +74,6 @@ def with_loadable_names(plan: Plan) -> Plan:
             "named to match it with",
             "Pass `base_model`",
         )
-    from adapterswap.bases import names_in_memory
-
     folder: Path = find_source(reference, [MODEL_CONFIG], what="base model").folder
     try:
         renamed = names_in_memory(folder, reference, names)
@@ -163,26 +163,18 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
             "Pass `base_model`",
         )
     import torch
-    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-
-    from adapterswap.bases import empty_model_as_saved
+    from peft import LoraConfig
 
     model = empty_model_as_saved(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer = f"{module.partition('.experts.')[0]}.experts."
-        held = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
-        parts = [part for name, part in held.items() if name.startswith(layer)]
-        tensors = {}
-        for part in parts:
-            tensors[factor_key(part.name, "A", embedding=False)] = torch.empty(1, part.in_features)
-            tensors[factor_key(part.name, "B", embedding=False)] = torch.empty(part.out_features, 1)
-        try:
-            adapted = get_peft_model(model, LoraConfig(r=1, target_modules=[part.name for part in parts]))
-            lost = set_peft_model_state_dict(adapted, tensors, low_cpu_mem_usage=True).unexpected_keys
-        except Exception:  # PEFT has no class of error for what it refuses
-            lost = list(tensors)
-    if lost:
+    layer = f"{module.partition('.experts.')[0]}.experts."
+    held = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
+    parts = [part for name, part in held.items() if name.startswith(layer)]
+    tensors = {}
+    for part in parts:
+        tensors[factor_key(part.name, "A", embedding=False)] = torch.empty(1, part.in_features, device="meta")
+        tensors[factor_key(part.name, "B", embedding=False)] = torch.empty(part.out_features, 1, device="meta")
+    trial = try_in_peft(model, LoraConfig(r=1, target_modules=[part.name for part in parts]), tensors)
+    if trial is None or trial.dropped:
         raise AdapterswapError(
             f"PEFT cannot load LoRA on {module} into {reference}: transformers 5 fuses the experts of a layer, and "
             "PEFT does not convert adapters for this type of model",

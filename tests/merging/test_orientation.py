@@ -23,8 +23,9 @@ from tolerances import close, near
 
 import adapterswap
 from adapterswap.bases import quiet_peft
+from adapterswap.experts.anatomy import adaptable_weights
 from adapterswap.experts.checkpoints import Checkpoint, Parameter, read_shards
-from adapterswap.experts.orientation import Orientation, adaptable_weights
+from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.sources import Source
 from adapterswap.live import LiveComposer
 from merging.conftest import loaded, weights

@@ -1,0 +1,80 @@
+"""Models of transformers without weights, on torch's meta device: what the config of a checkpoint describes.
+
+Nothing is downloaded, and no code of a repository is run. Knows configs; reads no tensor.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, reason_of
+
+__all__ = ["empty_language_model", "empty_model_as_saved", "read_config"]
+
+
+def read_config(folder: Path, name: str) -> Any:
+    """The transformers config in a folder; `name` is what messages call the model.
+
+    Raises:
+        AdapterswapError: transformers cannot read it without remote code, or finds it contradictory.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # configs of strangers make model classes raise whatever they meet
+        raise AdapterswapError(
+            f"{name} cannot be opened: {reason_of(error)}",
+            "Use a model whose config.json is sound, and which transformers knows without remote code",
+        ) from None
+
+
+def empty_language_model(config: Any, name: str) -> Any:
+    """The modules of a config's causal language model; `name` is what messages call it.
+
+    Raises:
+        AdapterswapError: transformers has no causal language model for the config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # as in `read_config`
+        raise AdapterswapError(
+            f"{name} cannot be loaded: {reason_of(error)}",
+            "Use a causal language model that transformers knows, with a sound config.json",
+        ) from None
+
+
+def empty_model_as_saved(folder: Path, name: str) -> Any:
+    """The modules without weights of the model that a folder's config.json describes, as its `architectures` name it.
+
+    That may be more than a language model, such as one that sees, or less, without its head.
+
+    Args:
+        folder: where config.json lies.
+        name: what to call the model in messages.
+
+    Raises:
+        AdapterswapError: transformers cannot build it without remote code.
+    """
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        names = config.architectures or []
+        kind = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
+        if kind is None:
+            raise ValueError(f"transformers has no {names[0]}")
+        with torch.device("meta"):
+            build = kind._from_config if names else kind.from_config
+            return build(config)
+    except Exception as error:  # as in `read_config`
+        raise AdapterswapError(
+            f"the modules of {name} cannot be found: {reason_of(error)}",
+            "Give a model that the installed transformers knows without remote code",
+        ) from None
