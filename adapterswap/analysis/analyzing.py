@@ -222,7 +222,7 @@ def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert
 
 
 def check_threshold(threshold: float | None) -> None:
-    """Raise `AdapterswapError` for a threshold that is no size of a change."""
+    """Raise `AdapterswapError` unless the threshold is finite and not negative."""
     check_type(threshold, (int, float, type(None)), "threshold", "Pass a number, 0 or more")
     if threshold is not None and not (isfinite(threshold) and threshold >= 0):
         raise AdapterswapError(f"`threshold` is {threshold:g}, and must be a finite number", "Pass 0 or more")

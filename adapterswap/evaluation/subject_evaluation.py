@@ -202,7 +202,7 @@ def prepare_evaluation(
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     base = open_base(str(base_model))
     settings.check(base.tokenizer)
-    load_tasks(names, settings)  # mistakes are told before weights are loaded
+    load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
     subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
     return Evaluation(
         base, tuple(names), settings, subject, source, plan, max_rank, max_error, (*inputs, base.source.folder)
