@@ -33,7 +33,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Whole:
-    """Tensors that stand in the place of the base's: ΔW = W - W_base.
+    """Tensors that replace the base's: ΔW = W - W_base.
 
     A full checkpoint's weight, or a module that an adapter trained in full (`modules_to_save`), which may have several.
 

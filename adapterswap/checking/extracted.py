@@ -47,8 +47,8 @@ def verify_extracted(
 
     Args:
         folder: the adapter's.
-        content: its record as it stands in the file, and
-        record: as it is understood.
+        content: its record as raw data.
+        record: the same, parsed.
         given: where the fine-tune lies, as `full`, if it is not on the Hub and is to be compared.
         base_model: where the base lies, likewise.
 

@@ -167,7 +167,7 @@ def _compare(
     again: Path,
     base_model: str | None,
 ) -> Verification:
-    """Compare what was written with what was written again; `content` is the record as it stands in the file."""
+    """Compare a result with the recomputed one in `again`; `content` is its record as raw data."""
     recomputed = read_json(again / PROVENANCE)
     found = CompositionRecord.model_validate(recomputed)
     changed = _changed(record.experts, found.experts)

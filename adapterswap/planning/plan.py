@@ -149,7 +149,7 @@ class Plan:
         return self.base or next(iter(self.checkpoints.values()))
 
     def check_adapter(self) -> None:
-        """Raise `AdapterswapError` if the result is full weights: they are no adapter that is written or switched."""
+        """Raise `AdapterswapError` if the result is full weights, which are not written or switched as an adapter."""
         if not self.is_model:
             return
         raise AdapterswapError(

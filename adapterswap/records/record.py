@@ -46,14 +46,14 @@ __all__ = [
 ]
 
 FORMAT: Literal[3] = 3
-_DEPTH = 8  # generations of origins; the rest stand in the records of the experts that are named last
+_DEPTH = 8  # generations of origins that are kept; JSON that nests deeper is refused on reading
 
 
 class _Written(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     def content(self) -> dict[str, Any]:
-        """The record as it stands in the file."""
+        """The record as plain data, as it is written to the file."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 

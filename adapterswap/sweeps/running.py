@@ -69,14 +69,13 @@ def sweep(
 ) -> Run:
     """Judge everything that a recipe asks for, and write or complete the folder of the sweep.
 
-    A folder in which the same sweep was begun is gone on with: its finished cells stay.
+    If the folder holds the same sweep, unfinished, it is resumed: its finished cells stay.
 
     Args:
         recipe: a recipe, its file, the name of a shipped recipe, or what `prepare` made of it.
         out_path: the folder.
         overrides: values that a recipe's file gets, such as `settings.limit=20`.
-        trust_task_code, confirm_run_unsafe_code: what tasks may run; see `prepare`, which was told already if it made
-            the recipe.
+        trust_task_code, confirm_run_unsafe_code: what tasks may run; see `prepare`. What `prepare` made keeps its own.
         device: see `bases.choose_device`.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
         overwrite: begin anew where the folder holds a sweep.

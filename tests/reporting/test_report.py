@@ -177,7 +177,9 @@ def test_the_commands_run(written: Written) -> None:
     assert len(written.report.compositions) == 9
     for _, compose_line, evaluate_line in written.report.compositions:
         for command, line in ((compose, compose_line), (evaluate, evaluate_line)):
-            parsed = command.make_context("x", shlex.split(line)[2:], resilient_parsing=False).params
+            # click remembers a command's help option, which is -h for all tests of the command line
+            names = {"help_option_names": ["-h", "--help"]}
+            parsed = command.make_context("x", shlex.split(line)[2:], **names).params
             assert parsed
         assert parsed["num_fewshot"] == 8
 
