@@ -14,6 +14,7 @@ from click.testing import Result
 from safetensors.numpy import save_file
 
 import adapterswap
+from adapterswap import AdapterswapError
 from adapterswap.checking.verifying import verify
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.slicing import slice_layers
@@ -88,7 +89,9 @@ def test_a_base_that_was_needed_or_given_is_recorded_with_its_files(
     assert "--base-model" in shown.stderr
 
 
-def test_a_slice_of_a_composition_says_what_it_was_made_of(math: Path, swahili: Path, tmp_path: Path) -> None:
+def test_a_slice_of_a_composition_says_what_it_was_made_of(
+    math: Path, swahili: Path, tmp_path: Path, run: Callable[..., Result]
+) -> None:
     composed = tmp_path / "composed"
     adapterswap.write_adapter(adapterswap.layer_swap(math, swahili, num_layers=6), composed)
     shell = tmp_path / "shell"
@@ -98,6 +101,11 @@ def test_a_slice_of_a_composition_says_what_it_was_made_of(math: Path, swahili: 
     assert origin["composition"] == read(composed)["composition"]
     assert f"composed was composed from {math.name} ({math.name}), " in (shell / "README.md").read_text()
     assert verify(shell, {"composed": composed}).equal
+    shown = run("inspect", shell).stdout
+    assert "the layers 0-1 of composed from composed" in shown
+    assert f"composed was composed from {math.name} ({math.name}), " in shown
+    told = json.loads(run("inspect", shell, "--json").stdout)["composed_of"]
+    assert (told["slice"], told["origins"].keys()) == ("0-1", {"composed"})
 
     forgetful = shutil.copytree(composed, tmp_path / "forgetful" / "composed")
     (forgetful / "adapterswap.json").unlink()
@@ -115,3 +123,18 @@ def test_origins_end_where_json_would_nest_too_deep(swahili: Path, tmp_path: Pat
     while (origin := next(iter(entry["experts"].values())).get("origin")) is not None:
         depth, entry = depth + 1, origin
     assert depth == 8
+
+
+@pytest.mark.parametrize(
+    "origin", [7, {"experts": 7}, {"experts": {"a": {}}}, {"extraction": {}}, {"slice": {"layers": [1]}, "experts": {}}]
+)
+def test_an_origin_that_means_nothing_is_not_believed(
+    origin: object, math: Path, swahili: Path, tmp_path: Path
+) -> None:
+    out = adapterswap.write_adapter(adapterswap.layer_swap(math, swahili, num_layers=6), tmp_path / "out")
+    record = read(out)
+    next(iter(record["experts"].values()))["origin"] = origin
+    (out / "adapterswap.json").write_text(json.dumps(record))
+    with pytest.raises(AdapterswapError):
+        verify(out, {"math": math, "swahili": swahili})
+    assert adapterswap.inspect(out).record is None

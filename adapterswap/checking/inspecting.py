@@ -162,8 +162,17 @@ class Inspection:
     def _composed_of(self) -> dict[str, Any]:
         if self.record is None:
             return {}
-        experts = {name: str(source) for name, source in self.record.experts.items()}
-        return {"composed_of": {"experts": experts, "num_layers": self.record.num_layers, "strip": self.strip}}
+        record = self.record
+        composed_of: dict[str, Any] = {
+            "experts": {name: str(source) for name, source in record.experts.items()},
+            "num_layers": record.num_layers,
+            "strip": self.strip,
+        }
+        if record.slice is not None:
+            composed_of["slice"] = record.slice.layers
+        if record.origins:
+            composed_of["origins"] = {name: str(e.origin) for name, e in record.experts.items() if e.origin is not None}
+        return {"composed_of": composed_of}
 
 
 def inspect(path: str | Path) -> Inspection:

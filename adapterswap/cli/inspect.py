@@ -44,8 +44,10 @@ def _print(found: Inspection) -> None:
     else:
         _print_model(found, found.expert)
     if found.record is not None:
-        experts = ", ".join(f"{name} from {source}" for name, source in found.record.experts.items())
-        for line in [f"composed of {experts}", *found.strip]:
+        record = found.record
+        experts = ", ".join(f"{name} from {source}" for name, source in record.experts.items())
+        how = "composed of" if record.slice is None else f"the layers {record.slice.layers} of"
+        for line in [f"{how} {experts}", *record.origins, *found.strip]:
             click.echo(printable(line))
 
 

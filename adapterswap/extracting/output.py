@@ -25,7 +25,15 @@ from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
 from adapterswap.files.yamltext import dump_yaml
 from adapterswap.records.cards import escaped
-from adapterswap.records.record import FORMAT, Asked, ExtractedModule, ExtractionRecord, LeftOut, shards_source
+from adapterswap.records.record import (
+    FORMAT,
+    Asked,
+    ExtractedModule,
+    ExtractionRecord,
+    LeftOut,
+    SliceRecord,
+    shards_source,
+)
 from adapterswap.writing.copying import write_at
 from adapterswap.writing.folder import CARD
 
@@ -111,7 +119,7 @@ def write_folder(
         },
         unchanged=list(found.unchanged),
         left_out={each.name: LeftOut(reason=each.reason, norm=each.norm) for each in found.lost},
-        **({"slice": {"layers": selection.layers}} if selection.layers is not None else {}),
+        **({"slice": SliceRecord(layers=selection.layers)} if selection.layers is not None else {}),
     )
     write_json(folder / PROVENANCE, record.content())
     (folder / CARD).write_text(_card(pair, found, base), encoding="utf-8")

@@ -15,7 +15,7 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.planning.describe import error_text, strip, unusual
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slicing import sliced_layers
-from adapterswap.records.record import CompositionRecord, SourceRecord
+from adapterswap.records.record import CompositionRecord
 
 __all__ = ["adapter_card", "escaped", "merged_card"]
 
@@ -54,7 +54,7 @@ def adapter_card(plan: Plan, record: CompositionRecord) -> str:
     experts = "\n".join(
         f"| {escaped(name)} | {escaped(source)} |" for name, source in zip(plan.experts, sources, strict=True)
     )
-    lines = [*map(escaped, [*_origins(record), *unusual(plan)]), *_truncation(record)]
+    lines = [*map(escaped, [*record.origins, *unusual(plan)]), *_truncation(record)]
     remarks = "".join(f"- {line}\n" for line in lines)
     return f"""---
 {dump_yaml(front).strip()}
@@ -102,7 +102,7 @@ def merged_card(plan: Plan, record: CompositionRecord) -> str:
     }
     kinds = {name: "LoRA adapter" if name in plan.adapters else "full checkpoint" for name in plan.experts}
     experts = "\n".join(f"| {escaped(name)} | {escaped(sources[name])} | {kinds[name]} |" for name in plan.experts)
-    remarks = "".join(f"- {escaped(line)}\n" for line in [*_origins(record), *unusual(plan)])
+    remarks = "".join(f"- {escaped(line)}\n" for line in [*record.origins, *unusual(plan)])
     return f"""---
 {dump_yaml(front).strip()}
 ---
@@ -124,20 +124,6 @@ Layers from bottom (left) to top (right):
 {f"{chr(10)}{remarks}" if remarks else ""}
 `adapterswap.json` says what every tensor came from, with SHA-256 hashes of the experts.
 """
-
-
-def _origins(record: CompositionRecord) -> list[str]:
-    """A line for each expert that adapterswap made itself."""
-    lines = []
-    for name, expert in record.experts.items():
-        made = expert.origin
-        if made is not None and "extraction" in made:
-            lines.append(f"{name} was extracted from {SourceRecord.model_validate(made['extraction']['full'])}")
-        elif made is not None:
-            sources = [f"{part} ({SourceRecord.model_validate(entry)})" for part, entry in made["experts"].items()]
-            verb = f"keeps the layers {made['slice']['layers']} of" if "slice" in made else "was composed from"
-            lines.append(f"{name} {verb} {', '.join(sources)}")
-    return lines
 
 
 def _truncation(record: CompositionRecord) -> list[str]:

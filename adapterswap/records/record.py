@@ -35,6 +35,7 @@ __all__ = [
     "ExtractedModule",
     "ExtractionRecord",
     "LeftOut",
+    "SliceRecord",
     "SourceRecord",
     "adapter_source",
     "base_source",
@@ -69,7 +70,7 @@ class SourceRecord(_Written):
     entered: dict[str, dict[str, int | str]] = Field(
         default={}, description="Of a full checkpoint: how much was copied and computed with; see `merging.blocks`."
     )
-    origin: dict[str, Any] | None = Field(
+    origin: Origin | None = Field(
         default=None, description="What the adapterswap.json beside it says that it was made of."
     )
 
@@ -80,6 +81,40 @@ class SourceRecord(_Written):
     def reference(self) -> str | None:
         """The Hub id with its commit; None for others: a path that a record names is never followed."""
         return str(self) if self.revision and is_hub_id(str(self)) else None
+
+
+class Origin(BaseModel):
+    """What an expert was itself made of: the keys of its own record that say so. Only what is shown is checked."""
+
+    model_config = ConfigDict(extra="allow")
+
+    experts: dict[str, SourceRecord] = {}
+    slice: SliceRecord | None = None
+    extraction: ExtractionOrigin | None = None
+
+    def __str__(self) -> str:
+        if self.extraction is not None:
+            return f"was extracted from {self.extraction.full}"
+        sources = ", ".join(f"{name} ({source})" for name, source in self.experts.items())
+        return (
+            f"was composed from {sources}"
+            if self.slice is None
+            else f"keeps the layers {self.slice.layers} of {sources}"
+        )
+
+
+class SliceRecord(_Written):
+    """The layers that a slice keeps, such as `0-4,30-31`."""
+
+    layers: str
+
+
+class ExtractionOrigin(BaseModel):
+    """What an adapter was cut out of."""
+
+    model_config = ConfigDict(extra="allow")
+
+    full: SourceRecord
 
 
 class RuleRecord(BaseModel):
@@ -114,7 +149,7 @@ class CompositionRecord(_Written):
         validation_alias=AliasChoices("modules", "tensors"),  # of an adapter, of a merged model
         description="The owner, or each expert's coefficient.",
     )
-    slice: dict[str, str] | None = Field(default=None, description="The layers that a slice keeps.")
+    slice: SliceRecord | None = None
     magnitudes: dict[str, float] = Field(default={}, description="The mean |ΔW| by which weights were divided.")
     kept_rows: dict[str, float] = Field(default={}, description="The share of rows above the row threshold.")
     reduced: dict[str, dict[str, int | float]] = Field(
@@ -142,6 +177,11 @@ class CompositionRecord(_Written):
         content = super().content()
         modules = content.pop("modules")
         return {**content, "tensors" if self.kind == "model" else "modules": modules}
+
+    @property
+    def origins(self) -> list[str]:
+        """A line for each expert that adapterswap made itself: what that was made of."""
+        return [f"{name} {expert.origin}" for name, expert in self.experts.items() if expert.origin is not None]
 
     def owner_of(self, module: str) -> str | dict[str, float] | None:
         """The expert, or the average of several, that owns a module; else its coefficients; None if it is not named."""
@@ -201,7 +241,7 @@ class ExtractionRecord(_Written):
     extracted: dict[str, ExtractedModule]
     unchanged: list[str] = []
     left_out: dict[str, LeftOut] = {}
-    slice: dict[str, str] | None = None
+    slice: SliceRecord | None = None
 
 
 Record = CompositionRecord | ExtractionRecord
@@ -253,7 +293,7 @@ def composition_record(
     else:
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
         if (layers := sliced_layers(plan)) is not None:
-            fields["slice"] = {"layers": layers}
+            fields["slice"] = SliceRecord(layers=layers)
     if base is not None:
         fields["base"] = base
     return CompositionRecord(
@@ -299,25 +339,27 @@ def base_source(source: Source) -> SourceRecord:
     if source.revision is None:
         found = model_fingerprints(source.folder)
         fields["fingerprints"] = {name: value for name, value in found.items() if name.endswith(".safetensors")}
-    return _source(source, **fields, origin=None)
+    return SourceRecord(source=source.name, revision=source.revision, **fields)
 
 
 def _source(source: Source, **fields: Any) -> SourceRecord:
-    fields.setdefault("origin", _origin(source.folder))
-    present = {key: value for key, value in fields.items() if key != "origin" or value is not None}
-    return SourceRecord(source=source.name, revision=source.revision, **present)
+    if (origin := _origin(source.folder)) is not None:
+        fields["origin"] = origin
+    return SourceRecord(source=source.name, revision=source.revision, **fields)
 
 
-def _origin(folder: Path) -> dict[str, Any] | None:
+def _origin(folder: Path) -> Origin | None:
     """What the expert in a folder was made of, by its own record; None for one that adapterswap did not make."""
     record = read_record(folder)
     if record is None:
         return None
     if isinstance(record, ExtractionRecord):
-        return {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
-    kept = ("num_layers", "composition", "experts", "rules", "slice")
-    content = record.content()
-    return _shortened({key: content[key] for key in kept if key in content}, _DEPTH - 1)
+        content: dict[str, Any] = {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
+    else:
+        own = record.content()
+        kept = ("num_layers", "composition", "experts", "rules", "slice")
+        content = _shortened({key: own[key] for key in kept if key in own}, _DEPTH - 1)
+    return Origin.model_validate(content)
 
 
 def _shortened(origin: dict[str, Any], generations: int) -> dict[str, Any]:
