@@ -25,13 +25,13 @@ from tolerances import close, near, tolerance
 import adapterswap
 from adapterswap import AdapterswapError, Composition
 from adapterswap.arithmetic.approximation import approximate
-from adapterswap.arithmetic.dense import drop_mask, keep_largest
 from adapterswap.arithmetic.lowrank import inner, truncate
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.reduction import dense_delta
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.changes.deltas import Factors, row_magnitudes
 from adapterswap.changes.reading import factor_reader
+from adapterswap.methods.dense import drop_mask, keep_largest
 from adapterswap.planning.allocation import Rule
 from adapterswap.writing import prepare, write_prepared
 

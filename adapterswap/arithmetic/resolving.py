@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.dense import slerp_share, slerp_weights
 from adapterswap.arithmetic.lowrank import concatenate, inner
 from adapterswap.arithmetic.magnitudes import sides_magnitudes
 from adapterswap.changes.deltas import Factors, row_magnitudes
 from adapterswap.changes.reading import FactorReader, factor_reader
+from adapterswap.methods.dense import slerp_share, slerp_weights
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot, reweighted

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.dense import slerp_share, slerp_weights
 from adapterswap.changes.deltas import Factors
 from adapterswap.errors import AdapterswapError
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
 from adapterswap.files.numbers import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.merging.blocks import Block, Part
+from adapterswap.methods.dense import slerp_share, slerp_weights
 from adapterswap.planning.slots import Slot, Term
 
 __all__ = ["Done", "Rows", "compute", "needs_torch", "slerp_coefficients"]

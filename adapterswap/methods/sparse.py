@@ -30,7 +30,7 @@ class Ties(NonlinearMethod):
     normalizes = True
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
-        from adapterswap.arithmetic.dense import keep_largest, sum_agreeing
+        from adapterswap.methods.dense import keep_largest, sum_agreeing
 
         kept = {name: keep_largest(delta, settings.density) for name, delta in deltas.items()}
         return sum_agreeing(kept, weights, settings)
@@ -44,7 +44,7 @@ class DareLinear(NonlinearMethod):
     parameters = ("scale", "density", "seed")
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
-        from adapterswap.arithmetic.dense import drop, weighted_sum
+        from adapterswap.methods.dense import drop, weighted_sum
 
         return weighted_sum(drop(deltas, settings), weights, settings)
 
@@ -57,7 +57,7 @@ class DareTies(NonlinearMethod):
     parameters = ("scale", "density", "seed")
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
-        from adapterswap.arithmetic.dense import drop, sum_agreeing
+        from adapterswap.methods.dense import drop, sum_agreeing
 
         return sum_agreeing(drop(deltas, settings), weights, settings)
 
@@ -70,7 +70,7 @@ class MagnitudePrune(NonlinearMethod):
     parameters = ("scale", "density")
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
-        from adapterswap.arithmetic.dense import keep_largest, weighted_sum
+        from adapterswap.methods.dense import keep_largest, weighted_sum
 
         kept = {name: keep_largest(delta, settings.density) for name, delta in deltas.items()}
         return weighted_sum(kept, weights, settings)
