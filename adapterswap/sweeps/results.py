@@ -108,6 +108,7 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
     try:
         tasks = {name: TaskInfo.from_json(name, content) for name, content in described["tasks"].items()}
         cells = tuple(Cell.from_json(content) for content in described["cells"])
+        _check_mappings(described)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise AdapterswapError(
             f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
@@ -120,6 +121,20 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
     run = Run(folder, described, tasks, cells, tuple(result for _, result in results), tuple(rung for _, rung in rungs))
     _check(run, [content for content, _ in results], [content for content, _ in rungs], whole)
     return run
+
+
+def _check_mappings(described: Mapping[str, Any]) -> None:
+    """Raise ValueError where sweep.json has something else in the place of an object that is read later."""
+    sources = described.get("experts", {})
+    for key in ("base_model", "experts", "recipe", "settings", "versions"):
+        if not isinstance(described.get(key, {}), dict):
+            raise ValueError(f"{key} is not an object")
+    for name, source in [*sources.items(), ("base_model", described.get("base_model", {"source": ""}))]:
+        if not isinstance(source, dict) or "source" not in source:
+            raise ValueError(f"{name} does not say its source")
+    for key in ("settings", "search"):
+        if not isinstance(described.get("recipe", {}).get(key) or {}, dict):
+            raise ValueError(f"recipe.{key} is not an object")
 
 
 def _as_written(content: Mapping[str, Any], whole: bool) -> bool:

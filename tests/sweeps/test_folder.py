@@ -375,3 +375,22 @@ def test_what_is_no_sweep_is_told(run: Path, tmp_path: Path) -> None:
     (run / "prompts" / "a.jsonl").write_text("{")
     with pytest.raises(AdapterswapError, match="is damaged"):
         read_prompts(run, "a")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"experts": "math"}, {"experts": {"math": "folder"}}, {"base_model": "org/name"}, {"settings": []},
+        {"versions": 1}, {"recipe": {"settings": "none"}}, {"recipe": {"search": [1]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_description_of_an_older_sweep_is_refused(damage: dict[str, Any], run: Path) -> None:
+    """Older ones carry no hash, so what is in them is checked."""
+    described = json.loads((run / "sweep.json").read_text())
+    del described["sha256"]
+    (run / "sweep.json").write_text(json.dumps(described))
+    read_run(run)
+    (run / "sweep.json").write_text(json.dumps(described | damage))
+    with pytest.raises(AdapterswapError, match=r"sweep\.json is damaged"):
+        read_run(run)
