@@ -225,7 +225,7 @@ def test_patterns_that_never_end_are_refused_in_time(key: str, monkeypatch: pyte
 
 def test_time_is_counted_over_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapterswap.experts.patterns._SECONDS", 0)
-    Patterns({"a.b": 1}).check(["a.b"])  # a name is no regex
+    Patterns({"a.b": 1}).check(["a.b"])  # a plain name is not tried as a regex
     with pytest.raises(ValueError, match="takes too long"):
         Patterns({"a.*": 1}).check(["a.b"])
 

@@ -94,7 +94,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     "a thousand brackets": (header('{"a": ' + "[" * 1000 + "]" * 1000 + "}"), "recursion limit exceeded"),
     "fifty brackets": (header('{"a": ' + "[" * 50 + "]" * 50 + "}"), "invalid JSON in header"),
     "a number of 5000 digits": (header('{"a": ' + "9" * 5000 + "}"), "number out of range"),
-    "metadata that is no text": (header('{"__metadata__": {"format": 1}}'), "expected a string"),
+    "metadata that is not text": (header('{"__metadata__": {"format": 1}}'), "expected a string"),
     "no tensors": (rewrite(lambda raw: (2).to_bytes(8, "little") + b"{}"), "holds no LoRA tensors"),
     "overlap": (shift(SECOND, -8, -8), "invalid offset for tensor `"),
     "gap": (shift(SECOND, 8, 8), "invalid offset for tensor `"),

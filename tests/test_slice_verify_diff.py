@@ -131,7 +131,7 @@ def composed(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Pa
 def test_a_base_that_no_adapter_could_name(
     run: Callable[..., Result], base: Callable[[str], Path], math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    """Experts that name no base get the one that is given; a path that is no text could not be read again."""
+    """Experts that name no base get the given one, but not a path that could not be read back as text."""
     named = tmp_path / "base\udcff"
     shutil.copytree(base("llama"), named)
     experts = [tmp_path / "math", tmp_path / "swahili"]

@@ -130,8 +130,8 @@ def check_base(carried: Iterable[Carried], base: Checkpoint, where: str, *, effe
 
     Args:
         carried: the copies.
-        base: the base, which messages call
-        where: this.
+        base: the base.
+        where: what messages call the base.
         effect: what becomes of a copy, for messages: "which PEFT would put in its place".
         remedy: what to do.
 

@@ -300,7 +300,7 @@ def replacing(path: Path, building: Path | None = None) -> Iterator[Path]:
 
     Args:
         path: the file to write; what is there is replaced.
-        building: the temporary file, on the same disk, where whoever cleans up has to know its name; by default a
+        building: the temporary file, on the same disk, if its name must be known for cleaning up; by default a
             hidden one beside `path`.
 
     Raises:

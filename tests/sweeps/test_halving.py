@@ -84,7 +84,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_rung_on_other_documents_is_not_known() -> None:
-    """As when a search goes on with another seed: its rungs have as many documents, and other ones."""
+    """A search that is resumed with another seed has rungs of the same size, with other documents."""
     cell = Cell("0123456789ab", "swap", ("math",), ("sw",), {}, {}, "math+sw", False, ("syllables",))
     found = Findings()
     value = TaskValue(None, None, {}, {1: 1.0, 2: 0.0})
