@@ -1,8 +1,8 @@
-"""The one kind of error that a user of adapterswap meets.
+"""The errors that users of adapterswap meet: a small tree of classes under `AdapterswapError`.
 
-Every message names the offending value, the rule that it breaks, and the mend. Mistakes that can be found together are
-reported together. Messages quote files that come from strangers, so nothing in them can steer a terminal. This module
-knows nothing of adapters, files or the command line.
+Every message names the offending value and the rule that it breaks; its remedy says what to do. Mistakes that can be
+found together are reported together. Messages quote files that come from strangers, so nothing in them can steer a
+terminal. This module knows nothing of adapters, files or the command line.
 
 A message that refers to a parameter names it as Python users type it, in backticks: "Pass `overwrite=True`", "Pass
 `num_layers`", "Pass `max_rank=64`". The command line prints the flag of the same name instead (`--overwrite`,
@@ -15,21 +15,31 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "AdapterswapError",
+    "ArgumentError",
+    "BaseModelError",
+    "CompositionError",
+    "DataError",
+    "DependencyError",
+    "ExpertError",
     "FieldError",
+    "NotFoundError",
+    "OutputError",
     "Problem",
     "Problems",
+    "RunError",
+    "UnsupportedError",
     "check_type",
     "did_you_mean",
     "printable",
     "reason_of",
 ]
 
-_TOLD = 20  # mistakes told at once; a wrong config would otherwise repeat itself for every module
-_LENGTH = 1000  # characters of one mistake
+_MOST = 20  # problems in one error; a wrong config would otherwise repeat itself for every module
+_LENGTH = 1000  # characters of one problem
 _REASON = 200  # characters of a library's error
 
 
@@ -40,8 +50,8 @@ def printable(text: str) -> str:
 
 def reason_of(error: BaseException) -> str:
     """A library's error in one short line."""
-    told = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")
-    return told if len(told) <= _REASON else f"{told[: _REASON - 1]}…"
+    reason = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")
+    return reason if len(reason) <= _REASON else f"{reason[: _REASON - 1]}…"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: int = 1) -> str:
@@ -51,64 +61,137 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: in
 
 
 def check_type(value: object, expected: type | tuple[type, ...], parameter: str, remedy: str) -> None:
-    """Raise an `AdapterswapError` that names the parameter and the type if `value` is not of an expected type."""
+    """Raise an `ArgumentError` that names the parameter and the type if `value` is not of an expected type."""
     if not isinstance(value, expected):
-        raise AdapterswapError(f"`{parameter}` is of type {type(value).__name__}", remedy)
+        raise ArgumentError(f"`{parameter}` is of type {type(value).__name__}", remedy, parameter=parameter)
+
+
+class AdapterswapError(Exception):
+    """Bad input, described in a form that a user can act on. The class of all errors below.
+
+    An error that carries several problems is of the closest class that they have in common.
+
+    Attributes:
+        problems: one or more `Problem`s, in the order in which they were found.
+        omitted: how many more there were; the last problem says so.
+    """
+
+    def __init__(
+        self,
+        message: str | Iterable[Problem],
+        remedy: str = "",
+        *,
+        parameter: str | None = None,
+        omitted: int = 0,
+    ) -> None:
+        self.problems: tuple[Problem, ...] = (
+            (Problem(message, remedy, parameter, type(self)),) if isinstance(message, str) else tuple(message)
+        )
+        self.omitted = omitted
+        if omitted:
+            self.problems += (Problem(f"{omitted} more problems were found", "Correct these first"),)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @property
+    def parameter(self) -> str | None:
+        """The first offending parameter, as Python users type it; None where no single parameter is at fault."""
+        return next((problem.parameter for problem in self.problems if problem.parameter), None)
+
+    @property
+    def found(self) -> tuple[Problem, ...]:
+        """The problems, without the last one that counts those omitted."""
+        return self.problems[: -1 if self.omitted else None]
+
+    def within(self, where: str) -> AdapterswapError:
+        """The same error, each problem of which begins with `where`: a file or a cell of a table."""
+        return type(self)(
+            (replace(problem, message=f"{where}: {problem.message}") for problem in self.found), omitted=self.omitted
+        )
+
+
+class ArgumentError(AdapterswapError, ValueError):
+    """An argument has the wrong type or value, or contradicts another one."""
+
+
+class FieldError(AdapterswapError, ValueError):
+    """Fields of a recipe, a rule or a composition are unknown, missing or have unsuitable values."""
+
+
+class CompositionError(AdapterswapError, ValueError):
+    """A composition cannot be applied to these experts: zones overlap, a name is unknown, a rule matches nothing."""
+
+
+class ExpertError(AdapterswapError):
+    """An adapter or full checkpoint is damaged or inconsistent, or does not fit the other experts or the base."""
+
+
+class BaseModelError(AdapterswapError):
+    """The base model is unknown, damaged, or not the one that the experts were made for."""
+
+
+class DataError(AdapterswapError):
+    """Training data, an evaluation task or a table of results is malformed or lacks what is needed."""
+
+
+class NotFoundError(AdapterswapError):
+    """A path does not exist, or a repository could not be downloaded from the Hub."""
+
+
+class OutputError(AdapterswapError):
+    """The output path is taken, would destroy an input, or cannot be written."""
+
+
+class UnsupportedError(AdapterswapError):
+    """The input is sound, but this operation or engine cannot carry it out exactly."""
+
+
+class DependencyError(AdapterswapError):
+    """A package or program is missing, or its version does not suffice."""
+
+
+class RunError(AdapterswapError):
+    """A training run, a sweep or a server could not start, resume or continue."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: `what` names the value and the rule that it breaks, `mend` says what to do."""
-
-    what: str
-    mend: str
-
-    def __str__(self) -> str:
-        what = self.what if len(self.what) <= _LENGTH else f"{self.what[: _LENGTH // 2]}…{self.what[-_LENGTH // 2 :]}"
-        mend = self.mend if self.mend.endswith("?") else f"{self.mend.rstrip('.')}."
-        return printable(f"{what.rstrip('.')}. {mend}")
-
-
-class AdapterswapError(Exception):
-    """Bad input, told in a form that a user can act on.
+    """One mistake.
 
     Attributes:
-        problems: one or more `Problem`s, in the order in which they were found.
-        untold: how many more there were; the last problem says so.
+        message: names the value and the rule that it breaks.
+        remedy: what to do.
+        parameter: the offending parameter, as Python users type it.
+        kind: the class of error that it would be by itself.
     """
 
-    def __init__(self, what: str | Iterable[Problem], mend: str = "", *, untold: int = 0) -> None:
-        self.problems: tuple[Problem, ...] = (Problem(what, mend),) if isinstance(what, str) else tuple(what)
-        self.untold = untold
-        if untold:
-            self.problems += (Problem(f"{untold} more problems were found", "Mend these first"),)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+    message: str
+    remedy: str
+    parameter: str | None = None
+    kind: type[AdapterswapError] = AdapterswapError
 
-    def within(self, where: str) -> AdapterswapError:
-        """The same error, each problem of which begins with `where`: a file or a cell of a table."""
-        found = self.problems[: -1 if self.untold else None]
-        return AdapterswapError(
-            (Problem(f"{where}: {problem.what}", problem.mend) for problem in found), untold=self.untold
-        )
-
-
-class FieldError(AdapterswapError, ValueError):
-    """Fields of a recipe, a rule or a composition that are not sound."""
+    def __str__(self) -> str:
+        message = self.message
+        if len(message) > _LENGTH:
+            message = f"{message[: _LENGTH // 2]}…{message[-_LENGTH // 2 :]}"
+        remedy = self.remedy if self.remedy.endswith("?") else f"{self.remedy.rstrip('.')}."
+        return printable(f"{message.rstrip('.')}. {remedy}")
 
 
 class Problems:
     """Collects mistakes, to raise them all at once; beyond the first 20 they are counted.
 
-    >>> problems = Problems()
-    >>> problems.add("rank 0 is not positive", "Give a rank of 1 or more")
+    >>> problems = Problems(ExpertError)
+    >>> problems.add("rank 0 is not positive", "Choose a rank of 1 or more", parameter="rank")
     >>> problems.raise_if_any()
     Traceback (most recent call last):
-    adapterswap.errors.AdapterswapError: rank 0 is not positive. Give a rank of 1 or more.
+    adapterswap.errors.ExpertError: rank 0 is not positive. Choose a rank of 1 or more.
     """
 
-    def __init__(self) -> None:
-        self._found: dict[Problem, None] = {}  # a dict: no problem is told twice, and the order is kept
-        self._untold = 0
+    def __init__(self, kind: type[AdapterswapError] = AdapterswapError) -> None:
+        """Args: kind: the class of the problems that `add` is not given another one for."""
+        self._kind = kind
+        self._found: dict[Problem, None] = {}  # a dict: no problem is reported twice, and the order is kept
+        self._omitted = 0
 
     def __iter__(self) -> Iterator[Problem]:
         return iter(self._found)
@@ -116,22 +199,24 @@ class Problems:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def add(self, what: str, mend: str) -> None:
-        self._keep(Problem(what, mend))
+    def add(
+        self, message: str, remedy: str, *, parameter: str | None = None, kind: type[AdapterswapError] | None = None
+    ) -> None:
+        self._keep(Problem(message, remedy, parameter, kind or self._kind))
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Keep the mistakes of an `AdapterswapError` raised inside, and go on."""
+        """Keep the problems of an `AdapterswapError` raised inside, and go on."""
         try:
             yield
         except AdapterswapError as error:
-            for problem in error.problems[: -1 if error.untold else None]:
+            for problem in error.found:
                 self._keep(problem)
-            self._untold += error.untold
+            self._omitted += error.omitted
 
-    def as_error(self, kind: type[AdapterswapError] = AdapterswapError) -> AdapterswapError:
-        """One error with all of them."""
-        return kind(self._found, untold=self._untold)
+    def as_error(self, kind: type[AdapterswapError] | None = None) -> AdapterswapError:
+        """One error with all of them: of class `kind`, by default the closest class that they have in common."""
+        return (kind or _common(problem.kind for problem in self._found))(self._found, omitted=self._omitted)
 
     def raise_if_any(self) -> None:
         if self._found:
@@ -140,7 +225,17 @@ class Problems:
     def _keep(self, problem: Problem) -> None:
         if problem in self._found:
             return
-        if len(self._found) < _TOLD:
+        if len(self._found) < _MOST:
             self._found[problem] = None
         else:
-            self._untold += 1
+            self._omitted += 1
+
+
+def _common(kinds: Iterable[type[AdapterswapError]]) -> type[AdapterswapError]:
+    """The closest class that all `kinds` are, or derive from."""
+    first, *others = kinds
+    return next(
+        base
+        for base in first.__mro__
+        if issubclass(base, AdapterswapError) and all(issubclass(kind, base) for kind in others)
+    )

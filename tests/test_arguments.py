@@ -77,7 +77,7 @@ def test_a_value_of_the_wrong_kind_names_its_parameter(case: str, math: Path, sw
     parameter, call = WRONG[case]
     with pytest.raises(AdapterswapError) as caught:
         call(plan, math, tmp_path / "out")
-    assert parameter in caught.value.problems[0].what
+    assert parameter in caught.value.problems[0].message
     assert not (tmp_path / "out").exists()
 
 
@@ -98,7 +98,7 @@ def test_a_value_of_the_wrong_kind_names_its_parameter(case: str, math: Path, sw
 def test_fields_that_are_not_sound(make: Callable[[], Any], named: str) -> None:
     with pytest.raises(FieldError) as caught:
         make()
-    assert any(named in problem.what or named in problem.mend for problem in caught.value.problems)
+    assert any(named in problem.message or named in problem.remedy for problem in caught.value.problems)
 
 
 def test_all_mistakes_in_nested_rules_are_told_at_once() -> None:

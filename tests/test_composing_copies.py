@@ -85,7 +85,8 @@ def test_so_are_those_whose_copy_would_not_be_written(tmp_path: Path) -> None:
     plan = adapterswap.compose(Composition(allocation=rules, num_layers=4), {"math": math, "swahili": swahili})
     with pytest.raises(AdapterswapError) as caught:
         adapterswap.write_adapter(plan, tmp_path / "out")
-    assert [EMBEDDING in problem.what or HEAD in problem.what for problem in caught.value.problems] == [True, True]
+    problems = caught.value.problems
+    assert [EMBEDDING in problem.message or HEAD in problem.message for problem in problems] == [True, True]
     assert not (tmp_path / "out").exists()
 
 

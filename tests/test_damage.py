@@ -526,4 +526,4 @@ def test_too_little_memory(refused: Callable[..., None], tmp_path: Path) -> None
     }
     folders = [adapter(tmp_path / name, large) for name in ("math", "swahili")]
     options = ("--method", "ties", "--density", 0.5, "--max-rank", 1)
-    refused("the memory does not suffice", *compose_soup(folders[0], folders[1], tmp_path / "out", *options))
+    refused("Out of memory", *compose_soup(folders[0], folders[1], tmp_path / "out", *options))

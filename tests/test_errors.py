@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,19 @@ from click.testing import Result
 
 import adapterswap
 from adapterswap.cli.flags import with_flags
-from adapterswap.errors import AdapterswapError, reason_of
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    ExpertError,
+    FieldError,
+    OutputError,
+    Problems,
+    reason_of,
+)
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "expected"),
     [
         ("no such\n  file.", "no such file"),
         ("", "ValueError"),
@@ -23,15 +32,16 @@ from adapterswap.errors import AdapterswapError, reason_of
         ("x" * 201, "x" * 199 + "…"),
     ],
 )
-def test_a_librarys_error_is_one_short_line(message: str, told: str) -> None:
-    assert reason_of(ValueError(message)) == told
+def test_a_librarys_error_is_one_short_line(message: str, expected: str) -> None:
+    assert reason_of(ValueError(message)) == expected
 
 
 @pytest.mark.parametrize(
-    ("mend", "told"), [("Correct it", "Correct it."), ("Correct it.", "Correct it."), ("Is it 'a'?", "Is it 'a'?")]
+    ("remedy", "expected"),
+    [("Correct it", "Correct it."), ("Correct it.", "Correct it."), ("Is it 'a'?", "Is it 'a'?")],
 )
-def test_a_mend_ends_once(mend: str, told: str) -> None:
-    assert str(AdapterswapError("it is wrong.", mend)) == f"it is wrong. {told}"
+def test_a_mend_ends_once(remedy: str, expected: str) -> None:
+    assert str(AdapterswapError("it is wrong.", remedy)) == f"it is wrong. {expected}"
 
 
 @click.command()
@@ -63,6 +73,35 @@ def test_python_reads_a_parameter_where_the_terminal_reads_a_flag(run: Callable[
     with pytest.raises(AdapterswapError, match=r"pass `overwrite=True`") as caught:
         adapterswap.extract("full", "base", tmp_path / "file", rank=1)
     assert "--" not in str(caught.value)
-    told = run("extract", "full", "--base-model", "base", "-o", tmp_path / "file", "--rank", "1").stderr
-    assert "pass --overwrite." in told
-    assert "`" not in told
+    expected = run("extract", "full", "--base-model", "base", "-o", tmp_path / "file", "--rank", "1").stderr
+    assert "pass --overwrite." in expected
+    assert "`" not in expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "common"),
+    [
+        ((ExpertError,), ExpertError),
+        ((ExpertError, ExpertError), ExpertError),
+        ((FieldError, ArgumentError), AdapterswapError),
+        ((ExpertError, OutputError), AdapterswapError),
+    ],
+)
+def test_an_error_is_of_the_class_that_its_problems_have_in_common(
+    kinds: tuple[type[AdapterswapError], ...], common: type[AdapterswapError]
+) -> None:
+    problems = Problems(ExpertError)
+    for number, kind in enumerate(kinds):
+        with problems.collect():
+            raise kind(f"problem {number}", "Correct it", parameter=f"p{number}")
+    error = problems.as_error()
+    assert type(error) is common
+    assert [problem.kind for problem in error.problems] == list(kinds)
+    assert error.parameter == "p0"
+    assert type(error.within("here")) is common
+    assert [problem.kind for problem in error.within("here").problems] == list(kinds)
+
+
+def test_an_error_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(OutputError("out exists", "Choose another", parameter="out_path")))
+    assert (type(error), error.parameter, str(error)) == (OutputError, "out_path", "out exists. Choose another.")

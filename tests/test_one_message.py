@@ -56,7 +56,7 @@ def only_problem(call: Callable[[], Any]) -> str:
     with pytest.raises(AdapterswapError) as caught:
         call()
     (problem,) = caught.value.problems
-    return problem.what
+    return problem.message
 
 
 def test_experts_of_another_width(run: Run, math: Path, wide: Path, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_checkpoints_of_another_width(wide_base: Path, base: Callable[[str], Pat
 def test_what_differs_is_said_once(ours: dict[str, str], theirs: dict[str, str], told: str | None) -> None:
     problems = Problems()
     compare_shapes(ours, theirs, one="a", other="b", remedy="Choose", problems=problems)
-    found = [problem.what for problem in problems]
+    found = [problem.message for problem in problems]
     assert found == [] if told is None else len(found) == 1 and found[0].startswith(told)
 
 
@@ -136,8 +136,8 @@ def test_a_pointer_of_git_lfs_in_a_base(base: Callable[[str], Path], math: Path,
     ):
         with pytest.raises(AdapterswapError) as caught:
             call()
-        assert str(folder / name) in caught.value.problems[0].what
-        assert "Git LFS" in caught.value.problems[0].what
+        assert str(folder / name) in caught.value.problems[0].message
+        assert "Git LFS" in caught.value.problems[0].message
 
 
 @pytest.mark.parametrize(

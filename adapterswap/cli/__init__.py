@@ -74,7 +74,7 @@ class _Commands(click.Group):
         except AdapterswapError as error:
             problems = error.problems
         except MemoryError:
-            problems = (Problem("the memory does not suffice", "Use a machine with more, or smaller models"),)
+            problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)
         except OSError as error:
             if error.errno == errno.EPIPE:  # whoever read our output has left, which click knows how to handle
                 raise

@@ -104,6 +104,8 @@ def validate(files: tuple[str, ...], as_json: bool) -> None:
 
     FILE is a recipe or the name of a shipped one. Exits with 1 if there is a mistake.
     """
+    from dataclasses import asdict
+
     from adapterswap.errors import AdapterswapError, Problems
     from adapterswap.recipes import check_recipe
     from adapterswap.shipped import find_recipe
@@ -114,7 +116,13 @@ def validate(files: tuple[str, ...], as_json: bool) -> None:
         try:
             told.append({"path": file, "kind": check_recipe(find_recipe(file)), "problems": []})
         except AdapterswapError as error:
-            told.append({"path": file, "kind": None, "problems": [vars(problem) for problem in error.problems]})
+            told.append(
+                {
+                    "path": file,
+                    "kind": None,
+                    "problems": [asdict(problem) | {"kind": problem.kind.__name__} for problem in error.problems],
+                }
+            )
             with problems.collect():
                 raise
     if as_json:

@@ -206,13 +206,13 @@ def validate(content: dict[str, Any], model: type[_AnyModel], *, where: str, lay
 def _explained(
     error: ValidationError, content: Any, model: type[BaseModel], where: str, layers: Sequence[Layer] = ()
 ) -> AdapterswapError:
-    problems = Problems()
+    problems = Problems(FieldError)
     for details in error.errors(include_url=False):
         written = _as_written(details["loc"], content)
         # What is missing is missing in what stands around it.
         source = writer(layers, written[:-1] if details["type"] == "missing" else written)
         problem = _explain(details, written, model, str(source or where))
-        problems.add(problem.what, problem.mend)
+        problems.add(problem.message, problem.remedy)
     return problems.as_error(FieldError)
 
 

@@ -221,8 +221,10 @@ class Inventory:
             try:
                 return read_adapter_config(path)
             except AdapterswapError as error:
-                told = [replace(p, what=p.what.replace(str(path), f"the adapter {name!r}")) for p in error.problems]
-                raise AdapterswapError(told) from None
+                whose = f"the adapter {name!r}"
+                raise type(error)(
+                    replace(problem, message=problem.message.replace(str(path), whose)) for problem in error.problems
+                ) from None
 
 
 def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:

@@ -61,7 +61,7 @@ def check_name(name: str, *, in_rules: bool) -> str:
     try:
         method = find_method(name)
     except AdapterswapError as error:
-        raise ValueError("; ".join(f"{problem.what}. {problem.mend}" for problem in error.problems)) from None
+        raise ValueError("; ".join(f"{problem.message}. {problem.remedy}" for problem in error.problems)) from None
     if not (method.in_rules if in_rules else method.as_composition):
         where = "rules" if in_rules else "whole compositions"
         raise ValueError(f"{name!r} is no method of {where}: choose among {', '.join(names_of(in_rules=in_rules))}")

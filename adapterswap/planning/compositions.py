@@ -165,7 +165,7 @@ class Composition(StrictModel):
             try:
                 self.rules(1)
             except AdapterswapError as error:  # so that it is reported with the composition's other mistakes
-                raise ValueError("; ".join(problem.what for problem in error.problems)) from None
+                raise ValueError("; ".join(problem.message for problem in error.problems)) from None
 
     def _check_weights(self) -> None:
         weights = {"the task": self.task_weight, "the language": self.language_weight}

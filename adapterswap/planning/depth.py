@@ -96,7 +96,7 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
     try:
         source, config = base_config(base)
     except AdapterswapError as error:
-        told = error.problems[0].what
+        told = error.problems[0].message
         raise AdapterswapError(
             f"the number of layers comes from the base that {namer} names, and {told}", mend
         ) from None

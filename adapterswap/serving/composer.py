@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -171,7 +172,7 @@ class NamedComposer:
         except AdapterswapError as error:
             names = {path: name for name, path in self.manifest.experts.items() if os.path.isabs(path)}
             names[str(self.cache.root)] = "the cache"
-            raise AdapterswapError(_without(names, problem) for problem in error.problems) from error
+            raise type(error)(_without(names, problem) for problem in error.problems) from error
 
     def _rules(self, name: str) -> str:
         """What `allow` compares: known before an expert is opened."""
@@ -234,7 +235,7 @@ def largest_rank(plan: Plan) -> int:
 
 def _without(names: Mapping[str, str], problem: Problem) -> Problem:
     """The problem with each path in it replaced by its name, longer paths first."""
-    what, mend = problem.what, problem.mend
+    message, remedy = problem.message, problem.remedy
     for path in sorted(names, key=len, reverse=True):
-        what, mend = what.replace(path, names[path]), mend.replace(path, names[path])
-    return Problem(what, mend)
+        message, remedy = message.replace(path, names[path]), remedy.replace(path, names[path])
+    return replace(problem, message=message, remedy=remedy)

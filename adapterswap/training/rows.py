@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, DataError
 from adapterswap.files.smallfiles import shown
 from adapterswap.training.hygiene import MATH, Screen
 from adapterswap.training.loading import SourceCounts, load_table
@@ -87,8 +87,9 @@ def _examples(table: Any, render: Renderer, admits: Callable[[Row], bool], count
                 admitted = example is not None and admits(row)
             except AdapterswapError as error:
                 problem = error.problems[0]
-                raise AdapterswapError(
-                    f"the dataset {counts.source}, row {start + offset} of those kept: {problem.what}", problem.mend
+                raise DataError(
+                    f"the dataset {counts.source}, row {start + offset} of those kept: {problem.message}",
+                    problem.remedy,
                 ) from None
             if example is None:
                 counts.empty += 1

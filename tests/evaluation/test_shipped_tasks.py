@@ -236,7 +236,7 @@ def test_shots_by_default_and_too_many() -> None:
     assert [task.get_config("num_fewshot") for task in tasks.values()] == [1, 0]
     with pytest.raises(AdapterswapError) as caught:
         load_tasks(["tydiqa_goldp_sw", "xcopa_sw"], Settings(num_fewshot=101))
-    assert [problem.what for problem in caught.value.problems] == [
+    assert [problem.message for problem in caught.value.problems] == [
         "101 shots are asked for, and tydiqa_goldp_sw has 8",
         "101 shots are asked for, and xcopa_sw has 100",
     ]

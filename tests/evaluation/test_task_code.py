@@ -143,7 +143,7 @@ def tasks(made: Tasks, monkeypatch: pytest.MonkeyPatch) -> Tasks:
 
 def refused(error: AdapterswapError) -> bool:
     """Whether every problem is one that trust would solve."""
-    return all("trust_task_code" in problem.mend for problem in error.problems)
+    return all("trust_task_code" in problem.remedy for problem in error.problems)
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -168,7 +168,7 @@ def test_trusted_code_runs(tasks: Tasks, name: str) -> None:
 def test_every_place_is_named(tasks: Tasks) -> None:
     with pytest.raises(AdapterswapError) as found:
         load_tasks(["own_group", "own_included", "own_metric"], Settings(include_path=tasks.folder))
-    named = [problem.what.split(" ")[0] for problem in found.value.problems]
+    named = [problem.message.split(" ")[0] for problem in found.value.problems]
     places = [tasks.folder.parent / "outside/code.inc", tasks.folder / "metric.yaml", tasks.folder / "function.yaml"]
     assert [name.rstrip(",") for name in named] == [str(place) for place in places]
     assert all(name in str(found.value) for name in ("own_code.docs", "line 3", str(tasks.folder.parent / "own_score")))
@@ -226,7 +226,7 @@ def test_a_group_of_the_harness_may_hold_a_task_of_the_folder(tasks: Tasks) -> N
     """Task files of the folder go before those of the harness with the same name."""
     problems = Problems()
     refuse_task_code(["mmlu_pro"], _manager(str(tasks.folder)).task_index, problems)
-    assert [problem.what.split(",")[0] for problem in problems] == [str(tasks.folder / "biology.yaml")]
+    assert [problem.message.split(",")[0] for problem in problems] == [str(tasks.folder / "biology.yaml")]
 
 
 @pytest.mark.parametrize("dry", [True, False])

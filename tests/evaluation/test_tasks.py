@@ -130,9 +130,9 @@ def test_an_unknown_task_is_told_with_its_nearest_names(own_tasks: Path) -> None
     with pytest.raises(AdapterswapError) as caught:
         load_tasks(["mgsm_direct_swa", "picko_one", "mgsm_direct_sw"], Settings(include_path=own_tasks))
     first, second = caught.value.problems
-    assert first.what == "There is no task 'mgsm_direct_swa'"
-    assert "mgsm_direct_sw" in first.mend
-    assert "pico_one" in second.mend
+    assert first.message == "There is no task 'mgsm_direct_swa'"
+    assert "mgsm_direct_sw" in first.remedy
+    assert "pico_one" in second.remedy
 
 
 def test_a_task_whose_data_is_not_at_hand_is_told(own_tasks: Path) -> None:

@@ -89,7 +89,7 @@ def test_another_sweep_is_refused_in_the_folder(
     before = plain(run)
     with pytest.raises(AdapterswapError) as error:
         sweep(recipe(**changes), run, device="cpu")
-    assert [problem.what.rpartition(" ")[2] for problem in error.value.problems] == told
+    assert [problem.message.rpartition(" ")[2] for problem in error.value.problems] == told
     assert plain(run) == before
 
 

@@ -225,7 +225,7 @@ def test_mistakes_are_told_together_before_anything_is_loaded(recipe: Recipe, tm
     )  # fmt: skip
     with pytest.raises(AdapterswapError) as error:
         sweep(bad, tmp_path / "run")
-    assert {problem.what.split(" does")[0] for problem in error.value.problems} == {
+    assert {problem.message.split(" does")[0] for problem in error.value.problems} == {
         "the path ./nowhere", "the path ./neither", "the path ./no-base",
     }  # fmt: skip
     assert not (tmp_path / "run").exists()

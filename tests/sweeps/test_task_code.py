@@ -69,7 +69,7 @@ def test_workers_have_the_users_trust(over: dict[str, Any], tasks: Tasks, tmp_pa
     recipe = SweepRecipe.model_validate(over)
     with pytest.raises(AdapterswapError) as found:
         prepare(recipe)
-    assert all("trust_task_code" in problem.mend for problem in found.value.problems)
+    assert all("trust_task_code" in problem.remedy for problem in found.value.problems)
     prepared = prepare(recipe, trust_task_code=True)
     tasks.marker.unlink()
     assert sweep(prepared, tmp_path / "run", device="cpu", ray="local", workers=1).unfinished == ()

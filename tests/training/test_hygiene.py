@@ -178,7 +178,7 @@ def test_evaluations_that_are_none_are_told_together(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes("é\n".encode("latin-1"))
     with pytest.raises(AdapterswapError) as caught:
         Screen(Hygiene(overlap=["mgsm", "mgms", "short", "latin", "."]), tmp_path)
-    told = [problem.what for problem in caught.value.problems]
+    told = [problem.message for problem in caught.value.problems]
     assert len(told) == 4
     assert "mgms cannot be read: No such file" in told[0]
     assert "holds no line of 8 words or more" in told[1]

@@ -419,7 +419,7 @@ def test_code_of_a_task_needs_trust(
     for call in (lambda: estimate(recipe), lambda: train(recipe, out_path=tmp_path / "out")):
         with pytest.raises(AdapterswapError) as found:
             call()
-        assert all("trust_task_code" in problem.mend for problem in found.value.problems)
+        assert all("trust_task_code" in problem.remedy for problem in found.value.problems)
     for options in (["--dry-run"], []):
         refused = run("train", file, *command, *options)
         assert refused.exit_code == 1
