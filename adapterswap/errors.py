@@ -16,6 +16,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 __all__ = [
     "AdapterswapError",
@@ -91,6 +92,10 @@ class AdapterswapError(Exception):
         if omitted:
             self.problems += (Problem(f"{omitted} more problems were found", "Correct these first"),)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[partial[AdapterswapError], tuple[tuple[Problem, ...]]]:
+        """Worker processes hand errors back whole: by default only the text would be."""
+        return partial(type(self), omitted=self.omitted), (self.found,)
 
     @property
     def parameter(self) -> str | None:
