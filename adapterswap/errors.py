@@ -107,6 +107,12 @@ class AdapterswapError(Exception):
         """The problems, without the last one that counts those omitted."""
         return self.problems[: -1 if self.omitted else None]
 
+    def recast(self, kind: type[AdapterswapError] | None = None, *, parameter: str | None = None) -> AdapterswapError:
+        """The same problems as an error of class `kind`, or of one `parameter`: what only the caller knows."""
+        changes = {**({"kind": kind} if kind else {}), **({"parameter": parameter} if parameter else {})}
+        problems = [replace(problem, **changes) for problem in self.found]  # type: ignore[arg-type]
+        return (kind or type(self))(problems, omitted=self.omitted)
+
     def within(self, where: str) -> AdapterswapError:
         """The same error, each problem of which begins with `where`: a file or a cell of a table."""
         return type(self)(

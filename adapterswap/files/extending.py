@@ -13,7 +13,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import FieldError, Problems
 from adapterswap.files.smallfiles import exists, expand, shown
 from adapterswap.files.yamltext import load_yaml
 from adapterswap.shipped import near_names, shipped_recipes
@@ -39,8 +39,9 @@ def load_layers(path: str | Path) -> list[Layer]:
     """The files that a recipe is made of, in the order in which they are merged; the recipe itself is the last.
 
     Raises:
-        AdapterswapError: a file that `load_yaml` refuses; `extends` that is no name or list of names; a fragment that
-            is not there; fragments that extend each other in a circle, or more than 8 deep, or more than 64 in all.
+        NotFoundError: the recipe does not exist.
+        FieldError: a file that `load_yaml` refuses; `extends` is not a name or a list of names, or names a fragment
+            that does not exist; fragments extend each other in a circle, or more than 8 deep, or more than 64 in all.
     """
     layers: list[Layer] = []
     _collect(Path(path), (), layers)
@@ -49,19 +50,25 @@ def load_layers(path: str | Path) -> list[Layer]:
 
 def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
     """Append to `layers` what `path` extends, then what it says itself; `chain` are the files that led to it."""
-    told = " → ".join(map(str, (*chain, path)))
+    route = " → ".join(map(str, (*chain, path)))
     if path.resolve() in (earlier.resolve() for earlier in chain):
-        raise AdapterswapError(f"recipes extend each other in a circle: {told}", "Take one `extends` out of it")
+        raise FieldError(
+            f"recipes extend each other in a circle: {route}", "Remove one `extends` from it", parameter="extends"
+        )
     if len(chain) > _MAX_DEPTH:
-        raise AdapterswapError(f"recipes extend each other more than {_MAX_DEPTH} deep: {told}", "Nest fewer of them")
+        raise FieldError(
+            f"recipes extend each other more than {_MAX_DEPTH} deep: {route}", "Nest fewer of them", parameter="extends"
+        )
     content = load_yaml(path)
-    problems = Problems()
+    problems = Problems(FieldError)
     for name in take_names(content, path):
         with problems.collect():
             _collect(find_fragment(name, path), (*chain, path), layers)
     problems.raise_if_any()
     if len(layers) == _MAX_FILES:
-        raise AdapterswapError(f"the recipe is made of more than {_MAX_FILES} files: {told}", "Extend fewer of them")
+        raise FieldError(
+            f"the recipe is made of more than {_MAX_FILES} files: {route}", "Extend fewer of them", parameter="extends"
+        )
     layers.append(Layer(path, content))
 
 
@@ -69,14 +76,15 @@ def take_names(content: dict[str, Any], path: Path) -> list[str]:
     """The fragments that the recipe at `path` extends; their key is taken out of its `content`.
 
     Raises:
-        AdapterswapError: `extends` is no name or list of names.
+        FieldError: `extends` is not a name or a list of names.
     """
     value = content.pop("extends", None)
     names = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(name, str) and name for name in names):
-        raise AdapterswapError(
+        raise FieldError(
             f"{path}: extends is {shown(value)}, and takes a name or a list of names",
             "Name files beside this one, or shipped fragments such as data/swahili",
+            parameter="extends",
         )
     return names
 
@@ -85,7 +93,7 @@ def find_fragment(name: str, path: Path) -> Path:
     """The file that the recipe at `path` means by `name`.
 
     Raises:
-        AdapterswapError: there is none.
+        FieldError: there is none.
     """
     beside = path.parent / expand(name)
     if exists(beside) and beside.is_file():
@@ -93,9 +101,10 @@ def find_fragment(name: str, path: Path) -> Path:
     shipped = shipped_recipes()
     if name in shipped:
         return shipped[name]
-    raise AdapterswapError(
+    raise FieldError(
         f"{path}: extends names {shown(name)}, which is neither a file beside it nor a shipped recipe",
         f"Give a file's path from there, or {near_names(name)}",
+        parameter="extends",
     )
 
 

@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ExpertError, OutputError
 from adapterswap.files.smallfiles import exists, expand, read_small, write_json
 
 __all__ = [
@@ -82,7 +82,7 @@ def atomic_folder(
         inputs: everything that is read, see `check_inputs`.
 
     Raises:
-        AdapterswapError: see `check_target`; the target is being written by another process, or cannot be written
+        OutputError: see `check_target`; the target is being written by another process, or cannot be written
             (permissions, a full disk).
     """
     target, inputs = expand(target), tuple(inputs)
@@ -120,7 +120,7 @@ def check_target(
     work.
 
     Raises:
-        AdapterswapError: the target exists, is not an empty folder, and `overwrite` is false; it holds something that
+        OutputError: the target exists, is not an empty folder, and `overwrite` is false; it holds something that
             no command of this kind wrote; it is a file, or holds the current folder or the home folder; it is, holds or
             lies inside an input.
     """
@@ -141,21 +141,24 @@ def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
     """Check whether a folder may be at `target`, whatever is there now.
 
     Raises:
-        AdapterswapError: it is a file; see `check_inputs`.
+        OutputError: it is a file; see `check_inputs`.
     """
     with _os_errors(target):
         if target.exists() and not target.is_dir():
-            raise AdapterswapError(f"{target} is a file, but the output is a folder", "Choose another path")
+            raise OutputError(
+                f"{target} is a file, but the output is a folder", "Choose another path", parameter="out_path"
+            )
         check_inputs(target, inputs)
 
 
 def refuse_strangers(target: Path, found: Sequence[str]) -> None:
-    """Raise an `AdapterswapError` that names what `strangers` found in `target`, if it found anything."""
+    """Raise an `OutputError` that names what `strangers` found in `target`, if it found anything."""
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise AdapterswapError(
+        raise OutputError(
             f"{target} holds files that this command did not write: {', '.join(found[:_SHOWN])}{more}",
             "Move them away, or choose another path: `overwrite=True` only replaces earlier output of this command",
+            parameter="out_path",
         )
 
 
@@ -168,22 +171,26 @@ def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
             and whatever else does not exist locally is passed over.
 
     Raises:
-        AdapterswapError: the target is an input, holds one or lies inside one; or it holds the current folder or the
+        OutputError: the target is an input, holds one or lies inside one; or it holds the current folder or the
             home folder.
     """
     place = Path(os.path.realpath(target))
     if any(_holds(place, Path(os.path.realpath(lived_in))) for lived_in in (os.curdir, os.path.expanduser("~"))):
-        raise AdapterswapError(
-            f"{target} holds your home folder or the folder that you are in", "Choose the path of a folder in it"
+        raise OutputError(
+            f"{target} holds your home folder or the folder that you are in",
+            "Choose the path of a folder in it",
+            parameter="out_path",
         )
-    for given in inputs:
-        source = None if given is None else expand(given)
+    for read in inputs:
+        source = None if read is None else expand(read)
         if source is None or not exists(source):
             continue
         for one in _lives_at(source):
             if _holds(place, one) or _holds(one, place):
-                raise AdapterswapError(
-                    f"the output {target} overlaps the input {given}", "Choose an output path outside every input"
+                raise OutputError(
+                    f"the output {target} overlaps the input {read}",
+                    "Choose an output path outside every input",
+                    parameter="out_path",
                 )
 
 
@@ -249,7 +256,7 @@ def _known_names(folder: Path, kind: OutputKind | None) -> Sequence[str]:
         return kind.names({})
     try:
         record = json.loads(read_small(folder / kind.record, "", limit=_MAX_RECORD))
-    except (AdapterswapError, ValueError, RecursionError):
+    except (ExpertError, ValueError, RecursionError):
         return ()
     if not isinstance(record, dict):
         return ()
@@ -323,7 +330,7 @@ def atomic_file(
     """Yield the path of a temporary file that becomes `target` when the block ends without an exception.
 
     Raises:
-        AdapterswapError: see `check_file`; the file cannot be written.
+        OutputError: see `check_file`; the file cannot be written.
     """
     target, inputs = expand(target), tuple(inputs)
     check_file(target, overwrite=overwrite, inputs=inputs)
@@ -337,27 +344,32 @@ def check_file(target: str | Path, *, overwrite: bool = False, inputs: Iterable[
     """Check whether `atomic_file` may write `target`: a file that exists is replaced where `overwrite` says so.
 
     Raises:
-        AdapterswapError: the target exists and `overwrite` is false; it is a folder, or no regular file; its folder
+        OutputError: the target exists and `overwrite` is false; it is a folder, or not a regular file; its folder
             does not exist; it is an input, or lies inside one.
     """
     target = expand(target)
     with _os_errors(target):
         if target.is_dir():
-            raise AdapterswapError(f"{target} is a folder, but the output is a file", "Choose the path of a file")
+            raise OutputError(
+                f"{target} is a folder, but the output is a file", "Choose the path of a file", parameter="out_path"
+            )
         if os.path.lexists(target) and not overwrite:
             raise _exists(target)
         if target.exists() and not stat.S_ISREG(target.stat().st_mode):
-            raise AdapterswapError(f"{target} is a device or a pipe, not a file", "Choose another path")
+            raise OutputError(
+                f"{target} is a device or a pipe, not a file", "Choose another path", parameter="out_path"
+            )
         check_inputs(target, inputs)
         if not target.parent.is_dir():
-            raise AdapterswapError(
+            raise OutputError(
                 f"{target} cannot be written: the folder {target.parent} does not exist",
                 "Make the folder, or choose another path",
+                parameter="out_path",
             )
 
 
-def _exists(target: Path) -> AdapterswapError:
-    return AdapterswapError(f"{target} already exists", "Choose another path or pass `overwrite=True`")
+def _exists(target: Path) -> OutputError:
+    return OutputError(f"{target} already exists", "Choose another path or pass `overwrite=True`", parameter="out_path")
 
 
 def _is_empty(place: Path) -> bool:
@@ -390,7 +402,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies.
 
     Raises:
-        AdapterswapError: another process holds it; `what` says who does what.
+        OutputError: another process holds it; `what` says who does what.
         OSError: the file cannot be made.
     """
     from filelock import FileLock, Timeout  # here, because asking for help should not pay for it
@@ -402,7 +414,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
         if not path.exists():  # where no file can be made, as in /proc, the lock takes that for a rival's doing
             path.touch()
             path.unlink(missing_ok=True)
-        raise AdapterswapError(what, "Wait until it is done, or choose another path") from None
+        raise OutputError(what, "Wait until it is done, or choose another path", parameter="out_path") from None
     try:
         yield
     finally:
@@ -435,7 +447,9 @@ def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> N
         if retired is not None:
             retired.rename(place)
         elif error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise AdapterswapError(f"{target} appeared while it was being written", "Choose another path") from None
+            raise OutputError(
+                f"{target} appeared while it was being written", "Choose another path", parameter="out_path"
+            ) from None
         raise
     sync_one(place.parent)
     if retired is not None:
@@ -446,12 +460,12 @@ def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> N
 def _os_errors(target: Path) -> Iterator[None]:
     """Report errors of the operating system in the user's terms."""
     if "\0" in str(target):
-        raise AdapterswapError(f"{str(target)!r} contains a null byte", "Choose another path")
+        raise OutputError(f"{str(target)!r} contains a null byte", "Choose another path", parameter="out_path")
     try:
         os.fsencode(target)
     except UnicodeEncodeError as error:
-        raise AdapterswapError(
-            f"{str(target)!r} cannot be the name of a file: {error.reason}", "Choose another path"
+        raise OutputError(
+            f"{str(target)!r} cannot be the name of a file: {error.reason}", "Choose another path", parameter="out_path"
         ) from None
     try:
         yield
@@ -459,7 +473,9 @@ def _os_errors(target: Path) -> Iterator[None]:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)
         name = str(error.filename or "")
         where = f" (at {name})" if name and not name.endswith((str(target), ".lock")) and ".tmp" not in name else ""
-        raise AdapterswapError(f"{target} cannot be written: {reason}{where}", _remedy(error.errno)) from error
+        raise OutputError(
+            f"{target} cannot be written: {reason}{where}", _remedy(error.errno), parameter="out_path"
+        ) from error
 
 
 def _remedy(number: int | None) -> str:

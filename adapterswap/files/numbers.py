@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ExpertError, UnsupportedError
 from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.smallfiles import open_regular
 from adapterswap.files.tensorfile import Tensor, TensorFile, open_tensors
@@ -53,7 +53,7 @@ def decode(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.flo
 
 def encode(values: npt.NDArray[np.float32], dtype: str) -> Bytes:
     """The bytes of `values` in `dtype`, rounded to nearest, ties to even."""
-    with np.errstate(all="ignore"):  # what overflows becomes infinite, and check_finite tells of it with its name
+    with np.errstate(all="ignore"):  # what overflows becomes infinite, and check_finite finds it
         return np.ascontiguousarray(values.astype(_NUMPY[dtype], copy=False)).reshape(-1).view(np.uint8)
 
 
@@ -65,12 +65,12 @@ def check_finite(raw: Bytes, dtype: str) -> bool:
 
 
 def finite_bytes(values: npt.NDArray[np.float32], dtype: str, key: str) -> Bytes:
-    """`encode`, with an `AdapterswapError` where a number does not fit the dtype."""
+    """`encode`; raises an `UnsupportedError` where a number does not fit the dtype."""
     encoded = encode(values, dtype)
     if not check_finite(encoded, dtype):
         if dtype != "F16":  # bfloat16 and float32 have one range
             raise too_large(key, dtype)
-        raise AdapterswapError(f"{key} overflows F16 when it is blended", "Save the experts in bfloat16 or float32")
+        raise UnsupportedError(f"{key} overflows F16 when it is blended", "Save the experts in bfloat16 or float32")
     return encoded
 
 
@@ -83,7 +83,7 @@ def read_elements(expert: str, file: int, tensor: Tensor, start: int, stop: int)
     """Elements `start` to `stop` of a tensor of the open file `file`, as a vector in float32.
 
     Raises:
-        AdapterswapError: one of them is NaN or infinite, or the file is shorter than its header said.
+        ExpertError: one of them is NaN or infinite, or the file is shorter than its header said.
     """
     size = DTYPE_BYTES[tensor.dtype]
     raw = read_bytes(file, tensor, start * size, stop * size)
@@ -96,7 +96,7 @@ def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
     """Bytes `start` to `stop` of a tensor of the open file `file`.
 
     Raises:
-        AdapterswapError: they cannot be read, or the file ends before them.
+        ExpertError: they cannot be read, or the file ends before them.
     """
     raw = np.empty(stop - start, np.uint8)
     done = 0
@@ -104,9 +104,9 @@ def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
         try:
             count = os.preadv(file, [raw[done:].data], tensor.start + start + done)
         except OSError as error:
-            raise AdapterswapError(f"{tensor.name} cannot be read: {error.strerror}", "Check the disk") from None
+            raise ExpertError(f"{tensor.name} cannot be read: {error.strerror}", "Check the disk") from None
         if count == 0:
-            raise AdapterswapError(f"{tensor.name} ends early", _AGAIN)
+            raise ExpertError(f"{tensor.name} ends early", _AGAIN)
         done += count
     return raw
 
@@ -116,8 +116,8 @@ def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
     return [(start, min(start + step, total)) for start in range(0, total, step)] or [(0, 0)]
 
 
-def not_finite(expert: str, key: str) -> AdapterswapError:
-    return AdapterswapError(
+def not_finite(expert: str, key: str) -> ExpertError:
+    return ExpertError(
         f"{key} of the expert {expert!r} holds NaN or infinity", "Its training diverged: use an earlier checkpoint"
     )
 
@@ -127,7 +127,7 @@ def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> It
     """File descriptors of the files, open for reading, by path.
 
     Raises:
-        AdapterswapError: a file cannot be opened, or one of `sources` changed since its header was read.
+        ExpertError: a file cannot be opened, or one of `sources` changed since its header was read.
     """
     with ExitStack() as stack:
         by_path = {source.path: source for source in sources}
@@ -136,9 +136,9 @@ def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> It
         yield {path: file.fileno() for path, file in files.items()}
 
 
-def too_large(name: str, dtype: str = "F32") -> AdapterswapError:
+def too_large(name: str, dtype: str = "F32") -> UnsupportedError:
     """The error for numbers that no wider dtype would hold."""
-    return AdapterswapError(
+    return UnsupportedError(
         f"{name} overflows {dtype} when it is computed",
         "Check the experts' weights and lora_alpha, and the composition's weights: one of them is far too large",
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, ExpertError
 
 __all__ = [
     "check_pointer",
@@ -83,11 +83,16 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def open_regular(path: Path, mend: str) -> BufferedReader:
+def open_regular(path: Path, remedy: str, *, kind: type[AdapterswapError] = ExpertError) -> BufferedReader:
     """Open a file for reading if it is a regular one: a pipe would wait for ever, a device never end.
 
+    Args:
+        path: the file.
+        remedy: what the error tells the user to do.
+        kind: the class of the error, by what the file belongs to.
+
     Raises:
-        AdapterswapError: it cannot be opened, or is no regular file; `mend` says what to do.
+        ExpertError, or `kind`: it cannot be opened, or is not a regular file.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -97,54 +102,59 @@ def open_regular(path: Path, mend: str) -> BufferedReader:
         file = open(path, "rb", opener=opener)  # noqa: SIM115 - the caller closes it
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise AdapterswapError(f"{path} cannot be read: {reason}", mend) from None
+        raise kind(f"{path} cannot be read: {reason}", remedy) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise AdapterswapError(f"{path} is no regular file", mend)
+        raise kind(f"{path} is not a regular file", remedy)
     return file
 
 
-def read_small(path: Path, mend: str, *, limit: int = _MAX_BYTES) -> bytes:
-    """The bytes of a small file.
+def read_small(
+    path: Path, remedy: str, *, limit: int = _MAX_BYTES, kind: type[AdapterswapError] = ExpertError
+) -> bytes:
+    """The bytes of a small file; `remedy` and `kind` as for `open_regular`.
 
     Raises:
-        AdapterswapError: it cannot be read, is no regular file, or is larger than `limit` bytes.
+        ExpertError, or `kind`: it cannot be read, is not a regular file, is larger than `limit` bytes, or is a Git LFS
+            pointer.
     """
-    with open_regular(path, mend) as file:
+    with open_regular(path, remedy, kind=kind) as file:
         try:
             content = file.read(limit + 1)
         except OSError as error:
-            raise AdapterswapError(f"{path} cannot be read: {error.strerror}", mend) from None
-    check_pointer(content, path)
+            raise kind(f"{path} cannot be read: {error.strerror}", remedy) from None
+    check_pointer(content, path, kind=kind)
     if len(content) > limit:
-        raise AdapterswapError(f"{path} is larger than {limit:,} bytes, which no such file needs to be", mend)
+        raise kind(f"{path} is larger than {limit:,} bytes, which no such file needs to be", remedy)
     return content
 
 
-def check_pointer(content: bytes, path: Path) -> None:
-    """Raise `AdapterswapError` if a file's first bytes are those of a Git LFS pointer."""
+def check_pointer(content: bytes, path: Path, *, kind: type[AdapterswapError] = ExpertError) -> None:
+    """Raise an error of class `kind` if a file's first bytes are those of a Git LFS pointer."""
     if content.startswith(_POINTER):
-        raise AdapterswapError(
+        raise kind(
             f"{path} is a Git LFS pointer, not the file that it stands for",
             "Run `git lfs pull` in its repository, or download the file",
         )
 
 
-def check_pointers(folder: Path) -> None:
+def check_pointers(folder: Path, *, kind: type[AdapterswapError] = ExpertError) -> None:
     """The same for all files in a folder, for libraries that would fail on one with a reason of their own."""
     for path in sorted(folder.iterdir()):
         with suppress(OSError):
             if path.is_file() and path.stat().st_size < _POINTER_BYTES:
-                check_pointer(path.read_bytes(), path)
+                check_pointer(path.read_bytes(), path, kind=kind)
 
 
-def read_json(path: Path, mend: str = "Write or download it again") -> dict[str, Any]:
-    """The JSON object in a small file.
+def read_json(
+    path: Path, remedy: str = "Write or download it again", *, kind: type[AdapterswapError] = ExpertError
+) -> dict[str, Any]:
+    """The JSON object in a small file; `remedy` and `kind` as for `open_regular`.
 
     Raises:
-        AdapterswapError: see `read_small` and `parse_json`.
+        ExpertError, or `kind`: see `read_small` and `parse_json`.
     """
-    return parse_json(read_small(path, mend), str(path), mend)
+    return parse_json(read_small(path, remedy, kind=kind), str(path), remedy, kind=kind)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False, allow_nan: bool = False) -> None:
@@ -166,31 +176,33 @@ def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = Fals
     path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
-def parse_json(raw: bytes, where: str, mend: str) -> dict[str, Any]:
+def parse_json(raw: bytes, where: str, remedy: str, *, kind: type[AdapterswapError] = ExpertError) -> dict[str, Any]:
     """The JSON object in `raw`; `where` names it in messages. It may hold Infinity, as the configs of Mamba models do.
 
+    `remedy` and `kind` as for `open_regular`.
+
     Raises:
-        AdapterswapError: it is not UTF-8, not JSON, no object, holds a key twice, nests too deep, or holds more lists
-            and objects than any such file needs.
+        ExpertError, or `kind`: it is not UTF-8, not JSON, not an object, holds a key twice, nests too deep, or holds
+            more lists and objects than any such file needs.
     """
     if raw.count(b"[") + raw.count(b"{") > _MAX_CONTAINERS:  # counted before they take up memory
-        raise AdapterswapError(f"{where} holds more than {_MAX_CONTAINERS:,} lists and objects", mend)
+        raise kind(f"{where} holds more than {_MAX_CONTAINERS:,} lists and objects", remedy)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)
         if len(mapping) < len(pairs):
-            raise ValueError("a key stands twice in one object")
+            raise ValueError("one object has the same key twice")
         return mapping
 
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else "it nests too deep"
-        raise AdapterswapError(f"{where} is not JSON in UTF-8: {reason[:200]}", mend) from None
+        raise kind(f"{where} is not JSON in UTF-8: {reason[:200]}", remedy) from None
     if not isinstance(content, dict):
-        raise AdapterswapError(f"{where} is not a JSON object", mend)
+        raise kind(f"{where} is not a JSON object", remedy)
     if _is_deep(content):
-        raise AdapterswapError(f"{where} nests more than {_MAX_DEPTH} deep", mend)
+        raise kind(f"{where} nests more than {_MAX_DEPTH} deep", remedy)
     return content
 
 

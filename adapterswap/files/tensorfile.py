@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ExpertError
 from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.smallfiles import check_pointer, open_regular, shown
 
@@ -30,7 +30,7 @@ __all__ = ["Tensor", "TensorFile", "header_bytes", "open_tensors", "read_header"
 # In bytes; the safetensors library's own limit is 100 MB, and 140,000 tensors with long names take 21 MB.
 _MAX_HEADER = 32 * 2**20
 _MAX_NAME = 500  # characters
-_MEND = "The file is damaged or no safetensors file: download or save it again"
+_REMEDY = "The file is damaged or not a safetensors file: download or save it again"
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def read_header(path: str | Path) -> TensorFile:
     """Read and check the header of a safetensors file, without touching the tensors.
 
     Raises:
-        AdapterswapError: the file is missing, no regular file, or the safetensors library finds it damaged; its header
-            is longer than 32 MiB, or holds a name that is not printable, a dtype that is no whole number of bytes, or a
+        ExpertError: the file is missing, not a regular file, or the safetensors library finds it damaged; its header is
+            longer than 32 MiB, or holds a name that is not printable, a dtype that is not a whole number of bytes, or a
             shape of more than eight dimensions.
     """
     path = Path(path)
@@ -86,17 +86,17 @@ def read_header(path: str | Path) -> TensorFile:
             check_pointer(prefix + file.peek(100), path)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
-                told = f"a header of {length} bytes" if len(prefix) == 8 else "no header"
-                raise AdapterswapError(f"{path} is {size} bytes long and announces {told}", _MEND)
+                announced = f"a header of {length} bytes" if len(prefix) == 8 else "no header"
+                raise ExpertError(f"{path} is {size} bytes long and announces {announced}", _REMEDY)
             raw = file.read(length)
         except OSError as error:
-            raise AdapterswapError(f"{path} cannot be read: {error.strerror}", "Check the disk") from None
+            raise ExpertError(f"{path} cannot be read: {error.strerror}", "Check the disk") from None
     try:
         with safe_open(path, "np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             held = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
     except (SafetensorError, OSError) as error:
-        raise AdapterswapError(f"{path}, of {size} bytes, is not a valid safetensors file: {error}", _MEND) from None
+        raise ExpertError(f"{path}, of {size} bytes, is not a valid safetensors file: {error}", _REMEDY) from None
     tensors: dict[str, Tensor] = {}
     position = data_start = 8 + length
     for name, dtype, shape in held:
@@ -111,7 +111,7 @@ def open_tensors(source: TensorFile) -> Iterator[BufferedReader]:
     """Open a file whose header has been read, to read its tensors.
 
     Raises:
-        AdapterswapError: the file is gone, or was replaced or written to since, up to the end of the block.
+        ExpertError: the file is gone, or was replaced or written to since, up to the end of the block.
     """
     with open_regular(source.path, "Start again once it is complete") as file:
         _check_stamp(file, source)
@@ -148,14 +148,14 @@ def stamp(found: os.stat_result) -> tuple[int, ...]:
 
 def _check_stamp(file: BufferedReader, source: TensorFile) -> None:
     if stamp(os.fstat(file.fileno())) != source.stamp:
-        raise AdapterswapError(f"{source.path} changed since it was opened", "Start again once it is complete")
+        raise ExpertError(f"{source.path} changed since it was opened", "Start again once it is complete")
 
 
 def _check(name: str, dtype: str, shape: tuple[int, ...], path: Path) -> None:
     """What the library takes and we do not."""
     if not name.isprintable() or len(name) > _MAX_NAME:
-        raise AdapterswapError(f"{path}: {shown(name)} is no name of a tensor", _MEND)
+        raise ExpertError(f"{path}: {shown(name)} is not the name of a tensor", _REMEDY)
     if dtype not in DTYPE_BYTES:
-        raise AdapterswapError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _MEND)
+        raise ExpertError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _REMEDY)
     if len(shape) > 8 or any(length >= 2**63 for length in shape):
-        raise AdapterswapError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _MEND)
+        raise ExpertError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _REMEDY)

@@ -1,7 +1,7 @@
 """Read a YAML recipe into a pydantic model, and report every mistake in it at once.
 
 Recipes may extend others (`files.extending`). Unknown keys are refused with the nearest known one, and each mistake is
-told with the file that it stands in. Knows nothing of what recipes mean: the models say that.
+reported with the file that holds it. Knows nothing of what recipes mean: the models say that.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
-from adapterswap.errors import AdapterswapError, FieldError, Problem, Problems, did_you_mean
+from adapterswap.errors import AdapterswapError, ArgumentError, FieldError, Problem, Problems, did_you_mean
 from adapterswap.files.extending import Layer, Location, load_layers, merge_layers, writer
 from adapterswap.files.smallfiles import exists, shown
 from adapterswap.files.yamltext import parse_yaml
 
-__all__ = ["StrictModel", "apply_overrides", "list_values", "read_content", "read_recipe", "validate"]
+__all__ = ["FieldMistake", "StrictModel", "apply_overrides", "list_values", "read_content", "read_recipe", "validate"]
 
 _AnyModel = TypeVar("_AnyModel", bound=BaseModel)
 
@@ -41,7 +41,15 @@ else:
                 raise _explained(error, fields, cls, cls.__name__) from None
 
     class _Model(BaseModel, metaclass=_OurErrors):
-        """A model with `AdapterswapError`s."""
+        """A model that raises `FieldError`s."""
+
+
+class FieldMistake(ValueError):
+    """What a validator of several fields raises, to name the one at fault."""
+
+    def __init__(self, message: str, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class StrictModel(_Model):
@@ -89,7 +97,7 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
     Values are read as YAML (`3e-4`, `true`, `[a, b]`). The input is left as it was.
 
     Raises:
-        AdapterswapError: an override without `=`, or whose path leads through a plain value or off a list.
+        ArgumentError: an override without `=`, or whose path leads through a plain value or off a list.
     """
     import copy
 
@@ -97,7 +105,11 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
-            raise AdapterswapError(f"`overrides`: {override!r} is not key=value", "Write for instance training.seed=1")
+            raise ArgumentError(
+                f"`overrides`: {override!r} is not key=value",
+                "Write for instance training.seed=1",
+                parameter="overrides",
+            )
         try:
             value = parse_yaml(text)
         except ValueError:
@@ -116,9 +128,10 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
 
 def _item(place: Any, step: str, override: str) -> Any:
     if not isinstance(place, list) or not step.isdecimal() or int(step) >= len(place):
-        raise AdapterswapError(
+        raise ArgumentError(
             f"`overrides`: {override!r}: {step!r} leads nowhere",
             "Name keys of the recipe, and positions of lists from 0",
+            parameter="overrides",
         )
     return place[int(step)]
 
@@ -132,7 +145,8 @@ def read_recipe(
         paths: keys of local paths, such as `datasets.*.path`, see `read_content`.
 
     Raises:
-        AdapterswapError: see `load_layers`; else with every mistake: its file, its key, its value and what is allowed.
+        NotFoundError, ArgumentError: see `read_content`.
+        FieldError: see `load_layers`; else with every mistake: its file, its key, its value and what is allowed.
     """
     content, layers = read_content(path, overrides, paths=paths)
     recipe = validate(content, model, where=str(path), layers=layers)
@@ -153,7 +167,8 @@ def read_content(
             one and it exists beside the fragment, it is made relative to the recipe's folder.
 
     Raises:
-        AdapterswapError: see `load_layers` and `apply_overrides`.
+        NotFoundError, FieldError: see `load_layers`.
+        ArgumentError: see `apply_overrides`.
     """
     layers, overrides = load_layers(path), list(overrides)
     content: Any = merge_layers(layers)
@@ -193,7 +208,7 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def validate(content: dict[str, Any], model: type[_AnyModel], *, where: str, layers: Sequence[Layer] = ()) -> _AnyModel:
-    """`content` as a `model`, or an `AdapterswapError` that lists every mistake.
+    """`content` as a `model`, or a `FieldError` that lists every mistake.
 
     `where` names the source; of a mistake that one of `layers` made, that file is named instead.
     """
@@ -212,7 +227,7 @@ def _explained(
         # What is missing is missing in what stands around it.
         source = writer(layers, written[:-1] if details["type"] == "missing" else written)
         problem = _explain(details, written, model, str(source or where))
-        problems.add(problem.message, problem.remedy)
+        problems.add(problem.message, problem.remedy, parameter=problem.parameter)
     return problems.as_error(FieldError)
 
 
@@ -233,17 +248,22 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
 def _explain(details: Any, written: Location, model: type[BaseModel], where: str) -> Problem:
     """One pydantic error as key, value and allowed values."""
     location, kind = details["loc"], details["type"]
-    key = ".".join(str(part) for part in written) or "the recipe"
+    path = ".".join(str(part) for part in written)
+    parameter, key = path or None, path or "the recipe"
     if kind == "extra_forbidden":
         known = sorted(_known_keys(model, location))
         listed = f"Known keys: {', '.join(known)}" if known else "Remove it"
-        return Problem(f"{where}: {key} is not a known key", did_you_mean(str(location[-1]), known, listed))
+        remedy = did_you_mean(str(location[-1]), known, listed)
+        return Problem(f"{where}: {key} is not a known key", remedy, parameter)
     if kind == "missing":
-        return Problem(f"{where}: {key} is missing", f"Add `{location[-1]}:`")
+        return Problem(f"{where}: {key} is missing", f"Add `{location[-1]}:`", parameter)
     message = details["msg"].removeprefix("Value error, ")
+    if kind == "value_error" and isinstance(mistake := details["ctx"]["error"], FieldMistake):
+        parameter = f"{path}.{mistake.parameter}" if path else mistake.parameter
     if kind == "value_error" and not location:  # a rule about several keys names them itself
-        return Problem(f"{where}: {message}", "Correct it")
-    return Problem(f"{where}: {key} is {shown(details['input'])}: {message[:1].lower()}{message[1:]}", "Correct it")
+        return Problem(f"{where}: {message}", "Correct it", parameter)
+    message = f"{message[:1].lower()}{message[1:]}"
+    return Problem(f"{where}: {key} is {shown(details['input'])}: {message}", "Correct it", parameter)
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:

@@ -23,7 +23,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.tag import Tag
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import FieldError, NotFoundError
 from adapterswap.files.smallfiles import exists, read_small, shown
 
 __all__ = ["dump_yaml", "load_yaml", "parse_yaml", "round_trip"]
@@ -71,7 +71,7 @@ class _Constructor(SafeConstructor):
             if not isinstance(name, Hashable):
                 raise _refusal("a key must be a plain value", key)
             if name in seen:
-                raise _refusal(f"the key {shown(name)} stands twice", key)
+                raise _refusal(f"the key {shown(name)} appears twice", key)
             seen.add(name)
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
@@ -103,23 +103,22 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        AdapterswapError: the file cannot be read, is no regular file, larger than 256 KiB, not UTF-8, not YAML, or no
+        NotFoundError: the file does not exist.
+        FieldError: it cannot be read, is not a regular file, larger than 256 KiB, not UTF-8, not YAML, or not a
             mapping; it holds a key twice, a control character, or more than 20,000 values once aliases are followed.
     """
     path = Path(path)
     if not exists(path):
-        raise AdapterswapError(f"{path} does not exist", "Give the path of a recipe (YAML)")
-    raw = read_small(path, "Give the path of a recipe (YAML)", limit=_MAX_BYTES)
+        raise NotFoundError(f"{path} does not exist", "Give the path of a recipe (YAML)", parameter="recipe")
+    raw = read_small(path, "Give the path of a recipe (YAML)", limit=_MAX_BYTES, kind=FieldError)
     try:
         content = parse_yaml(raw.decode("utf-8"))
     except ValueError as error:
-        raise AdapterswapError(f"{path} is not valid YAML: {error}", "Correct the file there") from None
+        raise FieldError(f"{path} is not valid YAML: {error}", "Correct the file there") from None
     if content is None:
-        raise AdapterswapError(f"{path} is empty", "Write `key: value` lines")
+        raise FieldError(f"{path} is empty", "Write `key: value` lines")
     if not isinstance(content, dict):
-        raise AdapterswapError(
-            f"{path} holds {type(content).__name__}, not keys with values", "Write `key: value` lines"
-        )
+        raise FieldError(f"{path} holds {type(content).__name__}, not keys with values", "Write `key: value` lines")
     return content
 
 
