@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import ExpertError, Problems, UnsupportedError
 from adapterswap.experts.patterns import Patterns
 from adapterswap.experts.targets import Targets, read_targets
 from adapterswap.files.smallfiles import parse_json, read_small, shown
@@ -42,7 +42,7 @@ _REFUSED = {
     "lora_bias": "lora_bias adds biases that a composition of ΔW leaves out",
     "monteclora_config": "MonteCLoRA samples its weights",
     "target_parameters": "target_parameters adapts fused parameters, which is not exact here yet",
-    "trainable_token_indices": "trainable tokens are no low-rank change",
+    "trainable_token_indices": "trainable tokens are not a low-rank change",
     "use_bdlora": "BD-LoRA's blocks are not plain A and B",
     "use_dora": "DoRA's ΔW depends on the base's weights, so it cannot be composed without them",
     "use_qalora": "QA-LoRA pools its inputs",
@@ -108,9 +108,9 @@ class AdapterConfig:
         """Call this before `rank_of` and `alpha_of`: the patterns are a stranger's, and may be made to run for ever.
 
         Raises:
-            AdapterswapError: resolving the patterns for all these modules takes longer than ten seconds.
+            ExpertError: resolving the patterns for all these modules takes longer than ten seconds.
         """
-        problems = Problems()
+        problems = Problems(ExpertError)
         for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             try:
                 patterns.check(modules)
@@ -123,13 +123,14 @@ def read_adapter_config(path: str | Path) -> AdapterConfig:
     """Read an adapter_config.json.
 
     Raises:
-        AdapterswapError: the file is missing or not JSON, a value has the wrong type, the adapter is no LoRA, or it is
-            a variant of LoRA that cannot be composed exactly. All mistakes are told together.
+        ExpertError: the file is missing or not JSON, or a value has the wrong type.
+        UnsupportedError: the adapter is not a LoRA, or is a variant of LoRA that cannot be composed exactly.
+        AdapterswapError: both; all mistakes are reported together.
     """
     path = Path(path)
     raw = read_small(path, "Give a PEFT adapter: a folder with adapter_config.json")
     content = parse_json(raw, str(path), "Save or download the adapter again")
-    problems = Problems()
+    problems = Problems(ExpertError)
     _refuse(content, path, problems)
     config = _read(content, path, hashlib.sha256(raw).hexdigest(), problems)
     problems.raise_if_any()
@@ -138,13 +139,21 @@ def read_adapter_config(path: str | Path) -> AdapterConfig:
 
 def _refuse(content: dict[str, Any], path: Path, problems: Problems) -> None:
     if content.get("peft_type") != "LORA":
-        problems.add(f"{path}: peft_type is {shown(content.get('peft_type'))}, not LORA", "Give a LoRA adapter")
+        problems.add(
+            f"{path}: peft_type is {shown(content.get('peft_type'))}, not LORA",
+            "Give a LoRA adapter",
+            kind=UnsupportedError,
+        )
         return  # another method's keys are not judged by LoRA's rules
     for key, reason in _REFUSED.items():
         if content.get(key):
-            problems.add(f"{path}: {key} is set: {reason}", _RETRAIN)
+            problems.add(f"{path}: {key} is set: {reason}", _RETRAIN, kind=UnsupportedError)
     if content.get("bias", "none") != "none":
-        problems.add(f"{path}: bias is {shown(content['bias'])}, and trained biases are not part of ΔW", _RETRAIN)
+        problems.add(
+            f"{path}: bias is {shown(content['bias'])}, and trained biases are not part of ΔW",
+            _RETRAIN,
+            kind=UnsupportedError,
+        )
     _refuse_init(content.get("init_lora_weights", True), path, problems)
     for key in _NOT_NULL:
         if key in content and content[key] is None:
@@ -154,6 +163,7 @@ def _refuse(content: dict[str, Any], path: Path, problems: Problems) -> None:
             problems.add(
                 f"{path}: the key {shown(key)} is unknown here, and may change what the adapter computes",
                 "Remove the key if it does not, or use a version of adapterswap that knows it",
+                kind=UnsupportedError,
             )
 
 
@@ -164,6 +174,7 @@ def _refuse_init(init: Any, path: Path, problems: Problems) -> None:
         problems.add(
             f"{path}: init_lora_weights is {shown(init)}, which changed the base's weights",
             "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
+            kind=UnsupportedError,
         )
     elif init and init is not True and init not in _PLAIN_INITS and text not in _PLAIN_INITS[:2]:
         problems.add(
@@ -174,20 +185,20 @@ def _refuse_init(init: Any, path: Path, problems: Problems) -> None:
 
 def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) -> AdapterConfig:
     def value(key: str, default: Any, accept: Any, rule: str) -> Any:
-        found = content.get(key)
-        if found is None:
+        entry = content.get(key)
+        if entry is None:
             return default
-        if not accept(found):
+        if not accept(entry):
             problems.add(
-                f"{path}: {key} is {shown(found)}, and must be {rule}", "Correct it, or save the adapter again"
+                f"{path}: {key} is {shown(entry)}, and must be {rule}", "Correct it, or save the adapter again"
             )
             return default
-        return found
+        return entry
 
     def patterns(key: str, accept: Any, rule: str) -> Patterns[Any]:
-        found = value(key, {}, lambda v: isinstance(v, dict) and all(map(accept, v.values())), rule)
+        entries = value(key, {}, lambda v: isinstance(v, dict) and all(map(accept, v.values())), rule)
         try:
-            return Patterns(found)
+            return Patterns(entries)
         except ValueError as error:
             problems.add(f"{path}: {key}: {error}", _SIMPLER)
             return Patterns()
@@ -226,7 +237,7 @@ def check_written(config: Mapping[str, Any]) -> None:
     """Check that the ranks and alphas of a config to be written are those that `read_adapter_config` accepts.
 
     Raises:
-        AdapterswapError: one is out of bounds.
+        UnsupportedError: one is out of bounds.
     """
     for key, pattern, fits, bounds in (
         ("r", "rank_pattern", _is_rank, _RANK),
@@ -234,9 +245,10 @@ def check_written(config: Mapping[str, Any]) -> None:
     ):
         for value in (config[key], *config[pattern].values()):
             if not fits(value):
-                raise AdapterswapError(
+                raise UnsupportedError(
                     f"The result would have the {key} {value:g}, but an adapter's {key} must be {bounds}",
                     "Pass `layout=portable`, which scales the weights instead, or use experts with usual scales",
+                    parameter="layout",
                 )
 
 

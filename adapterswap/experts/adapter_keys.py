@@ -1,4 +1,4 @@
-"""What the keys of an adapter's safetensors file mean, as PEFT 0.21 writes them; all that have no meaning are told.
+"""What the keys of an adapter's safetensors file mean, as PEFT 0.21 writes them; keys without one are refused.
 
 Knows names, and which tensors belong together. Knows nothing of ranks and scales, and reads no tensor.
 """
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from adapterswap.errors import Problems
+from adapterswap.errors import Problems, UnsupportedError
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.tensorfile import Tensor, TensorFile
 
@@ -131,7 +131,11 @@ def sort_keys(
             continue
         refused = next((why for end, why in _REFUSED_KEYS.items() if key.endswith(end)), None)
         if refused:
-            problems.add(f"{folder}: {key} is {refused}, which is no part of s·B·A", "Train it as a plain or rsLoRA")
+            problems.add(
+                f"{folder}: {key} is {refused}, which is not part of s·B·A",
+                "Train it as a plain or rsLoRA",
+                kind=UnsupportedError,
+            )
         elif key.startswith(_PREFIX) and key.endswith(_DOUBLES):
             _refuse_copy(key.removeprefix(_PREFIX), folder, problems)
         elif key.startswith(_PREFIX) and parameter == "weight" and ".lora_" not in key:
@@ -153,6 +157,7 @@ def _refuse_copy(key: str, folder: Path, problems: Problems) -> None:
     problems.add(
         f"{folder}: {key} is a copy that PEFT saved of a module without LoRA (save_embedding_layers)",
         f"Load the adapter with PEFT, and save it with {_WITHOUT}",
+        kind=UnsupportedError,
     )
 
 
@@ -164,6 +169,7 @@ def _refuse_whole(names: list[str], folder: Path, problems: Problems) -> None:
         "puts over the base's when it loads the adapter",
         f"If it is the base's own, load the adapter with PEFT and save it with {_WITHOUT}; "
         "if it was trained, name its module in modules_to_save of adapter_config.json",
+        kind=UnsupportedError,
     )
 
 
@@ -171,14 +177,15 @@ def check_names(names: Iterable[str], folder: Path, problems: Problems) -> None:
     """Names are printed, and written as regexes into PEFT's configs: nothing in them may have a meaning there."""
     for name in names:
         if not re.fullmatch(r"[\w.-]+", name):
-            problems.add(f"{folder}: {name!r} is no name of a module", "Save the adapter again with PEFT")
+            problems.add(f"{folder}: {name!r} is not the name of a module", "Save the adapter again with PEFT")
 
 
 def check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
     """All tensors are in floating point numbers that are computed with."""
     for tensor in file.tensors.values():
         if tensor.dtype not in FLOATS:
-            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", f"Save it as one of {', '.join(FLOATS)}")
+            remedy = f"Save it as one of {', '.join(FLOATS)}"
+            problems.add(f"{folder}: {tensor.name} is {tensor.dtype}", remedy, kind=UnsupportedError)
 
 
 def _pair_factors(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
 from adapterswap.experts.adapter_keys import (
     FactorTensors,
@@ -160,18 +160,20 @@ def open_adapter(reference: str | Path) -> Adapter:
     """Open a PEFT LoRA adapter from a local folder or a Hub id `org/name[@revision]`.
 
     Raises:
-        AdapterswapError: it is not there, is sharded or pickled, is damaged, or is a kind of adapter that cannot be
-            composed exactly. All that can be found at once is told at once.
+        NotFoundError: it does not exist, here or on the Hub.
+        ExpertError: it is damaged or incomplete.
+        UnsupportedError: it is sharded or pickled, or is a kind of adapter that cannot be composed exactly.
+        AdapterswapError: mistakes of both kinds; all that can be found at once is reported at once.
     """
-    return read_adapter(find_source(reference, ADAPTER_FILES, what="adapter"))
+    return read_adapter(find_source(reference, ADAPTER_FILES, what="adapter", parameter="reference"))
 
 
 def read_adapter(source: Source) -> Adapter:
     """Open the PEFT LoRA adapter in a folder that was found: see `open_adapter`."""
     folder = source.folder
     if not exists(folder / WEIGHTS):
-        raise AdapterswapError(*_explain_missing(folder))
-    problems = Problems()
+        raise _missing(folder)
+    problems = Problems(ExpertError)
     config = file = None
     with problems.collect():
         config = read_adapter_config(folder / CONFIG)
@@ -246,45 +248,45 @@ def _kept_layers(folder: Path) -> frozenset[int] | None:
     """The layers of a slice, from its adapterswap.json; None where there is none, or it says nothing of a slice."""
     try:
         return parse_layers(str(read_json(folder / PROVENANCE, "")["slice"]["layers"]))
-    except (AdapterswapError, ValueError, KeyError, TypeError):
+    except (ExpertError, ValueError, KeyError, TypeError):
         return None
 
 
-def _explain_missing(folder: Path) -> tuple[str, str]:
+def _missing(folder: Path) -> ExpertError | UnsupportedError:
     if any(folder.glob("adapter_model*.bin")):
-        return (
+        return UnsupportedError(
             f"{folder} holds a pickled adapter (.bin), which can run code when loaded",
             "Load it with PEFT where you trust it and save it again: save_pretrained writes safetensors",
         )
     if any(folder.glob("adapter_model*.safetensors")) or any(folder.glob("*.index.json")):
-        return (
+        return UnsupportedError(
             f"{folder} holds a sharded adapter",
             f"Load it with PEFT and save it again, which writes one {WEIGHTS}",
         )
-    return f"{folder} has no {WEIGHTS}", "Give the folder of a PEFT adapter"
+    return ExpertError(f"{folder} has no {WEIGHTS}", "Give the folder of a PEFT adapter")
 
 
 def _module(
     name: str, factors: FactorTensors, config: AdapterConfig, container: str | None, folder: Path
 ) -> LoraModule:
     a, b = factors.a, factors.b
-    mend = "The file and its config do not belong together: save the adapter again"
+    remedy = "The file and its config do not belong together: save the adapter again"
     for factor, tensor in (("A", a), ("B", b)):
         if 0 in tensor.shape:
-            raise AdapterswapError(
+            raise ExpertError(
                 f"{folder}: {name}: lora_{factor} is empty ({list(tensor.shape)}), as DeepSpeed ZeRO-3 leaves it",
                 "Gather the weights before saving (stage3_gather_16bit_weights_on_model_save), and save again",
             )
         if len(tensor.shape) != 2:
-            raise AdapterswapError(
+            raise UnsupportedError(
                 f"{folder}: {name}: lora_{factor} has the shape {list(tensor.shape)}, and a matrix is expected",
-                "Only linear and embedding modules can be composed, no convolutions",
+                "Only linear and embedding modules can be composed, not convolutions",
             )
     rank = config.rank_of(name)
     if a.shape[0] != b.shape[1]:
-        raise AdapterswapError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, and lora_B {b.shape[1]}", mend)
+        raise ExpertError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, and lora_B {b.shape[1]}", remedy)
     if a.shape[0] != rank:
-        raise AdapterswapError(f"{folder}: {name} has rank {a.shape[0]}, and {CONFIG} says {rank}", mend)
+        raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, and {CONFIG} says {rank}", remedy)
     alpha = config.alpha_of(name)
     return LoraModule(
         name=name,

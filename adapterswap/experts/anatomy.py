@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import BaseModelError
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.empty_models import empty_language_model, empty_model_as_saved, read_config
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
@@ -141,7 +141,7 @@ def names_in_memory(folder: Path, name: str, modules: Iterable[str]) -> dict[str
         modules: full names of modules.
 
     Raises:
-        AdapterswapError: transformers cannot build the base, or it has no such module under either name.
+        BaseModelError: transformers cannot build the base, or it has no such module under either name.
     """
     model = empty_model_as_saved(folder, name)
     held = {module for module, _ in model.named_modules()}
@@ -150,9 +150,10 @@ def names_in_memory(folder: Path, name: str, modules: Iterable[str]) -> dict[str
     for module in modules:
         found[module] = module if module in held else (rename(f"{module}.weight") or "").removesuffix(".weight")
         if found[module] not in held or not found[module]:
-            raise AdapterswapError(
+            raise BaseModelError(
                 f"{name} has no module {module} in the installed transformers",
                 "Save the expert again with this version of transformers, or pass the base model that it adapts",
+                parameter="base_model",
             )
     return found
 
@@ -187,7 +188,7 @@ def build_empty(checkpoint: Checkpoint) -> Any:
     """The causal language model of a checkpoint's config, without weights: on torch's meta device.
 
     Raises:
-        AdapterswapError: transformers has no causal language model for it, or cannot build one without remote code.
+        BaseModelError: transformers has no causal language model for it, or cannot build one without remote code.
     """
     config = read_config(checkpoint.source.folder, checkpoint.name)
     return empty_language_model(config, f"The base model {checkpoint.name}")
@@ -197,7 +198,8 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
     """The anatomy of a checkpoint's model, from its config.
 
     Raises:
-        AdapterswapError: see `build_empty` and `layer_container`.
+        BaseModelError: see `build_empty`.
+        ExpertError, UnsupportedError: see `layer_container`.
     """
     model = build_empty(checkpoint)
     parameters, found = _first_names(model), adaptable_weights(model)

@@ -6,12 +6,13 @@ Hugging Face's folder of shards; knows nothing of adapters and compositions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.fitting import check_config
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
 from adapterswap.experts.sources import Source, find_source
@@ -102,15 +103,34 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
         what: what to call it in messages.
 
     Raises:
-        AdapterswapError: it is not there, holds pickled weights only, a shard is missing or damaged, a tensor is stored
-            twice, the index does not say what the shards hold, or the config says another number of layers or another
-            hidden size than the tensors have. All that can be found at once is told at once.
+        NotFoundError: it does not exist, here or on the Hub.
+        BaseModelError: a shard is missing or damaged, a tensor is stored twice, the index does not match the shards, or
+            the config says another number of layers or another hidden size than the tensors have.
+        ExpertError: the same of what is not a "base model".
+        UnsupportedError: it holds pickled weights only, or has several lists of layers.
     """
-    return read_checkpoint(find_source(reference, WEIGHT_FILES, what=what), what=what)
+    parameter = None if what == "base model" else "reference"
+    return read_checkpoint(find_source(reference, WEIGHT_FILES, what=what, parameter=parameter), what=what)
 
 
 def read_checkpoint(source: Source, *, what: str = "base model") -> Checkpoint:
     """Open the checkpoint in a folder that was found: see `open_checkpoint`."""
+    if what != "base model":
+        return _read_checkpoint(source, what)
+    with _about_base():
+        return _read_checkpoint(source, what)
+
+
+@contextmanager
+def _about_base() -> Iterator[None]:
+    """Report what is wrong with a checkpoint as the base's fault."""
+    try:
+        yield
+    except ExpertError as error:
+        raise error.recast(BaseModelError, parameter="base_model") from None
+
+
+def _read_checkpoint(source: Source, what: str) -> Checkpoint:
     config = read_json(source.folder / MODEL_CONFIG, f"Give the {what}'s folder, with a sound config.json")
     shards = read_shards(source.folder)
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
@@ -128,42 +148,48 @@ def find_base_tensor(base_model: str, key: str, like: Tensor) -> tuple[Path, Ten
     """The file and the place of the base's tensor `key`, which must have the shape of `like`.
 
     Raises:
-        AdapterswapError: the base cannot be had, has no safetensors files, or no such tensor of that shape in floating
-            point numbers.
+        NotFoundError: the base does not exist, here or on the Hub.
+        BaseModelError: it is damaged, or has no such tensor of that shape in floating point numbers.
+        UnsupportedError: it holds pickled weights only.
     """
     folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
-    for shard in read_shards(folder):
-        found = shard.tensors.get(key)
-        if found is not None and found.shape == like.shape and found.dtype in FLOATS:
-            return shard.path, found
-        if found is not None:
-            raise AdapterswapError(
-                f"{key} is {found.dtype} {list(found.shape)} in the base {base_model}, and {like.dtype} "
+    with _about_base():
+        shards = read_shards(folder)
+    for shard in shards:
+        tensor = shard.tensors.get(key)
+        if tensor is not None and tensor.shape == like.shape and tensor.dtype in FLOATS:
+            return shard.path, tensor
+        if tensor is not None:
+            raise BaseModelError(
+                f"{key} is {tensor.dtype} {list(tensor.shape)} in the base {base_model}, and {like.dtype} "
                 f"{list(like.shape)} in an expert",
                 "Give the base that the experts adapt, in floating point numbers",
+                parameter="base_model",
             )
-    raise AdapterswapError(f"the base {base_model} has no tensor {key}", "Give the base that the experts adapt")
+    raise BaseModelError(
+        f"the base {base_model} has no tensor {key}", "Give the base that the experts adapt", parameter="base_model"
+    )
 
 
 def read_shards(folder: Path) -> tuple[TensorFile, ...]:
     """The headers of a folder's safetensors shards, after its index where there is one, sorted by file name.
 
     Raises:
-        AdapterswapError: see `open_checkpoint`.
+        ExpertError, UnsupportedError: see `open_checkpoint`.
     """
     if not exists(folder / MODEL_INDEX):
         if exists(folder / MODEL_WEIGHTS):
             return (read_header(folder / MODEL_WEIGHTS),)
-        raise AdapterswapError(*_explain_missing(folder))
+        raise _missing(folder)
     index = folder / MODEL_INDEX
-    mend = "Download or save the model again"
-    weight_map = read_json(index, mend).get("weight_map")
+    remedy = "Download or save the model again"
+    weight_map = read_json(index, remedy).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
         for name in weight_map.values()
     ):
-        raise AdapterswapError(f"{index} is no index of safetensors shards", mend)
-    problems = Problems()
+        raise ExpertError(f"{index} is not an index of safetensors shards", remedy)
+    problems = Problems(ExpertError)
     shards = []
     for name in sorted(set(weight_map.values())):
         with problems.collect():
@@ -173,23 +199,25 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
     for shard in shards:
         for tensor in shard.tensors:
             if tensor in held:
-                problems.add(f"{folder}: {tensor} lies in {held[tensor]} and again in {shard.path.name}", mend)
+                problems.add(f"{folder}: {tensor} is in {held[tensor]} and again in {shard.path.name}", remedy)
             held[tensor] = shard.path.name
     if odd := sorted(name for name in held.keys() | weight_map.keys() if held.get(name) != weight_map.get(name)):
-        lies = held.get(odd[0], "no shard")
+        actual = held.get(odd[0], "no shard")
         problems.add(
-            f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, and it is in {lies}"
-            + (f"; so for {len(odd) - 1} more" if len(odd) > 1 else ""),
-            mend,
+            f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, and it is in {actual}"
+            + (f"; {len(odd) - 1} more differ" if len(odd) > 1 else ""),
+            remedy,
         )
     problems.raise_if_any()
     return tuple(shards)
 
 
-def _explain_missing(folder: Path) -> tuple[str, str]:
+def _missing(folder: Path) -> ExpertError | UnsupportedError:
     if any(folder.glob("*.bin")) or any(folder.glob("*.bin.index.json")):
-        return (
+        return UnsupportedError(
             f"{folder} holds pickled weights (.bin), which can run code when loaded",
             "Load it with transformers where you trust it, and save it again: save_pretrained writes safetensors",
         )
-    return f"{folder} has no safetensors weights", "Give a model's folder with model.safetensors, or shards and index"
+    return ExpertError(
+        f"{folder} has no safetensors weights", "Give a model's folder with model.safetensors, or shards and index"
+    )

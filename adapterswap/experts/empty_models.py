@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, reason_of
+from adapterswap.errors import BaseModelError, reason_of
 
 __all__ = ["empty_language_model", "empty_model_as_saved", "read_config"]
 
@@ -17,16 +17,17 @@ def read_config(folder: Path, name: str) -> Any:
     """The transformers config in a folder; `name` is what messages call the model.
 
     Raises:
-        AdapterswapError: transformers cannot read it without remote code, or finds it contradictory.
+        BaseModelError: transformers cannot read it without remote code, or finds it contradictory.
     """
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # configs of strangers make model classes raise whatever they meet
-        raise AdapterswapError(
+        raise BaseModelError(
             f"{name} cannot be opened: {reason_of(error)}",
             "Use a model whose config.json is sound, and which transformers knows without remote code",
+            parameter="base_model",
         ) from None
 
 
@@ -34,7 +35,7 @@ def empty_language_model(config: Any, name: str) -> Any:
     """The modules of a config's causal language model; `name` is what messages call it.
 
     Raises:
-        AdapterswapError: transformers has no causal language model for the config.
+        BaseModelError: transformers has no causal language model for the config.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -43,9 +44,10 @@ def empty_language_model(config: Any, name: str) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # as in `read_config`
-        raise AdapterswapError(
+        raise BaseModelError(
             f"{name} cannot be loaded: {reason_of(error)}",
             "Use a causal language model that transformers knows, with a sound config.json",
+            parameter="base_model",
         ) from None
 
 
@@ -59,7 +61,7 @@ def empty_model_as_saved(folder: Path, name: str) -> Any:
         name: what to call the model in messages.
 
     Raises:
-        AdapterswapError: transformers cannot build it without remote code.
+        BaseModelError: transformers cannot build it without remote code.
     """
     import torch
     import transformers
@@ -74,7 +76,8 @@ def empty_model_as_saved(folder: Path, name: str) -> Any:
             build = kind._from_config if names else kind.from_config
             return build(config)
     except Exception as error:  # as in `read_config`
-        raise AdapterswapError(
+        raise BaseModelError(
             f"the modules of {name} cannot be found: {reason_of(error)}",
             "Give a model that the installed transformers knows without remote code",
+            parameter="base_model",
         ) from None

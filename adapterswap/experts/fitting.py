@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import Problems
+from adapterswap.errors import ExpertError, Problems
 from adapterswap.experts.layers import EMBEDDINGS, language_config, layer_of, num_layers_in_config
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.tensorfile import Tensor
@@ -23,7 +23,7 @@ __all__ = ["check_config"]
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
 _SHARED = "num_hidden_groups"  # ALBERT's: its stored layers are run many times
 
-_MEND = "Give a folder with the config.json and the weights of one model: download or save it again"
+_REMEDY = "Give a folder with the config.json and the weights of one model: download or save it again"
 
 
 def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], container: str | None) -> None:
@@ -38,17 +38,19 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         container: the language model's list of layers; see `layer_container`.
 
     Raises:
-        AdapterswapError: they differ.
+        ExpertError: they differ.
     """
     if container is None or config.get("is_encoder_decoder"):
         return
-    problems = Problems()
+    problems = Problems(ExpertError)
     model = language_config(config)
-    told, held = num_layers_in_config(config), _num_layers(tensors, container)
+    configured, held = num_layers_in_config(config), _num_layers(tensors, container)
     ahead = model.get("num_nextn_predict_layers")
-    most = (told or 0) + (ahead if type(ahead) is int else 0)
-    if told is not None and _SHARED not in model and not told <= held <= most:
-        problems.add(f"{folder}: config.json says {told} layers, and {container} holds {held} in the weights", _MEND)
+    most = (configured or 0) + (ahead if type(ahead) is int else 0)
+    if configured is not None and _SHARED not in model and not configured <= held <= most:
+        problems.add(
+            f"{folder}: config.json says {configured} layers, and {container} holds {held} in the weights", _REMEDY
+        )
     widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
     for name in (f"{container.rpartition('.')[0]}.{end}.weight".removeprefix(".") for end in sorted(EMBEDDINGS)):
         tensor = tensors.get(name)
@@ -56,7 +58,7 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
             continue
         if widths and tensor.shape[1] not in widths:
             problems.add(
-                f"{folder}: config.json says a hidden size of {widths[0]}, and {name} is {list(tensor.shape)}", _MEND
+                f"{folder}: config.json says a hidden size of {widths[0]}, and {name} is {list(tensor.shape)}", _REMEDY
             )
     problems.raise_if_any()
 

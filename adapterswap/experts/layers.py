@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ExpertError, UnsupportedError
 
 __all__ = [
     "EMBEDDINGS",
@@ -34,7 +34,7 @@ Kind = Literal["attention", "mlp", "other"]
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
 HEADS = frozenset({"lm_head", "embed_out"})
 
-MAX_LAYERS = 9999  # far beyond any model; a base's config that says more is no config
+MAX_LAYERS = 9999  # far beyond any model; a base's config that says more is not a real one
 
 NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, heads
 
@@ -83,12 +83,13 @@ def layer_container(names: Iterable[str]) -> str | None:
         The list's name; None if no name lies in one.
 
     Raises:
-        AdapterswapError: several lists are left (an encoder and a decoder, say), and not exactly one of them is in a
-            `language_model` or `text_model`; or a name has a layer beyond any model's.
+        UnsupportedError: several lists are left (an encoder and a decoder, say), and not exactly one of them is in a
+            `language_model` or `text_model`.
+        ExpertError: a name has a layer beyond any model's.
     """
     names = list(names)
     if deep := next((name for name in names if _is_too_deep(name)), None):
-        raise AdapterswapError(
+        raise ExpertError(
             f"{deep} has a layer beyond {MAX_LAYERS - 1}, and no model is that deep", "Save the weights again"
         )
     containers = sorted({match["container"][:-1] for name in names if (match := _NUMBERED.match(name))})
@@ -97,7 +98,7 @@ def layer_container(names: Iterable[str]) -> str | None:
     if len(inside) > 1:
         named = [name for name in inside if _LANGUAGE_PARTS.intersection(parts[name])]
         if len(named) != 1:
-            raise AdapterswapError(
+            raise UnsupportedError(
                 f"The modules lie in several lists of layers: {', '.join(inside)}",
                 "Use experts of a model with one list of layers (decoder-only), or with one under `language_model`",
             )
@@ -148,12 +149,12 @@ def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
     """The number of layers of the language model that a config.json describes; None where it does not say.
 
     Raises:
-        AdapterswapError: the model has an encoder and a decoder.
+        UnsupportedError: the model has an encoder and a decoder.
     """
     if config.get("is_encoder_decoder"):
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"the base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder",
-            "Layers are composed in decoder-only models",
+            "Use a decoder-only model",
         )
     for key in _TEXT_CONFIG_KEYS:
         nested = config.get(key)
@@ -174,7 +175,7 @@ def parse_layers(text: str) -> frozenset[int]:
     """The layers in a text such as `0-4,30-31`; empty for `none`.
 
     Raises:
-        ValueError: the text is no such list, longer than any list needs to be, or a range runs backwards.
+        ValueError: the text is not such a list, longer than any list needs to be, or a range runs backwards.
     """
     if text == NO_LAYER:
         return frozenset()
@@ -184,7 +185,7 @@ def parse_layers(text: str) -> frozenset[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
         if match is None:
-            raise ValueError(f"{text!r} is no list of layers; write for instance 0-4,30-31, or none")
+            raise ValueError(f"{text!r} is not a list of layers; write for instance 0-4,30-31, or none")
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise ValueError(f"the range {part.strip()} runs backwards")

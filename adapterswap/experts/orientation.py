@@ -38,7 +38,7 @@ class Orientation:
         """Whether the weight stored under `key` is a Conv1D's; False for an embedding's, and for other tensors.
 
         Raises:
-            AdapterswapError: the weight is square, the model has Conv1D modules, and transformers cannot build it
+            BaseModelError: the weight is square, the model has Conv1D modules, and transformers cannot build it
                 without remote code.
         """
         shape, bias = self._shapes.get(key, ()), self._shapes.get(f"{key.removesuffix('weight')}bias")
@@ -64,7 +64,7 @@ class Orientation:
         Parameters that transformers makes of several keys (fused experts) are left out.
 
         Raises:
-            AdapterswapError: transformers cannot build the model without remote code.
+            BaseModelError: transformers cannot build the model without remote code.
         """
         rename = rename_keys(self._model)
         names = {key: rename(key) for key in self._shapes}

@@ -69,7 +69,7 @@ def _check(pattern: str) -> None:
             warnings.simplefilter("error")  # `re` warns of what a later Python will read otherwise
             re.compile(pattern)
         if _NO_REPEAT.search(pattern):
-            raise re.error("a brace that begins no repeat")
+            raise re.error("a brace that does not begin a repeat")
     except (re.error, RecursionError, OverflowError, Warning) as error:
         raise ValueError(f"{shown(pattern)} is not a valid regex: {error}") from None
 
@@ -86,7 +86,7 @@ class Patterns(Generic[_Value]):
     _found: dict[str, str | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a key that is no regex, or one that PEFT would read otherwise than it looks."""
+        """Raises ValueError for a key that is not a regex, or one that PEFT would read otherwise than it looks."""
         regexes = [key for key in self.values if not is_plain(key)]
         size = sum(map(len, regexes))
         if len(regexes) > _MAX_REGEXES or size > _MAX_CHARACTERS:

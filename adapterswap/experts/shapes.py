@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from adapterswap.errors import Problems
+from adapterswap.errors import AdapterswapError, Problems
 
 __all__ = ["and_more", "compare_shapes"]
 
@@ -17,7 +17,15 @@ _MATRIX = re.compile(r"(\d+)×(\d+)")
 
 
 def compare_shapes(
-    ours: Mapping[str, str], theirs: Mapping[str, str], *, one: str, other: str, remedy: str, problems: Problems
+    ours: Mapping[str, str],
+    theirs: Mapping[str, str],
+    *,
+    one: str,
+    other: str,
+    remedy: str,
+    problems: Problems,
+    parameter: str | None = None,
+    kind: type[AdapterswapError] | None = None,
 ) -> None:
     """Add a problem if modules that both hold differ in shape.
 
@@ -26,6 +34,7 @@ def compare_shapes(
         one, other: who holds them.
         remedy: what to do about it.
         problems: collects it.
+        parameter, kind: see `Problems.add`.
     """
     common = [name for name in ours if name in theirs]
     differing = [name for name in common if ours[name] != theirs[name]]
@@ -33,11 +42,14 @@ def compare_shapes(
         return
     width, other_width = (_width(shapes[name] for name in common) for shapes in (ours, theirs))
     if len(differing) > 1 and width is not None and other_width is not None and width != other_width:
-        problems.add(f"The hidden size is {width} in {one}, and {other_width} in {other}", remedy)
+        problems.add(
+            f"The hidden size is {width} in {one}, and {other_width} in {other}", remedy, parameter=parameter, kind=kind
+        )
         return
     first = differing[0]
     more = f"; {len(differing) - 1} more modules differ" if len(differing) > 1 else ""
-    problems.add(f"{first} is {ours[first]} in {one}, and {theirs[first]} in {other}{more}", remedy)
+    message = f"{first} is {ours[first]} in {one}, and {theirs[first]} in {other}{more}"
+    problems.add(message, remedy, parameter=parameter, kind=kind)
 
 
 def and_more(names: Sequence[str], at_most: int = 1) -> str:

@@ -20,7 +20,7 @@ def tied_keys(checkpoint: Checkpoint) -> tuple[str, str] | None:
     A head that is not stored has the key under which transformers would load it.
 
     Raises:
-        AdapterswapError: transformers cannot build the model without remote code.
+        BaseModelError: transformers cannot build the model without remote code.
     """
     model = empty_model_as_saved(checkpoint.source.folder, checkpoint.name)
     weights = adaptable_weights(model)
