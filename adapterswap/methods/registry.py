@@ -14,7 +14,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING
 
-from adapterswap.errors import AdapterswapError, did_you_mean, reason_of
+from adapterswap.errors import ArgumentError, DependencyError, did_you_mean, reason_of
 from adapterswap.methods.linear import LayerSwap, Linear, Slerp, Soup, TaskArithmetic
 from adapterswap.methods.method import PARAMETERS, Method, NonlinearMethod
 from adapterswap.methods.sparse import DareLinear, DareTies, MagnitudePrune, Ties
@@ -40,15 +40,16 @@ def find_method(name: str) -> Method:
     """The method called `name`.
 
     Raises:
-        AdapterswapError: there is none, or the package that adds it does not add a sound one.
+        ArgumentError: there is none.
+        DependencyError: the package that adds it does not add a sound one.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    found = _added()
-    if name not in found:
-        known = [*BUILT_IN, *found]
+    added = _added()
+    if name not in added:
+        known = [*BUILT_IN, *added]
         remedy = did_you_mean(name, known, f"Choose among {', '.join(known)}")
-        raise AdapterswapError(f"There is no method {name!r}", remedy)
+        raise ArgumentError(f"There is no method {name!r}", remedy, parameter="method")
     return _loaded(name)
 
 
@@ -60,11 +61,11 @@ def check_name(name: str, *, in_rules: bool) -> str:
     """
     try:
         method = find_method(name)
-    except AdapterswapError as error:
+    except (ArgumentError, DependencyError) as error:
         raise ValueError("; ".join(f"{problem.message}. {problem.remedy}" for problem in error.problems)) from None
     if not (method.in_rules if in_rules else method.as_composition):
         where = "rules" if in_rules else "whole compositions"
-        raise ValueError(f"{name!r} is no method of {where}: choose among {', '.join(names_of(in_rules=in_rules))}")
+        raise ValueError(f"{name!r} is not a method of {where}: choose among {', '.join(names_of(in_rules=in_rules))}")
     return name
 
 
@@ -72,7 +73,7 @@ def all_methods() -> dict[str, Method]:
     """Every method by name: our own, then those of installed packages.
 
     Raises:
-        AdapterswapError: a package adds one that is not sound.
+        DependencyError: a package adds one that is not sound.
     """
     return BUILT_IN | {name: _loaded(name) for name in sorted(_added())}
 
@@ -101,23 +102,21 @@ def _loaded(name: str) -> Method:
     try:
         kind = entry.load()
     except Exception as error:  # whatever a package's own code raises
-        raise AdapterswapError(f"{where} cannot be loaded: {reason_of(error)}", remedy) from error
+        raise DependencyError(f"{where} cannot be loaded: {reason_of(error)}", remedy) from error
     if not (isinstance(kind, type) and issubclass(kind, NonlinearMethod)):
-        raise AdapterswapError(f"{where} is not a subclass of NonlinearMethod", remedy)
+        raise DependencyError(f"{where} is not a subclass of NonlinearMethod", remedy)
     if getattr(kind, "name", None) != name or not _NAME.fullmatch(name):
-        raise AdapterswapError(
+        raise DependencyError(
             f"{where} has the name {getattr(kind, 'name', None)!r}",
             "Give the class and the entry point one name of lower-case letters, digits and _",
         )
     if lacking := [
         field for field in ("title", "reference", "formula") if not isinstance(getattr(kind, field, None), str)
     ]:
-        raise AdapterswapError(f"{where} does not say its {lacking[0]}", remedy)
+        raise DependencyError(f"{where} does not say its {lacking[0]}", remedy)
     if unknown := [parameter for parameter in kind.parameters if parameter not in PARAMETERS]:
-        raise AdapterswapError(
-            f"{where} has the parameter {unknown[0]!r}", f"A method may have {', '.join(PARAMETERS)}"
-        )
+        raise DependencyError(f"{where} has the parameter {unknown[0]!r}", f"A method may have {', '.join(PARAMETERS)}")
     try:
         return kind()
     except TypeError as error:  # `combine` is not defined, or the class wants arguments
-        raise AdapterswapError(f"{where} cannot be used: {reason_of(error)}", remedy) from error
+        raise DependencyError(f"{where} cannot be used: {reason_of(error)}", remedy) from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_layers
-from adapterswap.files.yamlfiles import StrictModel
+from adapterswap.files.yamlfiles import FieldMistake, StrictModel
 from adapterswap.methods.method import NonlinearMethod, Settings
 from adapterswap.methods.registry import check_name, find_method, names_of
 
@@ -89,33 +89,36 @@ class Rule(StrictModel):
         if (self.expert is None) == (self.blend is None):
             raise ValueError("a rule gives its modules to one `expert` or to a `blend`: write exactly one of them")
         if self.modules is not None and not all(self.modules):
-            raise ValueError("`modules` holds an empty name")
+            raise FieldMistake("`modules` holds an empty name", "modules")
         if self.modules == ():
-            raise ValueError("`modules` is empty: leave it out to match all modules")
+            raise FieldMistake("`modules` is empty: leave it out to match all modules", "modules")
         self._check_averages()
         if self.blend is None:
             extra = self.model_fields_set & {"weights", "method", "density", "lambda_", "normalize"}
             if extra:
-                raise ValueError(
-                    f"{', '.join(sorted(extra)).rstrip('_')} belong to a `blend`, and the rule names an owner"
-                )
+                names = [name.rstrip("_") for name in sorted(extra)]
+                raise FieldMistake(f"{', '.join(names)} belong to a `blend`, and the rule names an owner", names[0])
             return self
         parameters = find_method(self.method).parameters
         for name, parameter, value in (("density", "density", self.density), ("lambda", "scale", self.lambda_)):
             if parameter not in parameters and value != 1:
                 having = [method for method in _BLENDS if parameter in find_method(method).parameters]
-                raise ValueError(f"{name} belongs to {', '.join(having)}, not to {self.method}")
+                raise FieldMistake(f"{name} belongs to {', '.join(having)}, not to {self.method}", name)
         if not abs(self.lambda_) <= LARGEST:
-            raise ValueError(f"lambda is {self.lambda_:g}, which is not a finite number up to 1e9 in size")
+            raise FieldMistake(f"lambda is {self.lambda_:g}, which is not a finite number up to 1e9 in size", "lambda")
         if self.weights and self.method != "linear":
-            raise ValueError(f"magnitude weights belong to averages, not to {self.method}")
+            raise FieldMistake(f"magnitude weights belong to averages, not to {self.method}", "weights")
         if self.weights and self.blend.get(BASE):
-            raise ValueError("magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights")
+            raise FieldMistake(
+                "magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights", "weights"
+            )
         if self.method == "slerp":
             if len(self.blend) != 2 or BASE in self.blend:
-                raise ValueError("slerp turns from one expert to another: name exactly two")
+                raise FieldMistake("slerp turns from one expert to another: name exactly two", "blend")
             if min(self.blend.values()) < 0 or self.normalize is False:
-                raise ValueError("slerp's weights are shares of the way: not negative, and always divided by their sum")
+                raise FieldMistake(
+                    "slerp's weights are shares of the way: not negative, and always divided by their sum", "blend"
+                )
         check_weights(self.blend, normalize=self.normalizes)
         return self
 
@@ -123,11 +126,11 @@ class Rule(StrictModel):
         named = {self.expert} if self.blend is None else self.blend.keys()
         for name, members in self.averages.items():
             if name == BASE or name not in named:
-                raise ValueError(f"`averages` defines {name!r}, which neither `expert` nor `blend` uses")
+                raise FieldMistake(f"`averages` defines {name!r}, which neither `expert` nor `blend` uses", "averages")
             if not members or len(set(members)) < len(members):
-                raise ValueError(f"the average {name!r} must name experts, each of them once")
+                raise FieldMistake(f"the average {name!r} must name experts, each of them once", "averages")
             if not self.averages.keys().isdisjoint(members):
-                raise ValueError(f"the average {name!r} contains an average: list the experts themselves")
+                raise FieldMistake(f"the average {name!r} contains an average: list the experts themselves", "averages")
 
     @property
     def normalizes(self) -> bool:

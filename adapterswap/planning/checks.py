@@ -1,13 +1,13 @@
 """What must hold of a plan: experts that belong together, rules that mean something, tensors that can be computed with.
 
-Each function adds the mistakes that it finds to a `Problems`, so that all are told at once. Decides nothing else.
+Each function adds the mistakes that it finds to a `Problems`, so that all are reported at once. Decides nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from adapterswap.errors import Problems, did_you_mean
+from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, ends_of, format_layers, parse_layers
@@ -60,9 +60,11 @@ def check_names(names: Sequence[str], known: Collection[str], problems: Problems
             problems.add(
                 f"There is no expert {name!r} (experts: {listed})",
                 did_you_mean(name, known, "Name one of them, or add this one to the experts"),
+                parameter="experts",
+                kind=CompositionError,
             )
     if not names:
-        problems.add("Every rule gives its modules to the base", "Name at least one expert")
+        problems.add("Every rule gives its modules to the base", "Name at least one expert", kind=CompositionError)
 
 
 def check_experts(experts: Mapping[str, Adapter], composition: Composition, problems: Problems) -> None:
@@ -76,29 +78,34 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
             problems.add(
                 f"{first_name} adapts the base {one.base_model}, and {name} adapts {other.base_model}",
                 "Compose experts of one base; if both names mean the same weights, pass `base_model`",
+                kind=ExpertError,
             )
         elif composition.base_model is None and (one.revision or "main") != (other.revision or "main"):
             problems.add(
                 f"{first_name} adapts the revision {one.revision or 'main'} of {one.base_model}, and {name} adapts "
                 f"{other.revision or 'main'}",
                 "Compose experts of one revision, or pass `base_model=org/name@revision` for the result",
+                kind=ExpertError,
             )
         if one.tied != other.tied:
             problems.add(
                 f"ensure_weight_tying is {one.tied} in {first_name}, and {other.tied} in {name}",
                 "Compose experts that treat the base's tied embeddings alike",
+                kind=ExpertError,
             )
         # Without a task type PEFT loads what it loads for a language model.
         if (one.task_type or "CAUSAL_LM") != (other.task_type or "CAUSAL_LM"):
             problems.add(
                 f"task_type is {one.task_type} in {first_name}, and {other.task_type} in {name}",
                 "Compose experts of one task type",
+                kind=ExpertError,
             )
         for ours, theirs in ((first.modules, adapter.modules), (first.saved, adapter.saved)):
             compare_shapes(
                 {module: held.shape for module, held in ours.items()},
                 {module: held.shape for module, held in theirs.items()},
                 one=first_name, other=name, remedy="Compose experts of one base model", problems=problems,
+                kind=ExpertError,
             )  # fmt: skip
     _check_names(experts, problems)
 
@@ -114,6 +121,7 @@ def _check_names(experts: Mapping[str, Adapter], problems: Problems) -> None:
                 f"The layers are named {first}.N in {first_name}, and {container}.N in {name}, which may be two names "
                 "of the same modules",
                 remedy,
+                kind=ExpertError,
             )
     if problems:
         return
@@ -133,6 +141,7 @@ def _check_names(experts: Mapping[str, Adapter], problems: Problems) -> None:
                 problems.add(
                     f"{name} adapts {twin[0]}, and {other} adapts {twin[1]}, which may be two names of the same module",
                     remedy,
+                    kind=ExpertError,
                 )
                 return
 
@@ -154,6 +163,7 @@ def check_depth(experts: Mapping[str, Adapter], num_layers: int, problems: Probl
             problems.add(
                 f"{name} adapts layer {deepest}, and the base has {num_layers} layers (0-{num_layers - 1})",
                 "Check `num_layers` or `base_model`",
+                kind=ExpertError,
             )
 
 
@@ -164,6 +174,8 @@ def check_rules(rules: Sequence[Rule], num_layers: int, problems: Problems) -> N
             problems.add(
                 f"the rule `{rule}` names layer {outside[0]}, and the base has {num_layers} (0-{num_layers - 1})",
                 "Correct the rule's layers, or `num_layers`",
+                parameter="allocation",
+                kind=CompositionError,
             )
 
 
@@ -171,25 +183,37 @@ def check_matches(
     rules: Sequence[Rule],
     slots: Sequence[Slot],
     experts: Mapping[str, Adapter],
+    composition: Composition,
     problems: Problems,
 ) -> None:
-    """A rule that takes nothing is a mistake; a slice that is asked for a layer that was cut away is another."""
+    """A rule that takes nothing is a mistake; so is one that needs a layer that was cut away from a slice."""
+    written = None if composition.allocation is None else "allocation"
     for rule in rules:
         if not rule.optional and all(slot.rule is not rule for slot in slots):
-            problems.add(f"the rule `{rule}` matches no module that it could still have", _explain(rule, slots))
+            problems.add(
+                f"the rule `{rule}` matches no module that earlier rules left",
+                _explain(rule, slots),
+                parameter=written,
+                kind=CompositionError,
+            )
     for name, adapter in experts.items():
         if adapter.kept_layers is not None and any(rule.weights and name in rule.experts for rule in rules):
             problems.add(
                 f"{name} is a slice, and its magnitude is that of the whole expert",
                 "Give the whole expert, or explicit weights",
+                parameter=written or "weights",
+                kind=CompositionError,
             )
     for slot in slots:
         for name in slot.requested:
             kept = experts[name].kept_layers if name in experts else None
             if kept is not None and slot.layer is not None and slot.layer not in kept:
                 problems.add(
-                    f"{name} is a slice with the layers {format_layers(kept)}, and is asked for layer {slot.layer}",
+                    f"{name} is a slice with the layers {format_layers(kept)}, and the composition needs its layer "
+                    f"{slot.layer}",
                     "Give the whole expert, or other zones",
+                    parameter=written,
+                    kind=CompositionError,
                 )
 
 
@@ -203,18 +227,22 @@ def check_saved(slots: Sequence[Slot], composition: Composition, problems: Probl
             problems.add(
                 f"{slot.name} is trained in full (modules_to_save) by one expert, and by LoRA by another",
                 "Compose experts that adapt it in the same way",
+                kind=ExpertError,
             )
         if slot.rule.combines_sides:
             problems.add(
                 f"{slot.name} is trained in full (modules_to_save), and cannot be blended by magnitude or by a method "
                 "on ΔW",
                 f"Give it explicit weights, in a rule of its own: {{modules: [{slot.name}], expert: NAME}}",
+                kind=UnsupportedError,
             )
         elif slot.terms and slot.needs_base and composition.base_model is None:
             others = " and ".join(slot.absent) or "the base"
             problems.add(
                 f"{slot.name} is to be averaged with {others}, which has the base's own weights there",
                 "Give the base's folder with `base_model`",
+                parameter="base_model",
+                kind=BaseModelError,
             )
 
 
@@ -223,8 +251,8 @@ def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
         return "Earlier rules took them all: put it before them, or remove it"
     ends = sorted({m.name.removesuffix(".weight").rpartition(".")[2] for m in modules})
     layers = {m.layer for m in modules if m.layer is not None}
-    told = f"layers {min(layers)}-{max(layers)}" if layers else "no layer"
-    return f"The experts adapt {', '.join(ends[:12])} in {told}: correct the rule, or mark it optional: true"
+    where = f"layers {min(layers)}-{max(layers)}" if layers else "no layer"
+    return f"The experts adapt {', '.join(ends[:12])} in {where}: correct the rule, or mark it optional: true"
 
 
 def silenced_experts(rules: Sequence[Rule]) -> set[str]:
@@ -244,7 +272,16 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
             problems.add(
                 f"the expert {name!r} gives no {'tensor' if plan.is_model else 'module'} to the result",
                 "Leave it out, or give it layers and modules that it adapts",
+                parameter=_naming(name, composition),
+                kind=CompositionError,
             )
+
+
+def _naming(expert: str, composition: Composition) -> str:
+    """The field of the composition that names an expert."""
+    if composition.allocation is not None:
+        return "allocation"
+    return "task" if expert in composition.task else "language"
 
 
 def check_architecture(first_name: str, first: Checkpoint, name: str, other: Checkpoint, problems: Problems) -> None:
@@ -254,6 +291,7 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
             problems.add(
                 f"{who} is quantised (quantization_config), and its numbers cannot be averaged",
                 "Give the checkpoint in floating point numbers",
+                kind=UnsupportedError,
             )
     odd = [
         key
@@ -300,4 +338,5 @@ def check_numbers(slots: Mapping[str, Slot], problems: Problems) -> None:
             problems.add(
                 f"{slot.name} is {odd}, and only {', '.join(FLOATS)} can be blended or changed",
                 "Give it to one expert of the same dtype by a rule of its own, or save the checkpoint in another dtype",
+                kind=UnsupportedError,
             )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.errors import AdapterswapError, Problems, check_type
+from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.opening import open_expert
@@ -69,7 +69,7 @@ def layer_swap(
         The plan; one of full weights where an expert is a full checkpoint.
 
     Raises:
-        AdapterswapError: see `open_expert`, `Composition` and `make_plan`.
+        AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
     """
     zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
     given = {key: count for key, count in zones.items() if count is not None}
@@ -154,7 +154,7 @@ def ties(
         The plan; one of full weights where an expert is a full checkpoint.
 
     Raises:
-        AdapterswapError: see `open_expert`, `Composition` and `make_plan`.
+        AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
     """
     return _two_sided(
         "ties", task, language, task_weight, language_weight, num_layers, base_model,
@@ -193,10 +193,13 @@ def dare(
         The plan; one of full weights where an expert is a full checkpoint.
 
     Raises:
-        AdapterswapError: `method` is not one of the two; see `open_expert`, `Composition` and `make_plan`.
+        ArgumentError: `method` is not one of the two.
+        AdapterswapError: see `layer_swap`.
     """
     if method not in ("dare_linear", "dare_ties"):
-        raise AdapterswapError(f"`method` is {method!r}, which is no form of DARE", "Pass dare_linear or dare_ties")
+        raise ArgumentError(
+            f"`method` is {method!r}, which is not a form of DARE", "Pass dare_linear or dare_ties", parameter="method"
+        )
     return _two_sided(
         method, task, language, task_weight, language_weight, num_layers, base_model,
         density=density, seed=seed, scale=scale, allow_negative=allow_negative,
@@ -207,33 +210,40 @@ def compose(composition: Composition | str, experts: Mapping[str, Expert] | None
     """Open the experts that a composition names and apply it to them.
 
     Args:
-        composition: what is asked for, or its short name such as `math+swahili`.
+        composition: the composition, or its short name such as `math+swahili`.
         experts: by name, where they are not (all) in `composition.experts`; these win.
 
     Returns:
         The plan; one of full weights where an expert is a full checkpoint.
 
     Raises:
-        AdapterswapError: see `open_expert` and `make_plan`.
+        AdapterswapError: see `open_expert` (the parameter is `experts`) and `make_plan`.
     """
+    return _compose(composition, experts, {})
+
+
+def _compose(
+    composition: Composition | str, experts: Mapping[str, Expert] | None, parameters: Mapping[str, str]
+) -> Plan:
+    """See `compose`; `parameters` are those that name an expert, by the expert's name; by default `experts`."""
     composition = as_composition(composition)
     check_type(
         experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders, Hub ids or opened experts"
     )
     known: dict[str, Expert] = {**composition.experts, **(experts or {})}
     opened: dict[str, Adapter | Checkpoint] = {}
-    problems = Problems()
+    problems = Problems(CompositionError)
     check_names(composition.expert_names, known, problems)
     for name in composition.expert_names:
         if name in known:
             with problems.collect():
-                opened[name] = _open(known[name])
+                opened[name] = _open(known[name], parameters.get(name, "experts"))
     problems.raise_if_any()
     return make_plan(composition, opened)
 
 
 def read_composition(recipe: str | Path) -> Composition:
-    """Read a recipe for `adapterswap compose`. Experts that lie beside the recipe are found there.
+    """Read a recipe of a composition. Experts that lie beside the recipe are found there.
 
     Args:
         recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`.
@@ -242,20 +252,26 @@ def read_composition(recipe: str | Path) -> Composition:
         The composition, for `compose`.
 
     Raises:
-        AdapterswapError: there is no such recipe; with every mistake in it.
+        NotFoundError: there is no such recipe.
+        FieldError: with every mistake in it.
     """
     check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
-    found = find_recipe(recipe, "compose")
-    composition = read_recipe(found, Composition, paths=["experts.*"])
+    path = find_recipe(recipe, "compose")
+    composition = read_recipe(path, Composition, paths=["experts.*"])
     experts = {
-        name: str(beside) if is_folder(beside := found.parent / expand(path)) else path
-        for name, path in composition.experts.items()
+        name: str(beside) if is_folder(beside := path.parent / expand(place)) else place
+        for name, place in composition.experts.items()
     }
     return composition.model_copy(update={"experts": experts})
 
 
-def _open(reference: Expert) -> Adapter | Checkpoint:
-    return reference if isinstance(reference, Adapter | Checkpoint) else open_expert(reference)
+def _open(reference: Expert, parameter: str) -> Adapter | Checkpoint:
+    if isinstance(reference, Adapter | Checkpoint):
+        return reference
+    try:
+        return open_expert(reference)
+    except AdapterswapError as error:
+        raise error.recast(parameter=parameter) from None
 
 
 def _two_sided(
@@ -280,4 +296,5 @@ def _two_sided(
         "method": method, **names, "task_weight": task_weight, "language_weight": language_weight,
         "num_layers": num_layers, "base_model": base_model, **options,
     }  # fmt: skip
-    return compose(validate(content, Composition, where=method), experts)
+    parameters = {names[side]: side for side in ("language", "task")}
+    return _compose(validate(content, Composition, where=method), experts, parameters)

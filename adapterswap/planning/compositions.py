@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import CompositionError, FieldError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
 from adapterswap.files.smallfiles import expand_text
-from adapterswap.files.yamlfiles import StrictModel
+from adapterswap.files.yamlfiles import FieldMistake, StrictModel
 from adapterswap.methods.registry import check_name, find_method, names_of
 from adapterswap.planning.allocation import BASE, LARGEST, Rule, check_weights
 from adapterswap.planning.names import why_no_name
@@ -37,6 +37,9 @@ ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _SIDED = {
     *ZONES, "task", "language", "task_weight", "language_weight", "weights", "scale", "density", "partition", "norms",
 }  # fmt: skip
+
+# What messages call a weight → its field.
+_WEIGHTS = {"the task": "task_weight", "the language": "language_weight", "scale": "scale"}
 
 
 def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
@@ -105,39 +108,47 @@ class Composition(StrictModel):
         given = self.model_fields_set
         for name in self.experts:
             if reason := why_no_name(name):
-                raise ValueError(reason)
+                raise FieldMistake(reason, "experts")
         for side, names in (("task", self.task), ("language", self.language)):
             if not names:
-                raise ValueError("`task` and `language` name at least one expert each")
+                raise FieldMistake("`task` and `language` name at least one expert each", side)
             if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"`{side}` names {twice[0]!r} twice: list each expert once")
+                raise FieldMistake(f"`{side}` names {twice[0]!r} twice: list each expert once", side)
         if self.allocation is not None:
             extra = sorted(given & _SIDED)
             if extra:
-                raise ValueError(f"`allocation` says everything, so {', '.join(extra)} cannot be given beside it")
+                raise FieldMistake(
+                    f"`allocation` says everything, so {', '.join(extra)} cannot be set beside it", extra[0]
+                )
             if self.method != "layer_swap":
-                raise ValueError(f"`allocation` is a layer swap written out, and the method is {self.method}")
+                raise FieldMistake(
+                    f"`allocation` is a layer swap written out, and the method is {self.method}", "method"
+                )
             if not self.allocation:
-                raise ValueError("`allocation` holds no rule")
+                raise FieldMistake("`allocation` holds no rule", "allocation")
         elif self.method != "layer_swap" or self.partition:
             extra = sorted(given & set(ZONES))
             if extra:
                 what = f"partition {self.partition}" if self.partition else self.method
                 belong = "belongs" if len(extra) == 1 else "belong"
-                raise ValueError(f"{', '.join(extra)} {belong} to a layer swap by zones, not to {what}")
+                raise FieldMistake(f"{', '.join(extra)} {belong} to a layer swap by zones, not to {what}", extra[0])
         if self.partition and self.method != "layer_swap":
-            raise ValueError(f"a partition is a layer swap, and the method is {self.method}")
+            raise FieldMistake(f"a partition is a layer swap, and the method is {self.method}", "partition")
         if self.method != "layer_swap" and "norms" in given:
-            raise ValueError(f"norms belong to a layer swap, not to {self.method}, which treats all tensors alike")
+            raise FieldMistake(
+                f"norms belong to a layer swap, not to {self.method}, which treats all tensors alike", "norms"
+            )
         parameters = find_method(self.method).parameters
         for name, is_set in (("scale", self.scale != 1), ("density", self.density is not None)):
             if is_set and name not in parameters:
                 having = [method for method in names_of() if name in find_method(method).parameters]
-                raise ValueError(f"{name} belongs to {', '.join(having)}, not to {self.method}")
+                raise FieldMistake(f"{name} belongs to {', '.join(having)}, not to {self.method}", name)
         if "density" in parameters and self.density is None:
-            raise ValueError(f"{self.method} needs a density: the share of ΔW that it keeps, such as 0.5")
+            raise FieldMistake(f"{self.method} needs a density: the share of ΔW that it keeps, such as 0.5", "density")
         if self.weights == "magnitude" and self.method not in ("layer_swap", "soup"):
-            raise ValueError(f"magnitude weights belong to averages (layer_swap, soup), not to {self.method}")
+            raise FieldMistake(
+                f"magnitude weights belong to averages (layer_swap, soup), not to {self.method}", "weights"
+            )
         self._check_weights()
         self._check_rules()
         return self
@@ -149,13 +160,15 @@ class Composition(StrictModel):
         if self.allocation is None:
             averages = {name for names in (self.task, self.language) for name in _Side(names).averages}
         if clash := sorted(averages & {*self.experts, *self.expert_names}):
-            raise ValueError(f"an average and an expert are both called {clash[0]!r}: rename one of them")
+            raise FieldMistake(f"an average and an expert are both called {clash[0]!r}: rename one of them", "experts")
         if self.allocation is not None:
             return
         reset = (BASE,) in (self.task, self.language)
         blends = self.method == "soup" or self.bottom_transition or self.top_transition or self.task == (BASE,)
         if self.weights == "magnitude" and reset and blends:
-            raise ValueError("magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights")
+            raise FieldMistake(
+                "magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights", "weights"
+            )
         if self.method == "slerp" and len(self._combined()) != 2:
             raise ValueError(
                 "slerp turns from one expert to another: name a task and a language expert that differ (several on a "
@@ -164,14 +177,16 @@ class Composition(StrictModel):
         if self.method != "layer_swap":
             try:
                 self.rules(1)
-            except AdapterswapError as error:  # so that it is reported with the composition's other mistakes
+            except FieldError as error:  # so that it is reported with the composition's other mistakes
                 raise ValueError("; ".join(problem.message for problem in error.problems)) from None
 
     def _check_weights(self) -> None:
-        weights = {"the task": self.task_weight, "the language": self.language_weight}
+        weights = {name: getattr(self, field) for name, field in _WEIGHTS.items() if field != "scale"}
         check_weights(weights, normalize="scale" not in find_method(self.method).parameters)
         if not 0 < abs(self.scale) <= LARGEST:
-            raise ValueError(f"scale is {self.scale:g}, and must be a finite number other than 0, up to 1e9 in size")
+            raise FieldMistake(
+                f"scale is {self.scale:g}, and must be a finite number other than 0, up to 1e9 in size", "scale"
+            )
         if self.allow_negative:
             return
         for rule in self.allocation or ():
@@ -179,9 +194,10 @@ class Composition(StrictModel):
         weights |= {"scale": self.scale}
         for name, weight in weights.items():
             if weight < 0:
-                raise ValueError(
+                raise FieldMistake(
                     f"the weight of {name} is {weight:g}, and negative weights subtract an expert: "
-                    "pass `allow_negative=True` if that is meant"
+                    "pass `allow_negative=True` if that is meant",
+                    _WEIGHTS.get(name, "allocation"),
                 )
 
     @property
@@ -197,21 +213,23 @@ class Composition(StrictModel):
         """(b, u, t_b, t_u) for a model of `num_layers` layers, defaults filled in.
 
         Raises:
-            AdapterswapError: the zones need more layers than there are.
+            CompositionError: the zones need more layers than there are.
         """
         bottom = scaled_default(_PAPER_BOTTOM, num_layers) if self.bottom is None else self.bottom
         top = scaled_default(_PAPER_TOP, num_layers) if self.top is None else self.top
         zones = (bottom, top, self.bottom_transition, self.top_transition)
         if sum(zones) > num_layers:
-            told = " + ".join(f"{name} {count}" for name, count in zip(ZONES, zones, strict=True) if count)
-            raise AdapterswapError(
-                f"the zones overlap: {told} = {sum(zones)} layers, and the model has {num_layers}",
+            terms = " + ".join(f"{name} {count}" for name, count in zip(ZONES, zones, strict=True) if count)
+            raise CompositionError(
+                f"the zones overlap: {terms} = {sum(zones)} layers, and the model has {num_layers}",
                 "Lower them so that together they fit",
+                parameter=next((name for name in ZONES if getattr(self, name)), None),
             )
         if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
-            raise AdapterswapError(
+            raise CompositionError(
                 f"the paper's defaults, scaled to {num_layers} layers, give the language expert no layer",
                 "Pass `bottom` and `top`",
+                parameter="bottom",
             )
         return zones
 
@@ -223,7 +241,8 @@ class Composition(StrictModel):
             full: for full checkpoints, which have norms; `norms` says what becomes of them.
 
         Raises:
-            AdapterswapError: see `zones`; or the weights make no blend.
+            CompositionError: see `zones`.
+            FieldError: the weights make no blend.
         """
         if self.allocation is not None:
             return self.allocation
@@ -263,7 +282,7 @@ class Composition(StrictModel):
             full: an expert is a full checkpoint, so `norms` counts.
 
         Raises:
-            AdapterswapError: see `zones`.
+            CompositionError: see `zones`.
         """
         fields = {"method", "row_threshold"}
         zones: dict[str, int] = {}

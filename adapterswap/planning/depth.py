@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.sources import (
@@ -38,23 +38,25 @@ def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known
     """See `Depth`; `known` is what the model itself says.
 
     Raises:
-        AdapterswapError: the composition's is not the base's, or there is none; see `find_num_layers`.
+        CompositionError: the composition's is not the base's.
+        NotFoundError, BaseModelError, UnsupportedError: see `find_num_layers`.
     """
-    given, declared = composition.num_layers, composition.base_model
-    if given is None:
+    requested, declared = composition.num_layers, composition.base_model
+    if requested is None:
         return Depth(known) if known else Depth(*find_num_layers(experts, declared))
     base, found = ("the model", known) if known else _depth_on_this_machine(experts, declared)
     is_local = declared is not None and not known and is_folder(expand(declared))
     source = find_source(declared, [], what="base model") if declared and is_local else None
     if found is None:
         reach = f"This machine does not have the depth of {public_name(base)}" if base else "The experts name no base"
-        return Depth(given, source, (f"{reach}, so num_layers {given} could not be checked",))
-    if found != given:
-        raise AdapterswapError(
-            f"num_layers is {given}, and {base} has {found} layers",
+        return Depth(requested, source, (f"{reach}, so num_layers {requested} could not be checked",))
+    if found != requested:
+        raise CompositionError(
+            f"num_layers is {requested}, and {base} has {found} layers",
             "Leave `num_layers` out; pass `base_model` if that is another base than the experts'",
+            parameter="num_layers",
         )
-    return Depth(given, source)
+    return Depth(requested, source)
 
 
 def _depth_on_this_machine(experts: Mapping[str, Adapter], base_model: str | None) -> tuple[str | None, int | None]:
@@ -63,7 +65,7 @@ def _depth_on_this_machine(experts: Mapping[str, Adapter], base_model: str | Non
     config = cached_base_config(base) if base else None
     try:
         return base, None if config is None else num_layers_in_config(config)
-    except AdapterswapError:  # an encoder and a decoder, whose depths may differ
+    except UnsupportedError:  # an encoder and a decoder, whose depths may differ
         return base, None
 
 
@@ -77,30 +79,35 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
     """The base's number of layers, from its config.json, never from the experts' modules; and the base.
 
     Raises:
-        AdapterswapError: no base is named, it cannot be had, or its config does not say.
+        NotFoundError: the base does not exist, here or on the Hub.
+        BaseModelError: no base is named, or its config is damaged or does not say.
+        UnsupportedError: it has an encoder and a decoder.
     """
     named: dict[str, str] = {}
     for name, adapter in experts.items():
         if (reference := _reference(adapter)) is not None:
             named[name] = reference
     if base_model is not None:
-        base, namer, mend = base_model, "`base_model`", "Correct it, or pass `num_layers`"
+        base, namer, remedy = base_model, "`base_model`", "Correct it, or pass `num_layers`"
     elif named:
         namer, base = next(iter(named.items()))
-        namer, mend = f"{namer}'s adapter_config.json", "Pass `base_model` with the base's folder, or `num_layers`"
+        namer, remedy = f"{namer}'s adapter_config.json", "Pass `base_model` with the base's folder, or `num_layers`"
     else:
-        raise AdapterswapError(
+        raise BaseModelError(
             "the experts do not say which base model they adapt",
             "Pass `num_layers`, or `base_model` with the base's folder",
+            parameter="base_model",
         )
     try:
         source, config = base_config(base)
     except AdapterswapError as error:
-        told = error.problems[0].message
-        raise AdapterswapError(
-            f"the number of layers comes from the base that {namer} names, and {told}", mend
+        reason = error.problems[0].message
+        raise type(error)(
+            f"the number of layers comes from the base that {namer} names: {reason}", remedy, parameter="base_model"
         ) from None
     found = num_layers_in_config(config)
     if found is None:
-        raise AdapterswapError(f"the config of {base} does not say how many layers it has", "Pass `num_layers`")
+        raise BaseModelError(
+            f"the config of {base} does not say how many layers it has", "Pass `num_layers`", parameter="num_layers"
+        )
     return found, source

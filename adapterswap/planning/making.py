@@ -12,7 +12,14 @@ from numbers import Integral
 
 from adapterswap.changes.kinds import Change, LowRank, Whole
 from adapterswap.changes.locating import Located, TiedHead, find_tied_head, locate_all, with_head
-from adapterswap.errors import AdapterswapError, Problems, check_type
+from adapterswap.errors import (
+    ArgumentError,
+    BaseModelError,
+    CompositionError,
+    ExpertError,
+    Problems,
+    check_type,
+)
 from adapterswap.experts.adapters import Adapter, by_layer
 from adapterswap.experts.checkpoints import Checkpoint, Parameter, open_checkpoint
 from adapterswap.experts.layers import num_layers_in_config
@@ -52,7 +59,7 @@ def make_plan(
     """Apply a composition to opened experts.
 
     Args:
-        composition: what is asked for, or its short name such as `math+swahili`.
+        composition: the composition, or its short name such as `math+swahili`.
         experts: by the names that the composition uses; others are ignored. If one of them is a full checkpoint, the
             plan is one of full weights.
         num_layers: the base's number of layers, where you know it from the model itself. By default it comes from the
@@ -61,21 +68,28 @@ def make_plan(
             result were allowed then.
 
     Raises:
-        AdapterswapError: with every mistake found: an expert that is missing, or of another base, shape, architecture
-            or vocabulary; a rule that matches nothing or names layers out of range; a module or tensor that no rule
-            covers; an expert that is never used; a base that is needed and not given.
+        ArgumentError: an argument is of another type.
+        CompositionError: an expert is missing or never used; a rule matches nothing or names layers out of range; no
+            rule covers a module or tensor; the zones overlap; `num_layers` is not the base's.
+        ExpertError: experts are of different bases, shapes, architectures or vocabularies.
+        NotFoundError, BaseModelError: the base is needed, and is not known, damaged or another one.
+        UnsupportedError: what the composition wants cannot be computed from these tensors.
+        AdapterswapError: several of these, reported together.
     """
     composition = as_composition(composition)
     check_type(experts, Mapping, "experts", "Pass a mapping from names to opened experts")
     check_type(num_layers, (Integral, type(None)), "num_layers", "Pass a whole number such as 32")
-    problems = Problems()
+    problems = Problems(ExpertError)
     names: Sequence[str] = composition.expert_names
     if recorded:  # in the order of the record: the first expert gives the result what no rule decides
         names = sorted(names, key=[*experts, *names].index)
     for name in names:
         if not isinstance(experts.get(name), Adapter | Checkpoint | None):
             problems.add(
-                f"The expert {name!r} is of type {type(experts[name]).__name__}", "Open it first, with `open_expert`"
+                f"The expert {name!r} is of type {type(experts[name]).__name__}",
+                "Open it first, with `open_expert`",
+                parameter="experts",
+                kind=ArgumentError,
             )
     problems.raise_if_any()
     check_names(names, experts, problems)
@@ -118,7 +132,7 @@ def _plan_of_modules(
     }
     apart = composition.row_threshold is not None
     filled = [*_filled(rules, slots, factors, problems, apart=apart), *_filled(rules, saved, tensors, problems)]
-    check_matches(rules, filled, adapters, problems)
+    check_matches(rules, filled, adapters, composition, problems)
     check_saved(filled, composition, problems)
     return Plan(
         composition, rules, adapters, depth.num_layers, {slot.name: slot for slot in filled},
@@ -130,7 +144,12 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     full = {name: expert for name, expert in experts.items() if isinstance(expert, Checkpoint)}
     if composition.row_threshold:
-        problems.add("row_threshold is for rows of adapters' ΔW, and an expert is a full checkpoint", "Leave it out")
+        problems.add(
+            "row_threshold is for rows of adapters' ΔW, and an expert is a full checkpoint",
+            "Leave it out",
+            parameter="row_threshold",
+            kind=CompositionError,
+        )
     problems.raise_if_any()
     base = _open_base(composition, adapters)
     skeleton_name, skeleton = ("the base", base) if base else next(iter(full.items()))
@@ -153,11 +172,12 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     filled = {slot.name: slot for slot in _filled(rules, slots, changes, problems)}
     problems.raise_if_any()
     filled, untied = _settle_head(filled, tied, adapters, skeleton)
-    check_matches(rules, list(filled.values()), adapters, problems)
+    check_matches(rules, list(filled.values()), adapters, composition, problems)
     check_numbers(filled, problems)
     if base is None and (needing := [slot.name for slot in filled.values() if slot.needs_base or not slot.terms]):
         more = f", like {len(needing) - 1} more" * (len(needing) > 1)
-        problems.add(f"{needing[0]} has a part of the base's own weights{more}", _GIVE_BASE)
+        message = f"{needing[0]} has a part of the base's own weights{more}"
+        problems.add(message, _GIVE_BASE, parameter="base_model", kind=BaseModelError)
     return Plan(composition, rules, experts, num_layers, filled, is_model=True, base=base, untied=untied)
 
 
@@ -167,11 +187,17 @@ def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, pro
     stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=-1)
     num_layers = composition.num_layers or found
     if num_layers is None:
-        problems.add(f"the config of {name} does not say how many layers it has", "Pass `num_layers`")
+        message, remedy = f"the config of {name} does not say how many layers it has", "Pass `num_layers`"
+        problems.add(message, remedy, parameter="num_layers", kind=BaseModelError)
     elif found not in (None, num_layers):
-        problems.add(f"num_layers is {num_layers}, and {name} has {found} layers", "Leave `num_layers` out")
+        message, remedy = f"num_layers is {num_layers}, and {name} has {found} layers", "Leave `num_layers` out"
+        problems.add(message, remedy, parameter="num_layers", kind=CompositionError)
     elif found is None and num_layers != stored_layers:
-        problems.add(f"num_layers is {num_layers}, and {name} stores {stored_layers} layers", "Correct `num_layers`")
+        message, remedy = (
+            f"num_layers is {num_layers}, and {name} stores {stored_layers} layers",
+            "Correct `num_layers`",
+        )
+        problems.add(message, remedy, parameter="num_layers", kind=CompositionError)
     problems.raise_if_any()
     assert num_layers is not None
     return num_layers
@@ -216,7 +242,10 @@ def _filled(
     if uncovered:
         more = f" and {len(uncovered) - 1} more" if len(uncovered) > 1 else ""
         problems.add(
-            f"no rule covers {uncovered[0]}{more}", "End the allocation with a rule for all, such as {expert: NAME}"
+            f"no rule covers {uncovered[0]}{more}",
+            "End the allocation with a rule for all, such as {expert: NAME}",
+            parameter="allocation",
+            kind=CompositionError,
         )
     return filled
 
@@ -243,11 +272,12 @@ def base_of(plan: Plan, base_model: str | None = None) -> Checkpoint:
     """The base of a plan of adapters: `base_model`, or the one that the experts or the composition name.
 
     Raises:
-        AdapterswapError: none is named, or see `open_checkpoint`.
+        BaseModelError: none is named.
+        NotFoundError, BaseModelError, UnsupportedError: see `open_checkpoint`.
     """
     reference = base_model or plan.base_reference
     if reference is None:
-        raise AdapterswapError("the experts do not say which base model they adapt", _GIVE_BASE)
+        raise BaseModelError("the experts do not say which base model they adapt", _GIVE_BASE, parameter="base_model")
     return open_checkpoint(reference)
 
 
@@ -259,13 +289,16 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         base: the base that the experts adapt.
 
     Raises:
-        AdapterswapError: the base lacks a module, or has it in another shape or in other than floating point numbers.
+        BaseModelError: the base lacks a module, or has it in another shape.
+        UnsupportedError: it is quantised, or a weight is not in floating point numbers.
+        AdapterswapError: several of these, reported together.
     """
-    problems = Problems()
+    problems = Problems(BaseModelError)
     check_architecture("the base", base, "the base", base, problems)
     found = num_layers_in_config(base.config)
     if found is not None and found != plan.num_layers:
-        problems.add(f"the plan is for {plan.num_layers} layers, and the base has {found}", "Give the experts' base")
+        message = f"the plan is for {plan.num_layers} layers, and the base has {found}"
+        problems.add(message, "Give the experts' base", parameter="base_model")
     tied = find_tied_head(base, plan.adapters)
     stored = with_head(base.parameters, tied)
     located = locate_all(plan.adapters, stored, "the base", base, problems)
@@ -291,7 +324,9 @@ def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Che
     named = (at_revision(config.base_model, config.revision) for config in configs if config.base_model)
     reference = composition.base_model or next(named, None)
     if reference is None and adapters:
-        raise AdapterswapError(f"{next(iter(adapters))} does not say which base model it adapts", _GIVE_BASE)
+        raise BaseModelError(
+            f"{next(iter(adapters))} does not say which base model it adapts", _GIVE_BASE, parameter="base_model"
+        )
     return open_checkpoint(reference) if reference else None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.sources import Source, at_revision, same_base, split_revision
@@ -149,13 +149,13 @@ class Plan:
         return self.base or next(iter(self.checkpoints.values()))
 
     def check_adapter(self) -> None:
-        """Raise `AdapterswapError` if the result is full weights, which are not written or switched as an adapter."""
+        """Raise an `UnsupportedError` if the result is full weights, which are not written or loaded as an adapter."""
         if not self.is_model:
             return
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"{next(iter(self.checkpoints))} is a full checkpoint, and only adapters can be written as one, loaded or "
             "served",
-            "Write full weights with `adapterswap merge`, or cut an adapter out of it first with `adapterswap extract`",
+            "Write full weights with `merge`, or cut an adapter out of it first with `extract`",
         )
 
     @property

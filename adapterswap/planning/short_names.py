@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import ArgumentError, FieldError, check_type, did_you_mean
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.compositions import ZONES, Composition
 from adapterswap.planning.names import SHORT_NAME
@@ -22,7 +22,8 @@ def as_composition(composition: Composition | str) -> Composition:
     """A `Composition` as it is, a short name parsed.
 
     Raises:
-        AdapterswapError: it is neither; see also `parse_composition`.
+        ArgumentError: it is neither.
+        ArgumentError, FieldError: see `parse_composition`.
     """
     check_type(composition, (Composition, str), "composition", "Pass a Composition or a name such as 'math+swahili'")
     return composition if isinstance(composition, Composition) else parse_composition(composition)
@@ -32,17 +33,23 @@ def parse_composition(name: str) -> Composition:
     """The composition with the short name `name`: `math+swahili` or `math+swahili@bottom=4,top=1`.
 
     Raises:
-        AdapterswapError: the name is not of that form, or a value is not allowed.
+        ArgumentError: the name is not of that form.
+        FieldError: a setting is unknown, repeated or without a value, or its value is not allowed.
     """
     check_type(name, str, "name", "Pass a name such as 'math+swahili'")
     match = re.fullmatch(rf"({SHORT_NAME})\+({SHORT_NAME})(?:@([\w=.,+-]+))?", name)
     form = f"Write TASK+LANGUAGE, or TASK+LANGUAGE@key=value,… with the keys {', '.join(_SHORT_KEYS)}"
     if match is None:
-        raise AdapterswapError(f"{name!r} is not the short name of a composition", form)
+        raise ArgumentError(f"{name!r} is not the short name of a composition", form, parameter="name")
     content: dict[str, Any] = {"task": match[1], "language": match[2]}
     for item in filter(None, (match[3] or "").split(",")):
         key, _, value = item.partition("=")
-        if key not in _SHORT_KEYS or not value or key in content:
-            raise AdapterswapError(f"{name!r}: {item!r} is not one setting among those allowed, given once", form)
+        if key not in _SHORT_KEYS:
+            remedy = did_you_mean(key, _SHORT_KEYS, form)
+            raise FieldError(f"{name!r}: unknown setting {key!r}", remedy, parameter=key or None)
+        if not value:
+            raise FieldError(f"{name!r}: {key} has no value", f"Write {key}=VALUE", parameter=key)
+        if key in content:
+            raise FieldError(f"{name!r}: {key} is set twice", "Set it once", parameter=key)
         content[key] = value
     return validate(content, Composition, where=name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import ArgumentError, CompositionError, check_type
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, open_adapter
 from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.planning.allocation import BASE, Rule
@@ -37,38 +37,45 @@ def slice_layers(
         The plan, to be written or merged.
 
     Raises:
-        AdapterswapError: the adapter cannot be opened; the text names no layers, or layers that the base or the adapter
-            does not have.
+        ArgumentError: the text is not a list of layers, or none of them is the adapter's.
+        CompositionError: it names layers that the base, or a slice, does not have.
+        NotFoundError, ExpertError, UnsupportedError: see `open_adapter`.
+        AdapterswapError: see `make_plan`.
     """
     check_type(adapter, (Adapter, str, Path), "adapter", "Pass a local folder, a Hub id or an opened adapter")
     check_type(layers, str, "layers", "Write for instance `layers=0-4,30-31`")
     if not isinstance(adapter, Adapter):
         adapter = open_adapter(adapter)
-    mend = "Write for instance `layers=0-4,30-31`"
+    remedy = "Write for instance `layers=0-4,30-31`"
     try:
         kept = parse_layers(layers)
     except ValueError as error:
-        raise AdapterswapError(f"`layers`: {error}", mend) from None
+        raise ArgumentError(f"`layers`: {error}", remedy, parameter="layers") from None
     if not kept:
-        raise AdapterswapError(f"`layers` {layers!r} names no layer", mend)
+        raise ArgumentError(f"`layers` {layers!r} names no layer", remedy, parameter="layers")
     name = expert_name(adapter, {}, "expert")
     modules: list[LoraModule | FullModule] = [*adapter.modules.values(), *adapter.saved.values()]
     held = {module.layer for module in modules if module.layer is not None}
     if not kept & held:
-        raise AdapterswapError(
+        raise ArgumentError(
             f"{name} adapts none of the layers {format_layers(kept)}",
             f"It adapts {format_layers(held)}: choose among them",
+            parameter="layers",
         )
     rules = (
         Rule(layers=format_layers(kept), expert=name),
         Rule(layers=NO_LAYER, expert=name, optional=True),
         Rule(expert=BASE, optional=True),
     )
-    return make_plan(Composition(allocation=rules, num_layers=num_layers, base_model=base_model), {name: adapter})
+    composition = Composition(allocation=rules, num_layers=num_layers, base_model=base_model)
+    try:
+        return make_plan(composition, {name: adapter})
+    except CompositionError as error:
+        raise (error.recast(parameter="layers") if error.parameter == "allocation" else error) from None
 
 
 def sliced_layers(plan: Plan) -> str | None:
-    """The layers that a slice keeps; None for a plan that is no slice."""
+    """The layers that a slice keeps; None for a plan that is not a slice."""
     rules = plan.rules
     if len(plan.experts) != 1 or len(rules) != 3 or plan.composition.allocation is None:
         return None
