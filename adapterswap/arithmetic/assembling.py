@@ -24,7 +24,8 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
         files: the open files that the pieces lie in.
 
     Raises:
-        AdapterswapError: a piece holds NaN or infinity, or the result overflows its dtype.
+        ExpertError: a piece holds NaN or infinity.
+        UnsupportedError: the result overflows its dtype.
     """
     values = np.zeros(tensor.shape, np.float32)
     with np.errstate(all="ignore"):  # as in `encode`

@@ -17,7 +17,7 @@ from adapterswap.changes.deltas import row_magnitudes
 from adapterswap.changes.kinds import Change, Whole
 from adapterswap.changes.locating import find_tied_head, locate_all, with_head
 from adapterswap.changes.reading import FactorReader, factor_reader, read_rows, row_reader
-from adapterswap.errors import Problems
+from adapterswap.errors import BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.orientation import Orientation
 from adapterswap.files.dtypes import FLOATS
@@ -34,20 +34,23 @@ def sides_magnitudes(plan: Plan) -> dict[str, float]:
     """The mean absolute ΔW of each side whose weight depends on it.
 
     Raises:
-        AdapterswapError: a side changes nothing, so there is nothing to divide its weight by; a tensor that is read
-            holds NaN or infinity, or a product overflows.
+        ExpertError: a side changes nothing, so there is nothing to divide its weight by; a tensor that is read holds
+            NaN or infinity.
+        UnsupportedError: a product overflows.
+        BaseModelError: the base lacks what an adapter changes.
     """
     wanted: dict[str, Mapping[str, float]] = {}
     for slot in plan:
         if slot.rule is not None and slot.rule.weights:
             wanted |= {side: slot.rule.sides[side] for side in slot.weights}
     magnitudes = {side: _magnitude(shares, plan) for side, shares in wanted.items()}
-    problems = Problems()
+    problems = Problems(ExpertError)
     for side in (side for side, magnitude in magnitudes.items() if magnitude == 0):
         problems.add(
             f"{side} changes nothing (its mean |ΔW| is 0, as in an untrained expert), and `weights: magnitude` divides "
             "by that",
             "Use a trained expert, or equal weights",
+            parameter="weights",
         )
     problems.raise_if_any()
     return magnitudes
@@ -68,7 +71,7 @@ def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapter
     Of several experts it is the magnitude of their average, over the modules that any of them adapts.
 
     Raises:
-        AdapterswapError: see `FactorReader`; or a product of factors overflows.
+        ExpertError, UnsupportedError: see `read_factors`; or a product of factors overflows.
     """
     total, rows = 0.0, 0
     held = {expert: adapters[expert].modules for expert in shares}
@@ -86,7 +89,7 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
     orientation = Orientation(base)
     tied = find_tied_head(base, adapters)
     parameters = with_head(base.parameters, tied)
-    problems = Problems()
+    problems = Problems(BaseModelError)
     located = locate_all(adapters, parameters, "the base", base, problems)
     problems.raise_if_any()
     total, rows = 0.0, 0

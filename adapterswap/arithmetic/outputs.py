@@ -12,7 +12,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adapterswap.errors import Problems, check_type
+from adapterswap.errors import ArgumentError, Problems, check_type
 from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.tensorfile import Tensor
 
@@ -40,13 +40,19 @@ class Form:
     def __post_init__(self) -> None:
         check_type(self.max_rank, (Integral, type(None)), "max_rank", "Pass a whole number such as 64")
         check_type(self.max_error, (Real, type(None)), "max_error", "Pass a number such as 0.1")
-        problems = Problems()
+        problems = Problems(ArgumentError)
         if self.layout not in ("exact", "portable"):
-            problems.add(f"layout is {self.layout!r}", "Choose exact or portable")
+            problems.add(f"layout is {self.layout!r}", "Choose exact or portable", parameter="layout")
         if self.max_rank is not None and self.max_rank < 1:
-            problems.add(f"max_rank is {self.max_rank}, and a rank is 1 or more", "Give a larger one")
+            problems.add(
+                f"max_rank is {self.max_rank}, and a rank is 1 or more", "Pass a larger one", parameter="max_rank"
+            )
         if self.max_error is not None and not 0 < self.max_error < 1:
-            problems.add(f"max_error is {self.max_error}, and must lie between 0 and 1", "Give for instance 0.1")
+            problems.add(
+                f"max_error is {self.max_error}, and must be between 0 and 1",
+                "Pass for instance 0.1",
+                parameter="max_error",
+            )
         problems.raise_if_any()
 
 

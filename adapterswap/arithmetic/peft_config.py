@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import BaseModelError
 from adapterswap.experts.adapter_config import scale
 
 __all__ = ["Shape", "adapter_config", "check_base_name", "is_fused", "most_common", "written_scale"]
@@ -41,12 +41,13 @@ def check_base_name(base_model: str | None) -> None:
     """Refuse a base whose path an adapter's config cannot hold, such as one with bytes that are not UTF-8.
 
     Raises:
-        AdapterswapError: the path has characters that are not printable.
+        BaseModelError: the path has characters that are not printable.
     """
     if base_model is not None and not base_model.isprintable():
-        raise AdapterswapError(
+        raise BaseModelError(
             f"the path of the base, {base_model}, holds characters that adapter_config.json cannot name",
             "Rename the folder, or pass another path to it (`base_model`), such as a symlink",
+            parameter="base_model",
         )
 
 
@@ -72,7 +73,7 @@ def adapter_config(
         saved: modules trained in full. The other arguments: see `AdapterConfig`.
 
     Raises:
-        AdapterswapError: see `check_base_name`.
+        BaseModelError: see `check_base_name`.
     """
     check_base_name(base_model)
     # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.

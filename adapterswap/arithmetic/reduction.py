@@ -1,4 +1,4 @@
-"""Modules that must be cut to a rank: linear blends above --max-rank, and every nonlinear blend.
+"""Modules that must be cut to a rank: linear blends above `max_rank`, and every nonlinear blend.
 
 Linear blends are low-rank already and are truncated by `lowrank` without forming ΔW. Nonlinear ones (TIES, DARE,
 pruning) have full rank: their ΔW is formed, a module at a time, and approximated (`approximation`). Knows plans and
@@ -21,7 +21,7 @@ from adapterswap.arithmetic.peft_config import written_scale
 from adapterswap.arithmetic.resolving import Resolved, side_factors
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.reading import FactorReader, factor_reader
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import UnsupportedError
 from adapterswap.files.numbers import decode, finite_bytes, too_large
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
@@ -38,12 +38,13 @@ def must_reduce(module: Slot, form: Form) -> bool:
 
 
 def check_form(plan: Plan, form: Form) -> None:
-    """Raise `AdapterswapError` where a nonlinear plan is to be written without a bound on its rank or error."""
+    """Raise an `UnsupportedError` where a nonlinear plan is to be written without a bound on its rank or error."""
     nonlinear = next((module for module in plan.modules.values() if module.terms and not module.is_linear), None)
     if nonlinear is not None and form.max_rank is None and form.max_error is None:
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"{nonlinear.method} gives {nonlinear.name} a ΔW of full rank, and an adapter has a low one",
             "Pass `max_rank` or `max_error`",
+            parameter="max_rank",
         )
 
 
@@ -53,7 +54,8 @@ def reduce(
     """Truncate every module that must be; `progress` is called with each one's name when it is done.
 
     Raises:
-        AdapterswapError: a nonlinear method without a rank or error, NaN or infinity in a factor, overflow.
+        UnsupportedError: a nonlinear method without a rank or error, or overflow.
+        ExpertError: NaN or infinity in a factor.
     """
     plan = resolved.plan
     check_form(plan, form)

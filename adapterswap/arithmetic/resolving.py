@@ -53,8 +53,9 @@ def resolve(plan: Plan) -> Resolved:
     SLERP of stored tensors is left open: it is computed with the tensors themselves.
 
     Raises:
-        AdapterswapError: a tensor that is read holds NaN or infinity, or a product of two overflows; a side whose
-            weight is divided by its magnitude changes nothing.
+        ExpertError: a tensor that is read holds NaN or infinity; a side whose weight is divided by its magnitude
+            changes nothing.
+        UnsupportedError: a product overflows.
     """
     by_magnitude = any(slot.rule is not None and slot.rule.weights for slot in plan)
     by_angle = any(_has_angle(slot) for slot in plan)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.changes.kinds import Whole
-from adapterswap.errors import Problems
+from adapterswap.errors import BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOATS
@@ -74,7 +74,7 @@ def is_one_weight(one: Weight, other: Weight) -> bool:
     """Whether they are equal, or one of them is the other rounded to its own dtype.
 
     Raises:
-        AdapterswapError: see `read_bytes`.
+        ExpertError: see `read_bytes`.
     """
     if one.shape != other.shape:
         return False
@@ -99,7 +99,7 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
     """Compare the copies that experts carry of the same weight, whether a plan takes them or not.
 
     Raises:
-        AdapterswapError: two experts carry different copies, or see `is_one_weight`.
+        ExpertError: two experts carry different copies, or see `is_one_weight`.
     """
     carried: dict[str, dict[str, Tensor]] = {}
     for expert, adapter in adapters.items():
@@ -109,7 +109,7 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
     shared = {name: copies for name, copies in carried.items() if len(copies) > 1}
     if not shared:
         return
-    problems = Problems()
+    problems = Problems(ExpertError)
     with open_files(adapter.file for adapter in adapters.values()) as files:
         for copies in shared.values():
             found = {expert: stored_weight(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()}
@@ -125,7 +125,9 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
     problems.raise_if_any()
 
 
-def check_base(carried: Iterable[Carried], base: Checkpoint, where: str, *, effect: str, remedy: str) -> None:
+def check_base(
+    carried: Iterable[Carried], base: Checkpoint, where: str, *, effect: str, remedy: str, parameter: str | None = None
+) -> None:
     """Compare copies with the base's own weights, up to the rounding of the narrower of their dtypes.
 
     Args:
@@ -134,14 +136,15 @@ def check_base(carried: Iterable[Carried], base: Checkpoint, where: str, *, effe
         where: what messages call the base.
         effect: what becomes of a copy, for messages: "which PEFT would put in its place".
         remedy: what to do.
+        parameter: the parameter that gave the base.
 
     Raises:
-        AdapterswapError: an adapter carries another weight than the base has.
+        BaseModelError: an adapter carries another weight than the base has.
     """
     compared = [one for one in carried if one.own.tensor.dtype in FLOATS]
     if not compared:
         return
-    problems = Problems()
+    problems = Problems(BaseModelError)
     adapters = {one.adapter.file.path: one.adapter.file for one in compared}
     with open_files([*adapters.values(), *base.shards]) as files:
         for one in compared:
@@ -151,5 +154,6 @@ def check_base(carried: Iterable[Carried], base: Checkpoint, where: str, *, effe
                     f"{one.expert} was trained on another {one.name} than {where} has: it carries a copy "
                     f"({one.copy.name}), {effect}",
                     remedy,
+                    parameter=parameter,
                 )
     problems.raise_if_any()

@@ -32,7 +32,7 @@ class Factors(NamedTuple):
         """The factors of ΔW = s·B·A, with the scale in b.
 
         Raises:
-            AdapterswapError: b overflows float32 when it is scaled; the message calls the weight `name`.
+            UnsupportedError: b overflows float32 when it is scaled; the message calls the weight `name`.
         """
         with np.errstate(over="ignore"):
             return cls(a, finite(b * np.float32(scale), name))
@@ -63,7 +63,7 @@ def blocks(delta: Delta, name: str) -> Iterator[Rows]:
     """ΔW by blocks of whole rows, in float32.
 
     Raises:
-        AdapterswapError: a product overflows float32; the message calls the weight `name`.
+        UnsupportedError: a product overflows float32; the message calls the weight `name`.
     """
     out, width = delta.shape
     step = max(1, _BLOCK // width)
@@ -77,7 +77,7 @@ def finite(rows: Matrix, name: str) -> Matrix:
     """The rows, if every number of theirs is finite.
 
     Raises:
-        AdapterswapError: one is not; the message calls the weight `name`.
+        UnsupportedError: one is not; the message calls the weight `name`.
     """
     if not np.isfinite(rows).all():
         raise too_large(name)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from adapterswap.changes.kinds import LowRank, Whole
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import BaseModelError, Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, language_config
@@ -22,7 +22,7 @@ from adapterswap.experts.tying import tied_keys
 
 __all__ = ["Located", "TiedHead", "find_tied_head", "locate", "locate_all", "with_head"]
 
-_MEND = "Give the base that the experts adapt, with `base_model`"
+_REMEDY = "Give the base that the experts adapt, with `base_model`"
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> Tie
     PEFT changes the module that it adapts and not the one tied to it, so full weights must hold both.
 
     Raises:
-        AdapterswapError: transformers cannot build the model without remote code, and the names do not show the head.
+        BaseModelError: transformers cannot build the model without remote code, and the names do not show the head.
     """
     tied = skeleton.config.get("tie_word_embeddings")
     if tied is False or not any(_changes_an_end(adapter, skeleton) for adapter in adapters.values()):
         return None
     try:
         keys = tied_keys(skeleton)
-    except AdapterswapError:
+    except BaseModelError:
         keys = _tied_by_name(skeleton, adapters)
         if keys is None:
             raise
@@ -141,7 +141,7 @@ def locate(
         """By the names alone, or else by the names that transformers gives the stored tensors in memory."""
         key = by_name(module, parameter)
         if key is None:
-            with suppress(AdapterswapError):  # not a model of transformers
+            with suppress(BaseModelError):  # not a model of transformers
                 key = orientation.stored_keys.get(f"{module}.{parameter}")
         return key
 
@@ -162,15 +162,30 @@ def locate(
             continue
         found[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
     if missing:
-        problems.add(f"{expert} adapts {and_more(missing)}, and {where} stores no such weight", _MEND)
-    compare_shapes(ours, theirs, one=expert, other=f"{where} as stored", remedy=_MEND, problems=problems)
+        message = f"{expert} adapts {and_more(missing)}, and {where} stores no such weight"
+        problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
+    compare_shapes(
+        ours,
+        theirs,
+        one=expert,
+        other=f"{where} as stored",
+        remedy=_REMEDY,
+        problems=problems,
+        parameter="base_model",
+        kind=BaseModelError,
+    )
     for saved in adapter.saved.values():
         for parameter, tensor in saved.tensors.items():
             key = stored_name(saved.name, parameter)
             if key is None or parameters[key].tensor.shape != tensor.shape:
-                told = "stores no such tensor" if key is None else f"stores it as {list(parameters[key].tensor.shape)}"
+                stored = (
+                    "stores no such tensor" if key is None else f"stores it as {list(parameters[key].tensor.shape)}"
+                )
                 problems.add(
-                    f"{expert} holds {saved.name}.{parameter} in full, {list(tensor.shape)}, and {where} {told}", _MEND
+                    f"{expert} holds {saved.name}.{parameter} in full, {list(tensor.shape)}, and {where} {stored}",
+                    _REMEDY,
+                    parameter="base_model",
+                    kind=BaseModelError,
                 )
                 continue
             found[key] = Located(saved.name, Whole.of(adapter.file.path, tensor))

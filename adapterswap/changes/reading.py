@@ -47,7 +47,8 @@ def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
     """A module's factors from the open file `file`, in float32, with the scale in B.
 
     Raises:
-        AdapterswapError: see `read_numbers`; or B overflows float32 when it is scaled.
+        ExpertError: see `read_numbers`.
+        UnsupportedError: B overflows float32 when it is scaled.
     """
     b = read_numbers(expert, file, module.b)
     return Factors.scaled(read_numbers(expert, file, module.a), b, module.scale, module.name)
@@ -64,7 +65,7 @@ def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int =
         stop: the row after the last; by default all that follow.
 
     Raises:
-        AdapterswapError: see `read_elements`.
+        ExpertError: see `read_elements`.
     """
     *counts, columns = stored.tensor.shape
     stop = math.prod(counts) if stop is None else stop
@@ -79,7 +80,8 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
     once, here.
 
     Raises:
-        AdapterswapError: here or when the function is called: see `read_factors` and `read_rows`; or ΔW overflows.
+        ExpertError, UnsupportedError: here or when the function is called: see `read_factors` and `read_rows`; or ΔW
+            overflows.
     """
     if isinstance(change, LowRank):
         factors, name = read_factors(expert, files[change.path], change.lora), change.lora.name
@@ -104,6 +106,6 @@ def read_difference(names: tuple[str, str], full: Whole, own: Whole, files: Mapp
     """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are of the fine-tune and its base.
 
     Raises:
-        AdapterswapError: see `row_reader`.
+        ExpertError, UnsupportedError: see `row_reader`.
     """
     return row_reader(names[0], full, files)(read_rows(names[1], own, files), 0, None)

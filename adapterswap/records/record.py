@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from adapterswap import __version__
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ExpertError
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.experts.identity import model_fingerprints, sha256_of
@@ -263,7 +263,7 @@ def read_record(folder: Path) -> Record | None:
         return None
     try:
         return parse_record(read_json(folder / PROVENANCE))
-    except (AdapterswapError, ValidationError):
+    except (ExpertError, ValidationError):
         return None
 
 
