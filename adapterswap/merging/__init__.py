@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.changes.copies import Carried, check_base
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import UnsupportedError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.experts.identity import sha256_of
@@ -93,10 +93,14 @@ def merge(
         The folder's path.
 
     Raises:
-        AdapterswapError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
-            written; the base is not known, does not fit the experts, or is not the one whose weights they carry copies
-            of; a source holds NaN or infinity, or changed since it was opened; a result overflows its dtype; no such
-            device.
+        ArgumentError: an argument has the wrong type or value.
+        OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+            written.
+        NotFoundError, BaseModelError: the base is not known or damaged, does not fit the experts, or is not the one
+            whose weights they carry copies of.
+        ExpertError: a source holds NaN or infinity, or changed since it was opened.
+        UnsupportedError: a result overflows its dtype, or cannot be computed from these tensors.
+        AdapterswapError: see `open_expert`, `make_plan` and `bases.choose_device`.
     """
     check_type(
         plan, (Plan, Adapter, str, Path), "plan",
@@ -116,12 +120,15 @@ def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None)
     """The plan that gives everything to one adapter.
 
     Raises:
-        AdapterswapError: it cannot be opened, is a full checkpoint, or its base's layers are not known.
+        UnsupportedError: it is a full checkpoint.
+        AdapterswapError: see `open_expert` and `make_plan`.
     """
     adapter = reference if isinstance(reference, Adapter) else open_expert(reference)
     if isinstance(adapter, Checkpoint):
-        raise AdapterswapError(
-            f"{reference} is a full checkpoint, with nothing to merge into a base", "Give an adapter, or two experts"
+        raise UnsupportedError(
+            f"{reference} is a full checkpoint, with nothing to merge into a base",
+            "Give an adapter, or two experts",
+            parameter="plan",
         )
     name = expert_name(adapter, {}, "expert")
     composition = Composition(allocation=(Rule(expert=name),), base_model=base_model)
@@ -136,7 +143,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
     """
     if not plan.is_model:
         base = base_of(plan, base_model)
-        merge_plan(plan, base)  # tells of what does not fit before anything is read
+        merge_plan(plan, base)  # reports what does not fit before anything is read
         resolved = resolve(plan)
         full = merge_plan(resolved.plan, base)
     else:
@@ -149,6 +156,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
             _copies(full), full.base, full.base.name,
             effect="which PEFT would put in its place",
             remedy="Give the base that it was trained on with `base_model`",
+            parameter="base_model",
         )  # fmt: skip
     return Merged(full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share())
 

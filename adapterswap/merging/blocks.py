@@ -106,7 +106,7 @@ def read_blocks(work: Work, files: Mapping[Path, int], entered: Entered) -> Iter
     """The blocks of a tensor of the result, in order.
 
     Raises:
-        AdapterswapError: a file cannot be read, or is shorter than its header said.
+        ExpertError: a file cannot be read, or is shorter than its header said.
     """
     if work.copied is None:
         yield from _computed_blocks(work, _Reader(files, entered))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.changes.deltas import Factors
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import UnsupportedError
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
 from adapterswap.files.numbers import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.merging.blocks import Block, Part
@@ -56,7 +56,8 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
         seed: DARE's.
 
     Raises:
-        AdapterswapError: a number that enters is NaN or infinite, or a result does not fit its dtype.
+        ExpertError: a number that enters is NaN or infinite.
+        UnsupportedError: a result does not fit its dtype.
     """
     product: _Product | None = None
     for block in blocks:
@@ -134,7 +135,7 @@ def _weighted(block: Block) -> list[tuple[float, Part]]:
 
 def _averaged(block: Block) -> Bytes:
     total: Delta | None = None
-    with np.errstate(all="ignore"):  # what overflows is told of by `finite_bytes`
+    with np.errstate(all="ignore"):  # what overflows is found by `finite_bytes`
         for coefficient, part in _weighted(block):
             numbers = decode(part.raw, part.tensor.dtype, (-1,))
             numbers *= np.float32(coefficient)
@@ -147,10 +148,12 @@ def _averaged(block: Block) -> Bytes:
     return raw
 
 
-def _overflow(name: str, dtype: str) -> AdapterswapError:
+def _overflow(name: str, dtype: str) -> UnsupportedError:
     if dtype != "F16":  # bfloat16 and float32 have one range
         return too_large(name, dtype)
-    return AdapterswapError(f"{name} overflows F16 when it is computed", "Pass `dtype=bfloat16` or `dtype=float32`")
+    return UnsupportedError(
+        f"{name} overflows F16 when it is computed", "Pass `dtype=bfloat16` or `dtype=float32`", parameter="dtype"
+    )
 
 
 def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
@@ -188,7 +191,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
         delta = delta if share == 1 else np.float32(share) * delta
         found[term.side] = found[term.side] + delta if term.side in found else delta
 
-    with np.errstate(all="ignore"):  # what overflows is told of by `finite_bytes`
+    with np.errstate(all="ignore"):  # what overflows is found by `finite_bytes`
         for whole, part in zip(slot.whole, block.whole, strict=True):
             delta = decode(part.raw, part.tensor.dtype, place.shape) - base
             enter(whole, delta.T if across else delta)

@@ -1,6 +1,6 @@
 """How the result is stored: which tensor goes into which shard, at which byte, in which dtype.
 
-The skeleton's shards are kept, with their names; another size can be asked for, in Hugging Face's notation. Knows
+The skeleton's shards are kept, with their names; another size can be requested, in Hugging Face's notation. Knows
 names, shapes and bytes; reads and writes nothing.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import ArgumentError, check_type
 from adapterswap.experts.checkpoints import MODEL_INDEX, MODEL_WEIGHTS
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
 from adapterswap.files.smallfiles import exists, read_json
@@ -38,19 +38,22 @@ class ModelForm:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in FLOAT_NAMES:
-            raise AdapterswapError(f"the dtype {self.dtype!r} is not known", f"Give {', '.join(FLOAT_NAMES)}")
+            remedy = f"Pass {', '.join(FLOAT_NAMES)}"
+            raise ArgumentError(f"the dtype {self.dtype!r} is unknown", remedy, parameter="dtype")
         check_type(self.max_shard_size, (str, type(None)), "max_shard_size", "Write for instance 2GB, 500MB or 4GiB")
         _ = self.shard_bytes
 
     @property
     def shard_bytes(self) -> int | None:
-        """`max_shard_size` in bytes; `AdapterswapError` where it is no size."""
+        """`max_shard_size` in bytes; raises an `ArgumentError` where it is not a size."""
         if self.max_shard_size is None:
             return None
         match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([A-Za-z]*)\s*", self.max_shard_size)
         if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
-            raise AdapterswapError(
-                f"the shard size {self.max_shard_size!r} is no size", "Write for instance 2GB, 500MB or 4GiB"
+            raise ArgumentError(
+                f"the shard size {self.max_shard_size!r} is not a size",
+                "Write for instance 2GB, 500MB or 4GiB",
+                parameter="max_shard_size",
             )
         return int(float(match[1]) * _UNITS[match[2].upper()])
 

@@ -65,7 +65,8 @@ def stream(
         progress: called whenever a tensor is written.
 
     Raises:
-        AdapterswapError: NaN or infinity in a source, overflow of a result, a source that changed.
+        ExpertError: NaN or infinity in a source, or a source that changed.
+        UnsupportedError: overflow of a result.
         OSError: a file cannot be written.
     """
     entered = Entered()

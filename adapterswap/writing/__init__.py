@@ -16,7 +16,7 @@ from adapterswap.arithmetic.outputs import Form, Layout, Reduced
 from adapterswap.arithmetic.reduction import reduce
 from adapterswap.arithmetic.resolving import Resolved, resolve
 from adapterswap.changes.copies import check_one_base
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import CompositionError, check_type
 from adapterswap.experts.adapter_config import check_written
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.files.folders import atomic_folder, check_target
@@ -81,10 +81,15 @@ def write_adapter(
         The folder's path.
 
     Raises:
-        AdapterswapError: an expert is a full checkpoint; the folder exists (without `overwrite`), holds other files,
-            overlaps an input, or cannot be written; an expert holds NaN or infinity, or changed since it was opened;
-            two experts carry different copies of a weight of their base; the plan leaves no module to write; a
-            nonlinear method without a rank.
+        ArgumentError: an argument has the wrong type or value.
+        OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+            written.
+        ExpertError: an expert holds NaN or infinity, or changed since it was opened; two experts carry different copies
+            of a weight of their base.
+        CompositionError: the plan leaves no module to write.
+        UnsupportedError: an expert is a full checkpoint; a nonlinear method without a rank; a result overflows; PEFT
+            could not load the result.
+        BaseModelError: the base is needed to name the modules, and is not known.
     """
     check_type(plan, Plan, "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
@@ -106,7 +111,7 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
         AdapterswapError: see `write_adapter`.
     """
     if not any(slot.terms for slot in plan.modules.values()):
-        raise AdapterswapError("every module stays as in the base, so there is nothing to write", "Change the layers")
+        raise CompositionError("every module stays as in the base, so there is nothing to write", "Change the layers")
     check_heads(plan)
     check_one_base(plan.adapters)
     form = loadable_form(plan, form)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ExpertError
 from adapterswap.files.numbers import check_finite, not_finite
 from adapterswap.files.tensorfile import TensorFile, open_tensors
 
@@ -37,7 +37,7 @@ def copy_and_hash(
         The SHA-256 of the whole source file, in hexadecimal.
 
     Raises:
-        AdapterswapError: a tensor in `targets` holds NaN or infinity, the file cannot be read, or it changed since its
+        ExpertError: a tensor in `targets` holds NaN or infinity, the file cannot be read, or it changed since its
             header was read.
         OSError: the output cannot be written.
     """
@@ -56,11 +56,9 @@ def copy_and_hash(
                 try:
                     read = file.readinto(view.data)
                 except OSError as error:
-                    raise AdapterswapError(
-                        f"{source.path} cannot be read: {error.strerror}", "Check the disk"
-                    ) from None
+                    raise ExpertError(f"{source.path} cannot be read: {error.strerror}", "Check the disk") from None
                 if read != view.size:
-                    raise AdapterswapError(f"{source.path} became shorter", "Start again once it is complete")
+                    raise ExpertError(f"{source.path} became shorter", "Start again once it is complete")
                 if not known:
                     digest.update(view.data)
                 if places and not check_finite(view, tensor.dtype):

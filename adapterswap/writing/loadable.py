@@ -15,7 +15,7 @@ from pathlib import Path
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.peft_config import is_fused
 from adapterswap.changes.kinds import LowRank
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.anatomy import names_in_memory
 from adapterswap.experts.checkpoints import MODEL_CONFIG
@@ -42,10 +42,10 @@ def check_heads(plan: Plan) -> None:
     """Whether the adapter holds the modules that PEFT loads in full for its task type.
 
     Raises:
-        AdapterswapError: an expert trained one, such as `score`, and the rules give it to the base. PEFT cannot load an
+        UnsupportedError: an expert trained one, such as `score`, and the rules give it to the base. PEFT cannot load an
             adapter without it, and the base has no such head of its own.
     """
-    problems = Problems()
+    problems = Problems(UnsupportedError)
     for name, module in plan.saved.items():
         if not module.terms and name.rpartition(".")[2] in TASK_HEADS.get(plan.task_type or "", ()):
             problems.add(
@@ -60,8 +60,9 @@ def with_loadable_names(plan: Plan) -> Plan:
     """The plan under the names that the base's modules have in the installed transformers.
 
     Raises:
-        AdapterswapError: the experts have names of transformers 4, and the base is not at hand to match them with, or
-            has no modules of these names.
+        BaseModelError: the experts have names of transformers 4, and no base is known to match them with, or it has no
+            modules of these names.
+        NotFoundError: the base does not exist, here or on the Hub.
     """
     names = list(plan.slots)
     reference = plan.base_reference
@@ -69,15 +70,16 @@ def with_loadable_names(plan: Plan) -> Plan:
     if not old and not _may_be_old(names, reference):
         return plan
     if reference is None:
-        raise AdapterswapError(
+        raise BaseModelError(
             f"The experts name their modules {names[-1]}, which may be a name of transformers 4, and no base model is "
             "named to match it with",
             "Pass `base_model`",
+            parameter="base_model",
         )
     folder: Path = find_source(reference, [MODEL_CONFIG], what="base model").folder
     try:
         renamed = names_in_memory(folder, reference, names)
-    except AdapterswapError:
+    except BaseModelError:
         if old:
             raise
         return plan  # the names of the text-only model with the same decoder, which PEFT loads into that
@@ -117,17 +119,18 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     PEFT gives all fused experts one rank and one alpha, and ignores patterns on their old names.
 
     Raises:
-        AdapterswapError: the plan has LoRA on a module that PEFT would take for a part of the fused experts, or on only
-            some of the experts of a layer; PEFT does not fuse the experts of this base, or its config is not at hand.
+        UnsupportedError: the plan has LoRA on a module that PEFT would take for a part of the fused experts, or on only
+            some of the experts of a layer; PEFT does not fuse the experts of this base.
+        NotFoundError, BaseModelError: the base's config is needed, and not at hand or damaged.
     """
     modules = plan.modules
     fused = [name for name in modules if is_fused(name)]
     if not any(modules[name].terms for name in fused):
         return form
-    remedy = "Merge the composition into the base with `adapterswap merge`, which does not depend on PEFT"
+    remedy = "Merge the composition into the base with `merge`, which does not depend on PEFT"
     for module in modules.values():
         if module.terms and module.name.rpartition(".")[2] in _FUSED and not is_fused(module.name):
-            raise AdapterswapError(
+            raise UnsupportedError(
                 f"{module.name} has LoRA beside LoRA on experts ({fused[0]}), and PEFT on transformers 5 takes it for "
                 "one of the fused experts",
                 remedy,
@@ -141,7 +144,7 @@ def loadable_form(plan: Plan, form: Form) -> Form:
         every |= {f"{name.removesuffix(one)}{other}" for name in every for one, other in pair if name.endswith(one)}
     for start, names in held.items():
         if missing := sorted(every - names):
-            raise AdapterswapError(
+            raise UnsupportedError(
                 f"No expert has LoRA on {start}.experts.{missing[0]}, and PEFT on transformers 5 loads the experts of "
                 "a layer, fused into one parameter, all together or not at all",
                 remedy,
@@ -157,10 +160,11 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
     """
     reference = plan.base_reference
     if reference is None:
-        raise AdapterswapError(
+        raise BaseModelError(
             f"The experts have LoRA on {module}, which PEFT loads into some base models only, and no base model is "
             "named",
             "Pass `base_model`",
+            parameter="base_model",
         )
     import torch
     from peft import LoraConfig
@@ -175,7 +179,7 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
         tensors[factor_key(part.name, "B", embedding=False)] = torch.empty(part.out_features, 1, device="meta")
     trial = try_in_peft(model, LoraConfig(r=1, target_modules=[part.name for part in parts]), tensors)
     if trial is None or trial.dropped:
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"PEFT cannot load LoRA on {module} into {reference}: transformers 5 fuses the experts of a layer, and "
             "PEFT does not convert adapters for this type of model",
             remedy,

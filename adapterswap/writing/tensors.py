@@ -25,7 +25,8 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
     """Write the file at `path`, which must not exist; return each expert's SHA-256 by name.
 
     Raises:
-        AdapterswapError: NaN or infinity in a source, overflow in a blend, a source that changed.
+        ExpertError: NaN or infinity in a source, or a source that changed.
+        UnsupportedError: overflow in a blend.
         OSError: the file cannot be written.
     """
     header, places = header_bytes((tensor.key, tensor.dtype, tensor.shape) for tensor in layout.tensors)
