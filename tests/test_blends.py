@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from tolerances import close
 
 import adapterswap
-from adapterswap import AdapterswapError
+from adapterswap.errors import UnsupportedError
 
 PREFIX = "base_model.model."
 
@@ -197,7 +198,7 @@ def test_a_copy_whose_alpha_would_be_too_small_is_refused(alpha: float, tmp_path
     tiny = handmade(tmp_path / "tiny", layers=2, rank=16, alpha=alpha, rslora=False, seed=1)
     other = handmade(tmp_path / "other", layers=2, rank=16, alpha=16, rslora=True, seed=2)
     plan = adapterswap.layer_swap(tiny, other, num_layers=2, bottom=1, top=0)
-    with pytest.raises(AdapterswapError, match="alpha"):
+    with refused(UnsupportedError, "layout"):
         adapterswap.write_adapter(plan, tmp_path / "exact")
     assert not (tmp_path / "exact").exists()
     adapterswap.open_adapter(adapterswap.write_adapter(plan, tmp_path / "portable", layout="portable"))
@@ -208,7 +209,7 @@ def test_a_copy_whose_alpha_would_be_too_small_is_refused(alpha: float, tmp_path
 def test_a_blend_whose_alpha_would_be_too_large_is_refused(tmp_path: Path) -> None:
     experts = [handmade(tmp_path / name, layers=2, rank=4, alpha=8e8, rslora=False, seed=len(name)) for name in "ab"]
     plan = adapterswap.soup(*experts, num_layers=2)
-    with pytest.raises(AdapterswapError, match="lora_alpha"):
+    with refused(UnsupportedError, "layout", match="lora_alpha"):
         adapterswap.write_adapter(plan, tmp_path / "exact")
     portable = adapterswap.write_adapter(plan, tmp_path / "portable", layout="portable")
     assert adapterswap.open_adapter(portable).config.rank == 8
@@ -219,6 +220,6 @@ def test_an_overflow_in_float32_does_not_advise_float32(tmp_path: Path) -> None:
     for folder in experts:
         tensors = load_file(folder / "adapter_model.safetensors")
         save_file({key: tensor * 1e30 for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
-    with pytest.raises(AdapterswapError, match="overflows F32") as caught:
+    with refused(UnsupportedError, match="overflows F32") as caught:
         adapterswap.write_adapter(adapterswap.soup(*experts, num_layers=1), tmp_path / "out", layout="portable")
     assert "float32" not in str(caught.value)

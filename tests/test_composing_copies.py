@@ -17,11 +17,13 @@ from crafting import NUMPY, PREFIX, adapter, config, snapshot, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from refusals import refused
 
 import adapterswap
-from adapterswap import AdapterswapError, Composition
+from adapterswap import Composition
 from adapterswap.changes import copies
 from adapterswap.changes.copies import Weight, is_one_weight
+from adapterswap.errors import ExpertError
 
 VOCABULARY, WIDTH = 12, 4
 HEAD = f"{PREFIX}lm_head.base_layer.weight"
@@ -83,7 +85,7 @@ def test_so_are_those_whose_copy_would_not_be_written(tmp_path: Path) -> None:
     swahili = carrying(tmp_path / "swahili", 2, embedding=("F32", weight(2)), head=("F32", weight(3)))
     rules: Any = [{"layers": "0-1", "expert": "swahili"}, {"expert": "math"}]
     plan = adapterswap.compose(Composition(allocation=rules, num_layers=4), {"math": math, "swahili": swahili})
-    with pytest.raises(AdapterswapError) as caught:
+    with refused(ExpertError) as caught:
         adapterswap.write_adapter(plan, tmp_path / "out")
     problems = caught.value.problems
     assert [EMBEDDING in problem.message or HEAD in problem.message for problem in problems] == [True, True]
@@ -101,7 +103,7 @@ def test_two_that_round_to_a_third_are_two(dtypes: tuple[str, ...], tmp_path: Pa
     }
     rules: Any = [{"blend": dict.fromkeys(experts, 1)}]
     plan = adapterswap.compose(Composition(allocation=rules, num_layers=4), experts)
-    with pytest.raises(AdapterswapError, match="different bases"):
+    with refused(ExpertError, match="different bases"):
         adapterswap.write_adapter(plan, tmp_path / "out")
 
 
@@ -127,7 +129,7 @@ def test_one_number_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         values.reshape(-1)[place] += 1e-3
         swahili = carrying(tmp_path / "swahili", 2, head=("F32", values))
         plan = adapterswap.layer_swap(math, swahili, bottom=1, top=1, num_layers=4)
-        with pytest.raises(AdapterswapError, match="different bases"):
+        with refused(ExpertError):
             adapterswap.write_adapter(plan, tmp_path / "out")
 
 

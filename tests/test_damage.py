@@ -16,6 +16,8 @@ import pytest
 from click.testing import Result
 from crafting import BASE_CONFIG, BYTES, CONFIG, PREFIX, WEIGHTS, adapter, config, edit_header, parts, snapshot, tensors
 
+from adapterswap.errors import ExpertError
+
 Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
 Damage = Callable[[Path], object]
 
@@ -338,10 +340,10 @@ def test_a_file_that_changes_between_its_header_and_its_bytes(pair: tuple[Path, 
     os.utime(pair[0] / "new", ns=(1, 1))
     (pair[0] / "new").rename(pair[0] / WEIGHTS)
     for each in (plan, soup):
-        with pytest.raises(adapterswap.AdapterswapError, match="changed since it was opened"):
+        with refused(ExpertError):
             adapterswap.write_adapter(each, tmp_path / "out")
     (pair[0] / WEIGHTS).unlink()
-    with pytest.raises(adapterswap.AdapterswapError, match="cannot be read: No such file"):
+    with refused(ExpertError, match="cannot be read: No such file"):
         adapterswap.write_adapter(plan, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["math", "swahili"]
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from crafting import adapter, snapshot, tensors
+from refusals import refused
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import OutputError
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"}
@@ -62,7 +63,7 @@ def write(target: Path, meanwhile: Callable[[], object] = lambda: None, **option
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
 def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Path) -> None:
     """Not even the parents that were made; but those that hold something of others stay."""
-    told = AdapterswapError if error is OSError else error
+    raised = OutputError if error is OSError else error
 
     def fail() -> None:
         raise error
@@ -71,10 +72,10 @@ def test_an_error_leaves_nothing_behind(error: type[BaseException], tmp_path: Pa
         (tmp_path / "a" / "other").mkdir()
         raise error
 
-    with pytest.raises(told):
+    with pytest.raises(raised):
         write(tmp_path / "a" / "b" / "out", fail)
     assert names(tmp_path) == []
-    with pytest.raises(told):
+    with pytest.raises(raised):
         write(tmp_path / "a" / "b" / "out", fail_later)
     assert names(tmp_path / "a") == ["other"]
 
@@ -102,7 +103,7 @@ def test_a_symlink_stays_and_its_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     fill(tmp_path / "disk", "old")
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    with pytest.raises(AdapterswapError, match="exists"), atomic_folder(tmp_path / "out"):
+    with refused(OutputError, "out_path"), atomic_folder(tmp_path / "out"):
         pass
     with atomic_folder(tmp_path / "out", kind=KIND, overwrite=True) as folder:
         fill(folder)
@@ -116,7 +117,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
         (tmp_path / "out").mkdir()
         fill(tmp_path / "out", "another's")
 
-    with pytest.raises(AdapterswapError, match="appeared while it was being written"):
+    with refused(OutputError, "out_path", match="appeared while it was being written"):
         write(tmp_path / "out", appear)
     assert (tmp_path / "out" / "file").read_text() == "another's"
     assert names(tmp_path) == ["out"]
@@ -125,7 +126,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_second_writer_is_kept_out(overwrite: bool, tmp_path: Path) -> None:
     def second() -> None:
-        with pytest.raises(AdapterswapError, match="is being written by another process"):
+        with refused(OutputError, "out_path", match="is being written by another process"):
             write(tmp_path / "out", overwrite=overwrite)
         write(tmp_path / "other")  # another target beside it is no matter
 
@@ -135,7 +136,7 @@ def test_a_second_writer_is_kept_out(overwrite: bool, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
 def test_a_folder_where_no_file_can_be_made_is_not_busy() -> None:
-    with pytest.raises(AdapterswapError, match=r"/proc/out cannot be written: (no such file|permission)"):
+    with refused(OutputError, "out_path", match=r"/proc/out cannot be written: (no such file|permission)"):
         write(Path("/proc/out"))
 
 
@@ -146,7 +147,7 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
     for name in mine + others:
         (tmp_path / name).mkdir()
         fill(tmp_path / name, name)
-    with pytest.raises(AdapterswapError, match="exists"), atomic_folder(tmp_path / "o[u]t"):
+    with refused(OutputError, "out_path"), atomic_folder(tmp_path / "o[u]t"):
         pass
     assert (tmp_path / "o[u]t" / "file").read_text() == mine[1]  # the only copy of what had been there
     with atomic_folder(tmp_path / "o[u]t", kind=KIND, overwrite=True) as folder:
@@ -351,9 +352,9 @@ def test_a_dry_run_refuses_what_writing_would(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     check_target(tmp_path / "out")
     fill(tmp_path / "out")
-    with pytest.raises(AdapterswapError, match="exists"):
+    with refused(OutputError, "out_path", match="already exists"):
         check_target(tmp_path / "out", kind=KIND)
     check_target(tmp_path / "out", kind=KIND, overwrite=True)
-    with pytest.raises(AdapterswapError, match="did not write: file"):
+    with refused(OutputError, "out_path", match="did not write: file"):
         check_target(tmp_path / "out", overwrite=True)
     assert names(tmp_path) == ["out"]

@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from peft import PeftModel
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from test_blends import deltas, handmade
 from tolerances import close, near, tolerance
 
 import adapterswap
-from adapterswap import AdapterswapError, Composition
+from adapterswap import Composition
 from adapterswap.arithmetic.approximation import approximate
 from adapterswap.arithmetic.lowrank import inner, truncate
 from adapterswap.arithmetic.outputs import Form
@@ -31,6 +32,7 @@ from adapterswap.arithmetic.reduction import dense_delta
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.changes.deltas import Factors, row_magnitudes
 from adapterswap.changes.reading import factor_reader
+from adapterswap.errors import BaseModelError, UnsupportedError
 from adapterswap.methods.dense import drop_mask, keep_largest
 from adapterswap.planning.allocation import Rule
 from adapterswap.writing import prepare, write_prepared
@@ -121,7 +123,7 @@ def test_magnitude_prune_sums_what_is_left(pair: list[Path], tmp_path: Path) -> 
 
 
 def test_nonlinear_methods_need_a_rank(pair: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(AdapterswapError, match=r"full rank, and an adapter has a low one\. Pass `max_rank` or"):
+    with refused(UnsupportedError, "max_rank", match=r"full rank, and an adapter has a low one\. Pass `max_rank` or"):
         composed(pair, tmp_path / "out", method="ties", density=0.5)
     assert not (tmp_path / "out").exists()
 
@@ -362,8 +364,8 @@ def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[.
     plain = expert(seed=2)
     for language, mend in ((both[1], None), (plain, "--base-model")):
         if mend:
-            with pytest.raises(
-                AdapterswapError, match=r"lm_head is to be averaged .* Give the base's folder with `base"
+            with refused(
+                BaseModelError, "base_model", match=r"lm_head is to be averaged .* Give the base's folder with `base"
             ):
                 adapterswap.layer_swap(both[0], language, bottom=2, top=1)
         plan = adapterswap.layer_swap(both[0], language, bottom=2, top=1, base_model=str(base("llama")))

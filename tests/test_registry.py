@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
+from refusals import refused
 from safetensors.numpy import load_file
 from tolerances import close
 
 import adapterswap
-from adapterswap import AdapterswapError, Composition, Rule
+from adapterswap import Composition, Rule
+from adapterswap.errors import ArgumentError
 from adapterswap.methods.method import PARAMETERS, NonlinearMethod
 from adapterswap.methods.registry import BUILT_IN, find_method, names_of
 
@@ -141,5 +143,5 @@ def test_a_method_that_is_not_sound_is_refused(name: str, package: dict[str, str
 
 
 def test_an_unknown_method_names_a_near_one() -> None:
-    with pytest.raises(AdapterswapError, match="'ties'"):
+    with refused(ArgumentError, "method", match="'ties'"):
         find_method("tie")

@@ -243,14 +243,23 @@ def selects(selector: str, name: str, kind: Kind) -> bool:
     return selector == kind if selector in _KINDS else f".{selector}." in f".{name}."
 
 
-def check_weights(weights: Mapping[str, float], *, normalize: bool) -> None:
-    """Raise ValueError for weights that make no blend: none, not finite, all zero, or a sum of zero to divide by."""
+def check_weights(weights: Mapping[str, float], *, normalize: bool, fields: Mapping[str, str] | None = None) -> None:
+    """Raise a `FieldMistake` for weights that make no blend: none, not finite, all zero, or a sum of zero to divide by.
+
+    `fields` are those that hold the weights, by the weights' names; by default the rule's `blend` holds all.
+    """
+    field = next(iter((fields or {}).values()), "blend")
     if not weights:
-        raise ValueError("a blend names no expert")
+        raise FieldMistake("a blend names no expert", field)
     for name, weight in weights.items():
         if not abs(weight) <= LARGEST:
-            raise ValueError(f"the weight of {name} is {weight:g}, which is not a finite number up to 1e9 in size")
+            raise FieldMistake(
+                f"the weight of {name} is {weight:g}, which is not a finite number up to 1e9 in size",
+                (fields or {}).get(name, field),
+            )
     if not any(weights.values()):
-        raise ValueError("all weights are 0: give at least one expert a weight")
+        raise FieldMistake("all weights are 0: give at least one expert a weight", field)
     if normalize and abs(math.fsum(weights.values())) < 1e-12 * max(map(abs, weights.values())):
-        raise ValueError("the weights sum to 0, and are to be divided by their sum: change them, or normalize: false")
+        raise FieldMistake(
+            "the weights sum to 0, and are to be divided by their sum: change them, or normalize: false", field
+        )

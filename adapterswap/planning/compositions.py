@@ -182,7 +182,7 @@ class Composition(StrictModel):
 
     def _check_weights(self) -> None:
         weights = {name: getattr(self, field) for name, field in _WEIGHTS.items() if field != "scale"}
-        check_weights(weights, normalize="scale" not in find_method(self.method).parameters)
+        check_weights(weights, normalize="scale" not in find_method(self.method).parameters, fields=_WEIGHTS)
         if not 0 < abs(self.scale) <= LARGEST:
             raise FieldMistake(
                 f"scale is {self.scale:g}, and must be a finite number other than 0, up to 1e9 in size", "scale"
