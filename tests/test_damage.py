@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import refusals
 from click.testing import Result
 from crafting import BASE_CONFIG, BYTES, CONFIG, PREFIX, WEIGHTS, adapter, config, edit_header, parts, snapshot, tensors
 
-from adapterswap.errors import ExpertError
+import adapterswap
+from adapterswap.errors import ExpertError, UnsupportedError
 
 Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
 Damage = Callable[[Path], object]
@@ -126,11 +128,11 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     ),
     "a colour in a name": (
         lambda folder: edit_header(folder, lambda h: h.update({"\x1b[31m": h.pop(SECOND)})),
-        r"'\x1b[31m' is no name of a tensor",
+        r"'\x1b[31m' is not the name of a tensor",
     ),
     "a name of 600 characters": (
         lambda folder: edit_header(folder, lambda h: h.update({"x" * 600: h.pop(SECOND)})),
-        "is no name of a tensor",
+        "is not the name of a tensor",
     ),
 }  # fmt: skip
 
@@ -141,6 +143,8 @@ def test_a_damaged_file(damage: str, pair: tuple[Path, Path], refused: Callable[
     apply(pair[1])
     refused(told, *compose(*pair, tmp_path / "out"))
     refused(told, "inspect", pair[1])
+    with refusals.refused(ExpertError):
+        adapterswap.open_adapter(pair[1])
 
 
 def renamed(old: str, new: str) -> dict[str, Any]:
@@ -165,7 +169,7 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "another rank than the config's": (tensors(rank=3), {}, "has rank 3, and adapter_config.json says 2"),
     "a rank pattern that lies": (tensors(), {"rank_pattern": {"q_proj": 1}}, "has rank 2, and adapter_config.json"),
-    "a convolution": (with_tensor(f"{Q0}.lora_A.weight", (2, 4, 1, 1)), {}, "no convolutions"),
+    "a convolution": (with_tensor(f"{Q0}.lora_A.weight", (2, 4, 1, 1)), {}, "not convolutions"),
     "nothing in it": (with_tensor(f"{Q0}.lora_A.weight", (2, 0)), {}, "ZeRO-3"),
     "float8": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "F8_E4M3"), {}, "is F8_E4M3. Save it as one of F32"),
     "integers": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "I8"), {}, "is I8. Save it as one of"),
@@ -185,12 +189,19 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         with_tensor(f"{PREFIX}lm_head.weight", (2, 2), "I64"), {"modules_to_save": ["lm_head"]}, "is I64"
     ),
     "no prefix": (renamed(PREFIX, ""), {}, "neither a LoRA factor as PEFT names it"),
-    "markup in a name": (renamed("q_proj", "[/red]"), {}, "is no name of a module"),
-    "a regex in a name": (renamed("q_proj", "(a+)+$"), {}, "is no name of a module"),
+    "markup in a name": (renamed("q_proj", "[/red]"), {}, "is not the name of a module"),
+    "a regex in a name": (renamed("q_proj", "(a+)+$"), {}, "is not the name of a module"),
     "an encoder and a decoder": (
         renamed("model.layers.0.", "encoder.block.0."), {}, "several lists of layers: encoder.block, model.layers"
     ),
     "a layer of many digits": (renamed("layers.0", "layers." + "9" * 400), {}, "has a layer beyond 9998"),
+}  # fmt: skip
+
+
+SOUND_TENSORS = {  # they are as they should be, and cannot be composed exactly
+    "a convolution", "float8", "integers", "float64", "DoRA", "a bias of lora_B", "a bias of the base",
+    "trainable tokens", "a whole weight", "the base's weight without LoRA", "a saved module of integers",
+    "an encoder and a decoder",
 }  # fmt: skip
 
 
@@ -201,6 +212,8 @@ def test_tensors_that_are_no_lora(
     content, settings, told = WRONG_TENSORS[wrong]
     adapter(tmp_path / "swahili", content, config(**settings))
     refused(told, *compose(*pair, tmp_path / "out"))
+    with refusals.refused(UnsupportedError if wrong in SOUND_TENSORS else ExpertError):
+        adapterswap.open_adapter(pair[1])
 
 
 WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -245,6 +258,13 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+SOUND_CONFIGS = {  # likewise
+    "no LoRA", "no type", "DoRA", "lora_bias", "bias", "aLoRA", "target_parameters", "trainable tokens",
+    "layer replication", "QA-LoRA", "BD-LoRA", "Arrow", "pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga",
+    "an unknown key",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("wrong", WRONG_CONFIGS)
 def test_configs_that_cannot_be_composed_exactly(
     wrong: str, pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path
@@ -253,6 +273,8 @@ def test_configs_that_cannot_be_composed_exactly(
     adapter(tmp_path / "swahili", None, config(**changes))
     refused(told, *compose(*pair, tmp_path / "out"))
     refused(told, "inspect", pair[1])
+    with refusals.refused(UnsupportedError if wrong in SOUND_CONFIGS else ExpertError):
+        adapterswap.open_adapter(pair[1])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +283,7 @@ def test_configs_that_cannot_be_composed_exactly(
         (b"", "is not JSON"),
         (b"\xff\xfe{", "is not JSON in UTF-8"),
         (b"[1]", "is not a JSON object"),
-        (b'{"r": 2, "r": 8}', "a key stands twice"),
+        (b'{"r": 2, "r": 8}', "the same key twice"),
         (b'{"peft_type": "LORA", "lora_alpha": Infinity}', "lora_alpha is inf"),
         (b'{"a": ' * 200 + b"1" + b"}" * 200, "nests more than 40 deep"),
         (b"{" * 100_000, "is not JSON"),
@@ -273,6 +295,8 @@ def test_a_damaged_config(
 ) -> None:
     (pair[0] / CONFIG).write_bytes(raw)
     refused(told, *compose(*pair, tmp_path / "out"))
+    with refusals.refused(ExpertError):
+        adapterswap.open_adapter(pair[0])
 
 
 def test_all_mistakes_of_both_experts_are_told_together(pair: tuple[Path, Path], run: Callable[..., Result]) -> None:
@@ -287,7 +311,7 @@ def test_the_same_mistake_everywhere_is_counted(pair: tuple[Path, Path], run: Ca
     adapter(pair[1], tensors(layers=30, rank=3))
     told = run(*compose(*pair, "out")).stderr.splitlines()
     assert len(told) == 21
-    assert told[-1] == "Error: 40 more problems were found. Mend these first."
+    assert told[-1] == "Error: 40 more problems were found. Correct these first."
 
 
 @pytest.mark.parametrize("options", [(), ("--method", "soup"), ("--method", "soup", "--max-rank", 1)])
@@ -331,8 +355,6 @@ def test_sums_that_overflow(
 
 
 def test_a_file_that_changes_between_its_header_and_its_bytes(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    import adapterswap
-
     plan = adapterswap.layer_swap(*pair, num_layers=4, bottom=1, top=1)
     soup = adapterswap.soup(*pair, num_layers=4)
     raw = (pair[0] / WEIGHTS).read_bytes()
@@ -340,10 +362,10 @@ def test_a_file_that_changes_between_its_header_and_its_bytes(pair: tuple[Path, 
     os.utime(pair[0] / "new", ns=(1, 1))
     (pair[0] / "new").rename(pair[0] / WEIGHTS)
     for each in (plan, soup):
-        with refused(ExpertError):
+        with refusals.refused(ExpertError):
             adapterswap.write_adapter(each, tmp_path / "out")
     (pair[0] / WEIGHTS).unlink()
-    with refused(ExpertError, match="cannot be read: No such file"):
+    with refusals.refused(ExpertError, match="cannot be read: No such file"):
         adapterswap.write_adapter(plan, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["math", "swahili"]
 
@@ -364,6 +386,8 @@ def test_other_kinds_of_files(
     for file in files:
         (pair[1] / file).write_bytes(b"x")
     refused(told, *compose(*pair, tmp_path / "out"))
+    with refusals.refused(UnsupportedError if files else ExpertError):
+        adapterswap.open_adapter(pair[1])
 
 
 def test_things_that_are_no_files(pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path) -> None:
@@ -377,7 +401,7 @@ def test_things_that_are_no_files(pair: tuple[Path, Path], refused: Callable[...
         (pair[1] / file).write_bytes(content)
     (pair[1] / CONFIG).unlink()
     (pair[1] / CONFIG).symlink_to("/dev/zero")
-    refused("is no regular file", "inspect", pair[1])
+    refused("is not a regular file", "inspect", pair[1])
     (pair[1] / CONFIG).unlink()
     refused("adapter_config.json cannot be read: No such file or directory", "inspect", pair[1])
 
@@ -478,7 +502,7 @@ def test_a_record_that_is_none_is_not_believed(
     [
         (b"\xff", "is not valid YAML"),
         (b"experts: {a: b", "is not valid YAML"),
-        (b"experts: {a: b}\nexperts: {a: c}", "the key 'experts' stands twice"),
+        (b"experts: {a: b}\nexperts: {a: c}", "the key 'experts' appears twice"),
         (b'task: "\\e]0;title\\a"', "holds the control character"),
         (b"task: " + b"[" * 5000, "maximum depth of data"),
         (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "is not a known key"),
@@ -492,7 +516,7 @@ def test_recipes_that_are_none(recipe: bytes, told: str, refused: Callable[..., 
     (tmp_path / "recipe.yaml").write_bytes(recipe)
     refused(told, "compose", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
     refused("is neither a file nor a shipped recipe", "compose", tmp_path / "other.yaml", "-o", tmp_path / "out")
-    refused("is no regular file", "compose", "/dev/zero", "-o", tmp_path / "out")
+    refused("is not a regular file", "compose", "/dev/zero", "-o", tmp_path / "out")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

@@ -104,7 +104,7 @@ def test_offline_is_not_a_matter_of_logging_in(run: Callable[..., Result], math:
 def test_without_a_hub_the_folder_stays(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
     result = run("compose", "-t", math, "-l", swahili, "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
     assert result.exit_code == 1
-    assert "was written, and cannot be uploaded to org/x" in result.stderr
+    assert "was written, but could not be uploaded to org/x" in result.stderr
     assert (tmp_path / "out" / "README.md").exists()
 
 

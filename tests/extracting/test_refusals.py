@@ -100,7 +100,7 @@ def test_a_fine_tune_that_is_none(kind: str, checkpoint: Checkpoint, tmp_path: P
         ({"rank": 2, "dtype": "int8"}, "the dtype 'int8' is not known"),
         ({"rank": 2, "device": "abacus"}, "the device 'abacus' cannot be used"),
         ({"rank": 2, "layers": "3-9"}, "there is no layer 6-9"),
-        ({"rank": 2, "layers": "many"}, "'many' is no list of layers"),
+        ({"rank": 2, "layers": "many"}, "'many' is not a list of layers"),
         ({"rank": 2, "modules": ["q_porj", "mlp"]}, "'q_porj' matches nothing. Name attention, mlp, or down_proj"),
         ({"rank": 2, "layers": "none"}, "no matrix is selected"),
         ({"rank": 2, "layers": "none", "modules": ["mlp"]}, "'mlp' matches nothing"),

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,18 @@ from click.testing import Result
 from conftest import load_base
 from crafting import edit_header, snapshot
 from peft import PeftModel
+from refusals import refused
 
 import adapterswap
-from adapterswap import AdapterswapError
 from adapterswap.bases import quiet_peft
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    CompositionError,
+    FieldError,
+    UnsupportedError,
+)
 from adapterswap.live import load_experts
 from merging.conftest import save_like, weights
 
@@ -29,8 +38,8 @@ def pair(model: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
     return model(seed=1), save_like(tmp_path / "own", model(), weights(model(seed=2)), shards=3)
 
 
-def refused(run: Run, pair: tuple[Path, Path], tmp_path: Path, *more: object) -> str:
-    """What is told; no folder is left behind."""
+def stderr_of(run: Run, pair: tuple[Path, Path], tmp_path: Path, *more: object) -> str:
+    """What the command prints; no folder is left behind."""
     before = snapshot(tmp_path)
     result = run("merge", "-t", pair[0], "-l", pair[1], "-o", tmp_path / "out", "--bottom", 2, "--top", 1, *more)
     assert result.exit_code == 1, result.output
@@ -54,14 +63,14 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None, **more: torch.T
 
 def test_a_missing_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     (pair[1] / "model-00002-of-00003.safetensors").unlink()
-    told = refused(run, pair, tmp_path)
+    told = stderr_of(run, pair, tmp_path)
     assert "model-00002-of-00003.safetensors" in told
 
 
 def test_a_truncated_shard(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     path = pair[1] / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    assert "not fully covered" in refused(run, pair, tmp_path)
+    assert "not fully covered" in stderr_of(run, pair, tmp_path)
 
 
 def test_an_index_that_lies(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -70,7 +79,7 @@ def test_an_index_that_lies(run: Run, pair: tuple[Path, Path], tmp_path: Path) -
     content["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors"
     content["weight_map"]["lm_head.weight"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(content))
-    told = refused(run, pair, tmp_path)
+    told = stderr_of(run, pair, tmp_path)
     assert "model.safetensors.index.json says that" in told
     assert "Download or save the model again" in told
 
@@ -78,27 +87,27 @@ def test_an_index_that_lies(run: Run, pair: tuple[Path, Path], tmp_path: Path) -
 def test_a_shard_outside_the_folder(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     index = pair[1] / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../other.safetensors"}}))
-    assert "is no index of safetensors shards" in refused(run, pair, tmp_path)
+    assert "is not an index of safetensors shards" in stderr_of(run, pair, tmp_path)
 
 
 def test_pickled_weights(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     for path in [*pair[1].glob("*.safetensors"), pair[1] / "model.safetensors.index.json"]:
         path.unlink()
     (pair[1] / "pytorch_model.bin").write_bytes(b"\x80")
-    told = refused(run, pair, tmp_path)
+    told = stderr_of(run, pair, tmp_path)
     assert "pickled weights (.bin)" in told
     assert "save_pretrained writes safetensors" in told
 
 
 def test_another_architecture(run: Run, pair: tuple[Path, Path], model: Callable[..., Path], tmp_path: Path) -> None:
-    told = refused(run, (pair[0], model("qwen2", seed=1)), tmp_path)
+    told = stderr_of(run, (pair[0], model("qwen2", seed=1)), tmp_path)
     assert "model_type is llama" in told
     assert "fine-tuned from one base" in told
 
 
 def test_a_vocabulary_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     change(pair[1], "model.embed_tokens.weight", torch.zeros(100, 32), **{"lm_head.weight": torch.zeros(100, 32)})
-    told = refused(run, pair, tmp_path)
+    told = stderr_of(run, pair, tmp_path)
     assert "model.embed_tokens.weight is [96, 32] in" in told
     assert "their vocabularies differ in size" in told
     assert "resize_token_embeddings" in told
@@ -106,7 +115,7 @@ def test_a_vocabulary_of_another_size(run: Run, pair: tuple[Path, Path], tmp_pat
 
 def test_a_tensor_that_only_one_has(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     change(pair[1], "model.norm.weight", None)
-    assert "holds model.norm.weight, and own does not" in refused(run, pair, tmp_path)
+    assert "holds model.norm.weight, and own does not" in stderr_of(run, pair, tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -116,13 +125,13 @@ def test_numbers_that_are_none(name: str, value: float, run: Run, pair: tuple[Pa
     tensor = weights(pair[1])[name]
     tensor.view(-1)[3] = value
     change(pair[1], name, tensor)
-    assert f"{name} of the expert 'own' holds NaN or infinity" in refused(run, pair, tmp_path)
+    assert f"{name} of the expert 'own' holds NaN or infinity" in stderr_of(run, pair, tmp_path)
 
 
 def test_a_result_that_overflows(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     change(pair[1], name, weights(pair[1])[name] * 1e7)
-    told = refused(run, pair, tmp_path, "--dtype", "float16")
+    told = stderr_of(run, pair, tmp_path, "--dtype", "float16")
     assert f"{name} overflows F16" in told
     assert "--dtype bfloat16" in told
 
@@ -134,14 +143,14 @@ def test_an_overflow_that_no_dtype_helps_against(pair: tuple[Path, Path], tmp_pa
     composition = adapterswap.Composition.model_validate({"allocation": allocation, "allow_negative": True})
     plan = adapterswap.compose(composition, dict(zip("ab", pair, strict=True)))
     for dtype in ("float32", "bfloat16"):
-        with pytest.raises(AdapterswapError, match=f"{name} overflows") as caught:
+        with refused(UnsupportedError, match=f"{name} overflows") as caught:
             adapterswap.merge(plan, out_path=tmp_path / "out", dtype=dtype)
         assert "dtype" not in str(caught.value)
 
 
 def test_whole_numbers_cannot_be_averaged(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     change(pair[1], "model.norm.weight", torch.ones(32, dtype=torch.int64))
-    assert "model.norm.weight is I64" in refused(run, pair, tmp_path)
+    assert "model.norm.weight is I64" in stderr_of(run, pair, tmp_path)
 
 
 def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -149,13 +158,13 @@ def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: P
     (pair[1] / "model.safetensors").rename(pair[1] / "adapter_model.safetensors")
     edit_header(pair[1], lambda header: header["model.norm.weight"].update(shape=[31]))
     (pair[1] / "adapter_model.safetensors").rename(pair[1] / "model.safetensors")
-    assert "invalid shape, data type, or offset" in refused(run, pair, tmp_path)
+    assert "invalid shape, data type, or offset" in stderr_of(run, pair, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--max-shard-size", "much"], "'much' is no size"),
+        (["--max-shard-size", "much"], "'much' is not a size"),
         (["--device", "nonsense"], "the device 'nonsense' cannot be used"),
         (["--num-layers", 4], "num_layers is 4"),
         (["--row-threshold", 0.1], "row_threshold is for rows of adapters"),
@@ -174,6 +183,33 @@ def test_what_cannot_be_done(
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind", "parameter"),
+    [
+        ({"num_layers": 4}, CompositionError, "num_layers"),
+        ({"row_threshold": 0.1}, CompositionError, "row_threshold"),
+        ({"bottom": 4, "top": 3}, CompositionError, "bottom"),
+        ({"method": "ties", "density": 0.5}, BaseModelError, "base_model"),
+        ({"weights": "magnitude"}, BaseModelError, "base_model"),
+    ],
+    ids=str,
+)
+def test_the_field_at_fault_is_named(
+    fields: dict[str, Any], kind: type[AdapterswapError], parameter: str, pair: tuple[Path, Path]
+) -> None:
+    composition = adapterswap.Composition(task="a", language="b", **fields)
+    with refused(kind, parameter):
+        adapterswap.compose(composition, dict(zip("ab", pair, strict=True)))
+
+
+@pytest.mark.parametrize("changes", [{"max_shard_size": "much"}, {"max_shard_size": "0GB"}, {"dtype": "int8"}], ids=str)
+def test_a_form_that_is_none(changes: dict[str, Any], pair: tuple[Path, Path], tmp_path: Path) -> None:
+    plan = adapterswap.layer_swap(*pair, bottom=2, top=1)
+    with refused(ArgumentError, *changes):
+        adapterswap.merge(plan, out_path=tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_adapter_of_another_base(
     run: Run, expert: Callable[..., Path], model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -181,31 +217,33 @@ def test_an_adapter_of_another_base(
     assert result.exit_code == 1
     assert "the base stores no such weight" in result.stderr
     assert not (tmp_path / "out").exists()
+    with refused(BaseModelError, "base_model"):
+        adapterswap.merge(expert(seed=1), model("gpt2"), out_path=tmp_path / "out")
 
 
 def test_only_adapters_are_written_as_adapters_or_run_live(
     pair: tuple[Path, Path], base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
     plan = adapterswap.layer_swap(*pair, bottom=2, top=1)
-    with pytest.raises(adapterswap.AdapterswapError, match=r"adapterswap merge.*adapterswap extract"):
+    with refused(UnsupportedError, match="Write full weights with `merge`"):
         adapterswap.write_adapter(plan, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
     with quiet_peft():
         live = PeftModel.from_pretrained(load_base(base("llama")), expert(seed=1), adapter_name="math")
     with (
-        pytest.raises(adapterswap.AdapterswapError, match="is a full checkpoint"),
+        refused(UnsupportedError),
         adapterswap.LiveComposer(live).use(plan),
     ):
         pass
-    with pytest.raises(adapterswap.AdapterswapError, match="is a full checkpoint"):
+    with refused(UnsupportedError):
         load_experts(load_base(base("llama")), plan)
 
 
 def test_norms_belong_to_zones() -> None:
     rules = (adapterswap.Rule(expert="math"),)
-    with pytest.raises(ValueError, match="norms cannot be given beside it"):
+    with refused(FieldError, "norms", match="norms cannot be set beside it"):
         adapterswap.Composition(allocation=rules, norms="layer")
-    with pytest.raises(ValueError, match="norms belong to a layer swap"):
+    with refused(FieldError, "norms", match="norms belong to a layer swap"):
         adapterswap.Composition(method="soup", norms="layer")
 
 

@@ -93,7 +93,7 @@ def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
         ("experts: {a: b}\nmax_compositions: 0", "max_compositions is 0"),
         ("experts: {a: b}\nalow: [a]", r"Did you mean 'allow'\?"),
         ("allow: [a]", "experts is missing"),
-        ("experts: {a: b, a: c}", "stands twice"),
+        ("experts: {a: b, a: c}", "appears twice"),
     ],
 )
 def test_a_manifest_is_read_strictly(tmp_path: Path, content: str, told: str) -> None:
