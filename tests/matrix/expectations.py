@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
 from matrix.adapters import KINDS
 from matrix.architectures import ARCHITECTURES
 from matrix.operations import OPERATIONS
@@ -28,9 +29,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason to refuse, a regex for its message, and the cells that may give it: those in every list given."""
+    """A reason to refuse, the class and a regex of one of the problems, and the cells that may give it: those in every
+    list given."""
 
     reason: str
+    kind: type[AdapterswapError]
     words: str
     architectures: Collection[str] = tuple(ARCHITECTURES)
     kinds: Collection[str] = tuple(KINDS)
@@ -48,23 +51,30 @@ _HYBRID = [name for name, architecture in ARCHITECTURES.items() if architecture.
 _FUSED = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 
 REFUSALS = [
-    Refusal("fused experts (target_parameters)", "target_parameters", _FUSED, ["linear"]),
-    Refusal("PEFT blends no modules_to_save live", "modules_to_save", kinds=["modules_to_save"], operations=["live"]),
+    Refusal("fused experts (target_parameters)", UnsupportedError, "target_parameters", _FUSED, ["linear"]),
+    Refusal("PEFT blends no modules_to_save live", AdapterswapError, "modules_to_save",
+            kinds=["modules_to_save"], operations=["live"]),
     # Experts of attention alone leave the task nothing in partition A, and some hybrids have no attention in a zone.
-    Refusal("a side or a zone has no module", "gives no module", operations=["partition_a"]),
-    Refusal("a side or a zone has no module", "matches no module", _HYBRID),
-    Refusal("names of two worlds", "two names of", kinds=_TWO_WORLDS),
-    Refusal("the running model lacks the names", "does not have", kinds=[*_V4, *_TWO_WORLDS], operations=["live"]),
-    Refusal("PEFT fuses no experts of this model", "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
-    Refusal("a bias beside the head's LoRA", r"base_layer\.bias", ["phi", "gptj"], ["embeddings"]),
+    Refusal("a side or a zone has no module", CompositionError, "gives no module", operations=["partition_a"]),
+    Refusal("a side or a zone has no module", CompositionError, "matches no module", _HYBRID),
+    Refusal("names of two worlds", ExpertError, "two names of", kinds=_TWO_WORLDS),
+    Refusal("the running model lacks the names", AdapterswapError, "does not have",
+            kinds=[*_V4, *_TWO_WORLDS], operations=["live"]),
+    Refusal("PEFT fuses no experts of this model", UnsupportedError, "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
+    Refusal("a bias beside the head's LoRA", UnsupportedError, r"base_layer\.bias", ["phi", "gptj"], ["embeddings"]),
     # `vision_tower.vision_model.` became `vision_tower.`, in the model and in its files.
-    Refusal("merge knows no older name of the tower", "stores no such", ["gemma3", "llava"], ["v4"], ["merge"]),
+    Refusal("merge knows no older name of the tower", BaseModelError, "stores no such",
+            ["gemma3", "llava"], ["v4"], ["merge"]),
 ]  # fmt: skip
 
 
-def reason_of(cell: Cell, error: Exception) -> str | None:
+def reason_of(cell: Cell, error: AdapterswapError) -> str | None:
     """The expected reason that the error gives for this cell; None where it is not expected."""
-    return next((one.reason for one in REFUSALS if one.may_be(cell) and re.search(one.words, str(error))), None)
+    for one in REFUSALS:
+        fitting = (problem for problem in error.problems if issubclass(problem.kind, one.kind))
+        if one.may_be(cell) and any(re.search(one.words, str(problem)) for problem in fitting):
+            return one.reason
+    return None
 
 
 CELLS = [
