@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,15 @@ from refusals import refused
 
 import adapterswap
 from adapterswap import Composition, Rule
-from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, FieldError
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    CompositionError,
+    ExpertError,
+    FieldError,
+    NotFoundError,
+)
 from adapterswap.planning.compositions import Method
 from adapterswap.sweeps.recipe import SweepRecipe
 
@@ -104,6 +113,42 @@ def test_fields_that_are_not_sound(make: Callable[[], Any], parameter: str | Non
     with pytest.raises(FieldError) as caught:
         make()
     assert parameter in {problem.parameter for problem in caught.value.problems}
+
+
+def test_an_expert_that_cannot_be_opened_is_named_by_its_parameter(math: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with refused(NotFoundError, "task"):
+        adapterswap.layer_swap("./nowhere", math)
+    with refused(ExpertError, "language"):
+        adapterswap.layer_swap(math, tmp_path / "empty")
+    with refused(NotFoundError, "experts"):
+        adapterswap.compose("math+swahili", {"math": math, "swahili": "./nowhere"})
+    with refused(NotFoundError, "reference"):
+        adapterswap.open_expert("./nowhere")
+    for place in ("./nowhere", tmp_path / "empty"):
+        kind = BaseModelError if place == tmp_path / "empty" else NotFoundError
+        with refused(kind, "base_model"):
+            adapterswap.open_checkpoint(place)
+    for layers in ("9", "x", ""):
+        with refused(ArgumentError, "layers"):
+            adapterswap.slice_layers(math, layers)
+    with refused(CompositionError, "layers"):
+        adapterswap.slice_layers(math, "0-9")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "told"),
+    [
+        ("math+swahili@bottm=2", "bottm", "unknown setting 'bottm'. Did you mean 'bottom'?"),
+        ("math+swahili@bottom", "bottom", "bottom has no value"),
+        ("math+swahili@bottom=1,bottom=2", "bottom", "bottom is set twice"),
+        ("math+swahili@bottom=-1", "bottom", "greater than or equal to 0"),
+        ("math+swahili@task_weight=-2", "task_weight", "`allow_negative=True`"),
+    ],
+)
+def test_a_wrong_setting_in_a_short_name(name: str, parameter: str, told: str) -> None:
+    with refused(FieldError, parameter, match=re.escape(told)):
+        adapterswap.parse_composition(name)
 
 
 def test_all_mistakes_in_nested_rules_are_told_at_once() -> None:

@@ -15,6 +15,7 @@ from adapterswap.cli.flags import with_flags
 from adapterswap.errors import (
     AdapterswapError,
     ArgumentError,
+    BaseModelError,
     ExpertError,
     FieldError,
     OutputError,
@@ -105,3 +106,14 @@ def test_an_error_is_of_the_class_that_its_problems_have_in_common(
 def test_an_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(OutputError("out exists", "Choose another", parameter="out_path")))
     assert (type(error), error.parameter, str(error)) == (OutputError, "out_path", "out exists. Choose another.")
+
+
+def test_the_caller_knows_better_whose_fault_it_is() -> None:
+    problems = Problems(ExpertError)
+    for number in range(25):
+        problems.add(f"tensor {number} is missing", "Save it again")
+    error = problems.as_error().recast(BaseModelError, parameter="base_model")
+    assert (type(error), error.parameter, error.omitted) == (BaseModelError, "base_model", 5)
+    assert {problem.kind for problem in error.found} == {BaseModelError}
+    assert str(error) == str(problems.as_error())
+    assert type(problems.as_error().recast(parameter="task")) is ExpertError
