@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import ArgumentError, Problems, UnsupportedError
 from adapterswap.live.inventory import Inventory, factors, scale_of
 from adapterswap.live.switching import Switch, apply_switch, check_loaded
 
@@ -54,7 +54,8 @@ class Rows:
         """Switch all adapters off in PEFT's layers, and hook onto them what the rows add.
 
         Raises:
-            AdapterswapError: a layer's experts cannot be computed row by row.
+            UnsupportedError: a layer's experts cannot be computed row by row.
+            CompositionError: an expert was deleted from the model.
         """
         self.withdraw()
         for switch in self.switches:
@@ -83,11 +84,12 @@ class Rows:
         inputs = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
         batch = next(len(tensor) for tensor in inputs if tensor is not None)
         if model.training:
-            raise AdapterswapError("the model is in training mode", "Call model.eval() first")
+            raise UnsupportedError("the model is in training mode", "Call model.eval() first")
         if batch != len(self.switches):
-            raise AdapterswapError(
+            raise ArgumentError(
                 f"the batch has {batch} rows, and there are compositions for {len(self.switches)}",
-                "Give one composition for each row (and `repeat`, where generation repeats rows)",
+                "Pass one composition for each row (and `repeat`, where generation repeats rows)",
+                parameter="compositions",
             )
 
 
@@ -116,22 +118,22 @@ def _share(layer: Any, expert: str, coefficients: Mapping[int, float], count: in
 def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]]) -> None:
     from peft.tuners.lora.layer import MultiheadAttention
 
-    problems = Problems()
-    mend = "Use one composition for the whole batch"
+    problems = Problems(UnsupportedError)
+    remedy = "Use one composition for the whole batch"
     for name, layer in inventory.layers.items():
         if not shares[name]:
             continue
         if layer.merged:
             problems.add("adapters are merged into the model's weights", "Call unmerge_adapter() first")
         if "experts" in name.split("."):
-            problems.add(f"{name} is one of a mixture of experts, which sees tokens and not rows", mend)
+            problems.add(f"{name} is one of a mixture of experts, which sees tokens and not rows", remedy)
         if isinstance(layer, MultiheadAttention):
-            problems.add(f"{name} is a MultiheadAttention, whose projections are not layers of their own", mend)
+            problems.add(f"{name} is a MultiheadAttention, whose projections are not layers of their own", remedy)
         if getattr(layer.get_base_layer(), "max_norm", None) is not None:
-            problems.add(f"{name} is an embedding with max_norm, which rescales what LoRA adds", mend)
+            problems.add(f"{name} is an embedding with max_norm, which rescales what LoRA adds", remedy)
         if any(share.a.is_meta or share.b.is_meta for share in shares[name]):
             problems.add(f"the adapters at {name} are offloaded", "Load the model without offloading")
-        if problems:  # the first layer tells enough
+        if problems:  # the first such layer is enough
             break
     problems.raise_if_any()
 
@@ -154,8 +156,8 @@ class _Adder:
         shape = result.shape
         if len(result) != self.count:  # some models flatten rows and positions before their feed-forward layers
             if len(result) % self.count or result.dim() != 2:
-                raise AdapterswapError(
-                    f"{self.name} is given {len(result)} rows of a batch of {self.count}",
+                raise UnsupportedError(
+                    f"{self.name} receives {len(result)} rows of a batch of {self.count}",
                     "Use one composition for the whole batch",
                 )
             result, x = result.view(self.count, -1, shape[-1]), x.reshape(self.count, -1, x.shape[-1])

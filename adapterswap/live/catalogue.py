@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adapterswap.errors import AdapterswapError, Problems, check_type
+from adapterswap.errors import BaseModelError, CompositionError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import format_layers
 from adapterswap.live.inventory import Inventory, Origin, is_unloaded
@@ -38,7 +38,7 @@ class Catalogue:
         inventory: what is loaded, as of the last `refresh`.
 
     Raises:
-        AdapterswapError: see `Inventory`.
+        ArgumentError: see `Inventory`.
     """
 
     def __init__(self, model: PeftModel) -> None:
@@ -61,7 +61,11 @@ class Catalogue:
         """The settings that a composition means; they are remembered for names and `Composition`s.
 
         Raises:
-            AdapterswapError: it is no composition of what is loaded, or cannot be computed live.
+            ArgumentError: it is not of a type that can mean a composition.
+            FieldError: a name that cannot be read.
+            CompositionError: it is not a composition of the loaded experts.
+            UnsupportedError: it cannot be computed live.
+            BaseModelError: the model's number of layers is not known.
         """
         check_type(
             composition, (str, Composition, Plan, type(None)), "composition",
@@ -82,25 +86,26 @@ class Catalogue:
         self.inventory = Inventory(self._model, self._origins)
         self._switches.clear()
 
-    def _parse(self, asked: str | Composition | None) -> Composition | None:
-        if isinstance(asked, Composition):
-            return asked
-        if asked in (None, BASE):
+    def _parse(self, composition: str | Composition | None) -> Composition | None:
+        if isinstance(composition, Composition):
+            return composition
+        if composition is None or composition == BASE:
             return None
-        if asked in self.inventory.names:
-            origin = self.inventory.origin(str(asked))
+        if composition in self.inventory.names:
+            origin = self.inventory.origin(composition)
             if origin is not None and origin.kept_layers is not None:
-                raise AdapterswapError(
-                    f"of the expert {asked!r} only the layers {format_layers(origin.kept_layers)} are loaded",
+                raise CompositionError(
+                    f"only the layers {format_layers(origin.kept_layers)} of the expert {composition!r} are loaded",
                     "Load the whole expert to use it alone",
+                    parameter="composition",
                 )
-            return Composition(allocation=(Rule(expert=asked),))
-        if not set("+@ ") & set(str(asked)):  # the name of one expert
-            self._check_names([str(asked)])
-        return parse_composition(str(asked))
+            return Composition(allocation=(Rule(expert=composition),))
+        if not set("+@ ") & set(composition):  # the name of one expert
+            self._check_names([composition])
+        return parse_composition(composition)
 
     def _check_names(self, names: Sequence[str]) -> None:
-        problems = Problems()
+        problems = Problems(CompositionError)
         check_names(names, self.inventory.names, problems)
         problems.raise_if_any()
 
@@ -109,14 +114,16 @@ class Catalogue:
             return Switch()
         num_layers = self.inventory.num_layers
         if num_layers is None:
-            raise AdapterswapError(
+            raise BaseModelError(
                 f"the config of {type(self._model.get_base_model()).__name__} does not say how many layers it has",
-                "Give a plan, made with num_layers",
+                "Pass a plan, made with `num_layers`",
+                parameter="model",
             )
         if composition.num_layers not in (None, num_layers):
-            raise AdapterswapError(
+            raise CompositionError(
                 f"the composition is for {composition.num_layers} layers, and the model has {num_layers}",
-                "Leave num_layers out",
+                "Leave `num_layers` out",
+                parameter="num_layers",
             )
         self._check_names(composition.expert_names)
         plan = make_plan(composition, self.inventory.experts(composition.expert_names), num_layers=num_layers)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import CompositionError
 from adapterswap.live.inventory import Inventory, factors, scale_of
 from adapterswap.live.switching import Switch
 
@@ -35,13 +35,14 @@ class Pin:
         self._layers: dict[str, Any] = {}
 
     def check(self, switch: Switch) -> None:
-        """Raise `AdapterswapError` where a switch needs an expert that is not pinned."""
+        """Raise `CompositionError` where a switch needs an expert that is not pinned."""
         for terms in switch.terms.values():
             for name in terms:
                 if name not in self.experts:
-                    raise AdapterswapError(
+                    raise CompositionError(
                         f"the expert {name!r} is not pinned ({', '.join(self.experts)} are)",
                         "Name it in composer.pinned(…), which compiles once more",
+                        parameter="composition",
                     )
 
     def apply(self, switch: Switch, inventory: Inventory) -> None:

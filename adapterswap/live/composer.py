@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ArgumentError, UnsupportedError
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.files.folders import check_place
 from adapterswap.files.smallfiles import expand
@@ -53,7 +53,7 @@ class LiveComposer:
         model: the PeftModel.
 
     Raises:
-        AdapterswapError: the model is no PeftModel, or has no LoRA layers.
+        ArgumentError: the model is not a PeftModel, or has no LoRA layers.
     """
 
     def __init__(self, model: PeftModel) -> None:
@@ -66,7 +66,7 @@ class LiveComposer:
         """Load experts into a base model, each a folder, a Hub id or an opened adapter, and compose on it.
 
         Raises:
-            AdapterswapError: see `load_expert`.
+            ArgumentError, ExpertError, UnsupportedError: see `load_expert`.
         """
         loaded: Any = model
         opened = {name: e if isinstance(e, Adapter) else open_adapter(e) for name, e in experts.items()}
@@ -106,8 +106,8 @@ class LiveComposer:
         """Compute with `composition` until `reset` or the next `set`; None is the base.
 
         Raises:
-            AdapterswapError: its experts are not loaded or not as the plan says, it cannot be computed live, or
-                adapters are merged.
+            CompositionError: its experts are not loaded, or not as the plan says.
+            UnsupportedError: it cannot be computed live, or adapters are merged.
         """
         self._session.set(self._catalogue.switch(composition))
 
@@ -138,11 +138,13 @@ class LiveComposer:
             repeat: how often each row is repeated by `model.generate` (num_beams, num_return_sequences).
 
         Raises:
-            AdapterswapError: as for `set`; a layer that does not see rows (a mixture of experts); experts are pinned;
-                in the forward pass, a batch of another size, or a model in training mode.
+            CompositionError: as for `set`.
+            UnsupportedError: as for `set`; a layer that does not see rows (a mixture of experts); experts are pinned;
+                in the forward pass, a model in training mode.
+            ArgumentError: in the forward pass, a batch of another size.
         """
         if self._session.pin is not None:
-            raise AdapterswapError("experts are pinned for one graph", "Leave composer.pinned(…) for a mixed batch")
+            raise UnsupportedError("experts are pinned for one graph", "Leave composer.pinned(…) for a mixed batch")
         with self._session.using(Rows([self._catalogue.switch(composition) for composition in compositions], repeat)):
             yield
 
@@ -156,7 +158,7 @@ class LiveComposer:
             batch: what the tokenizer returned, and all options of `generate`.
 
         Raises:
-            AdapterswapError: see `set` and `use_rows`.
+            CompositionError, UnsupportedError, ArgumentError: see `set` and `use_rows`.
         """
         batch = pad_left(batch)
         if compositions is None:
@@ -180,12 +182,15 @@ class LiveComposer:
             experts: their names; by default all that are loaded.
 
         Raises:
-            AdapterswapError: an expert is not loaded, or a composition is active.
+            ArgumentError: an expert is not loaded.
+            UnsupportedError: a composition is active, or adapters are merged.
         """
         names = self.names if experts is None else tuple(experts)
         if missing := [name for name in names if name not in self.names]:
-            raise AdapterswapError(
-                f"the adapter {missing[0]!r} is not loaded ({', '.join(self.names)} are)", "Load it first"
+            raise ArgumentError(
+                f"the adapter {missing[0]!r} is not loaded ({', '.join(self.names)} are)",
+                "Load it first",
+                parameter="experts",
             )
         with self._session.pinned(names):
             yield
@@ -204,11 +209,14 @@ class LiveComposer:
         Where the experts' files still hold the numbers that the model computes with, the result is what
         `write_adapter` makes of these files, byte for byte. Otherwise (PEFT held an expert in another dtype, it was
         loaded without this composer, it was trained since) it is made of the tensors in the model.
+
+        Raises:
+            UnsupportedError: no composition with experts is active; see also `write_adapter`.
         """
         from adapterswap.writing import write_adapter
 
         if self.plan is None:
-            raise AdapterswapError("no composition with experts is active", "Call save inside `with composer.use(…)`")
+            raise UnsupportedError("no composition with experts is active", "Call save inside `with composer.use(…)`")
         files = [adapter.file.path for adapter in self.plan.adapters.values()]
         check_place(expand(out_path), [path.parent for path in files if path.is_file()])  # read or not
         with plan_on_disk(self.plan, self._catalogue.inventory) as plan:
@@ -235,14 +243,17 @@ class LiveComposer:
             autocast_adapter_dtype: PEFT's: hold float16 and bfloat16 experts in float32.
 
         Raises:
-            AdapterswapError: see `live.load_expert`; both `layers` and `compositions` are given; the compositions take
-                nothing from it.
+            ArgumentError: both `layers` and `compositions` are passed; see also `live.load_expert`.
+            CompositionError: the compositions take nothing from it.
+            ExpertError, UnsupportedError: see `live.load_expert`.
         """
         adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
         name = name or expert_name(adapter, self.model.peft_config, "expert")
         if compositions:
             if layers is not None:
-                raise AdapterswapError("both layers and compositions are given", "Give one of them")
+                raise ArgumentError(
+                    "both `layers` and `compositions` were passed", "Pass one of them", parameter="layers"
+                )
             layers = layers_taken(adapter, name, compositions, self._catalogue.inventory.num_layers)
         load_expert(self.model, adapter, name, layers=layers, autocast_adapter_dtype=autocast_adapter_dtype)
         kept = adapter if layers is None else slice_of(adapter, layers, self._catalogue.inventory.num_layers)

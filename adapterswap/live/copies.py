@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from adapterswap.changes.copies import Weight, is_one_weight, stored_weight
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter
 from adapterswap.files.dtypes import FLOAT_NAMES, FLOATS
@@ -26,38 +26,44 @@ from adapterswap.files.tensorfile import TensorFile
 __all__ = ["check_copies", "folder_without_copies", "without_copies"]
 
 
-def check_copies(file: TensorFile, told: str, modules: Mapping[str, Any]) -> None:
+def check_copies(file: TensorFile, owner: str, modules: Mapping[str, Any]) -> None:
     """Compare every copy with the model's own weight, up to the rounding of the narrower of their dtypes.
 
     Args:
         file: the header of the expert's safetensors file, or of an adapter's of any kind that PEFT loads.
-        told: what to call it in messages, such as `the expert 'math'`.
+        owner: what to call the expert in messages, such as `the expert 'math'`.
         modules: the base's, by full name; LoRA layers of other experts may stand around them.
 
     Raises:
-        AdapterswapError: the expert carries another weight than the model has, or one that cannot be compared with it.
+        ExpertError: the expert carries another weight than the model has, or one in an unknown dtype.
+        UnsupportedError: adapters are merged, or the model's own weight cannot be compared with the copy.
     """
     carried = {module: copy for module, copy in copies_in(file).items() if module in modules}
     if not carried:
         return
     if any(getattr(modules[module], "merged", False) for module in carried):
-        raise AdapterswapError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
-    problems = Problems()
+        raise UnsupportedError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+    problems = Problems(ExpertError)
     with open_files([file]) as files:
         for module, copy in carried.items():
             own = _own_weight(modules[module])
-            what = f"{told} carries a copy of {module}.weight ({copy.name}), which PEFT would put over the model's own"
+            what = f"{owner} carries a copy of {module}.weight ({copy.name}), which PEFT would put over the model's own"
             if copy.dtype not in FLOATS:
-                problems.add(f"{what}, and it is {copy.dtype}", f"Save it as one of {', '.join(FLOATS)}")
+                problems.add(
+                    f"{what}, and it is {copy.dtype}", f"Save it as one of {', '.join(FLOATS)}", parameter="expert"
+                )
             elif own is None:
                 problems.add(
                     f"{what}, and the model's is quantised, sharded or offloaded, so that the two cannot be compared",
                     "Load the model with that weight whole, in float32, bfloat16 or float16",
+                    parameter="model",
+                    kind=UnsupportedError,
                 )
             elif not is_one_weight(stored_weight(copy, files[file.path]), own):
                 problems.add(
-                    f"{what}, and it is another: the expert was trained on another base",
+                    f"{what}, and the two differ: the expert was trained on another base",
                     "Load it into the base that it was trained on, in the dtype that this is stored in",
+                    parameter="expert",
                 )
     problems.raise_if_any()
 
@@ -84,7 +90,7 @@ def folder_without_copies(file: TensorFile) -> Iterator[Path]:
     """A folder with an adapter's config, and its tensors without the copies: its own, if it carries none.
 
     Raises:
-        AdapterswapError: there is no room for a temporary one.
+        OutputError: there is no room for a temporary one.
     """
     source = file.path.parent
     copies = {copy.name for copy in copies_in(file).values()}

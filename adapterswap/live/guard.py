@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import UnsupportedError
 
 __all__ = ["Guard"]
 
@@ -58,7 +58,7 @@ def _followed(method: Callable[..., Any], then: Callable[[], None]) -> Callable[
 
 def _refused(name: str) -> Callable[..., None]:
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"{name} was called while a composition is active",
             "Leave the composition first: composer.reset(), or the end of the `with` block",
         )

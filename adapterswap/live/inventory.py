@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, ArgumentError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
 from adapterswap.experts.adapters import CONFIG, Adapter, LoraModule, by_layer
 from adapterswap.experts.layers import kind_of, layer_container, layer_of
@@ -85,11 +85,13 @@ def layers_of_base(model: Any) -> int | None:
     """The number of layers of a transformers model, from its config; None where it does not say.
 
     Raises:
-        AdapterswapError: the model has an encoder and a decoder.
+        UnsupportedError: the model has an encoder and a decoder.
     """
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise AdapterswapError("the model has an encoder and a decoder", "Layers are composed in decoder-only models")
+        raise UnsupportedError(
+            "the model has an encoder and a decoder", "Layers are composed in decoder-only models", parameter="model"
+        )
     if not hasattr(config, "get_text_config"):
         return None
     found = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -107,22 +109,24 @@ class Inventory:
             loading may put others in their place.)
 
     Raises:
-        AdapterswapError: the model is no PeftModel, or has no LoRA layers.
+        ArgumentError: the model is not a PeftModel, or has no LoRA layers.
     """
 
     def __init__(self, model: PeftModel, origins: Mapping[str, Origin]) -> None:
         from peft import PeftModel
         from peft.utils import AuxiliaryTrainingWrapper
 
-        mend = "Load the experts first (LiveComposer.from_experts, or PeftModel.from_pretrained)"
+        remedy = "Load the experts first (LiveComposer.from_experts, or PeftModel.from_pretrained)"
         if not isinstance(model, PeftModel):
-            raise AdapterswapError(f"`model` is of type {type(model).__name__}, not a PeftModel", mend)
+            raise ArgumentError(
+                f"`model` is of type {type(model).__name__}, not a PeftModel", remedy, parameter="model"
+            )
         if is_unloaded(model):
-            raise AdapterswapError("the model's adapters were unloaded or merged into it", mend)
+            raise ArgumentError("the model's adapters were unloaded or merged into it", remedy, parameter="model")
         self.model = model
         self.layers = find_layers(model)
         if not self.layers:
-            raise AdapterswapError("the model has no LoRA layers", mend)
+            raise ArgumentError("the model has no LoRA layers", remedy, parameter="model")
         self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
         self.parameters = [
             (leaf, name)
@@ -161,25 +165,30 @@ class Inventory:
         tensors have no place in a file.
 
         Raises:
-            AdapterswapError: an adapter is a variant of LoRA that cannot be composed exactly.
+            UnsupportedError: an adapter is a variant of LoRA that cannot be composed exactly.
+            ExpertError: PEFT's config of an adapter is not valid, or its name is reserved.
         """
-        problems = Problems()
-        found: dict[str, Adapter] = {}
+        problems = Problems(ExpertError)
+        loaded: dict[str, Adapter] = {}
         for name in names:
             if name in self._configs:
                 with problems.collect():
                     if name not in self._experts:
                         self._experts[name] = self.origin(name) or self._describe(name)
-                    found[name] = self._experts[name]
+                    loaded[name] = self._experts[name]
         problems.raise_if_any()
-        return _of_one_base(found)
+        return _of_one_base(loaded)
 
     def _describe(self, name: str) -> Adapter:
         config = self._read_config(name)
-        problems = Problems()
+        problems = Problems(UnsupportedError)
         retrain = "Train it as a plain or rank-stabilized LoRA"
         if name == BASE:
-            problems.add(f"an adapter has the name {BASE!r}, which means the unchanged base", "Load it as another name")
+            problems.add(
+                f"an adapter has the name {BASE!r}, which means the unchanged base",
+                "Load it under another name",
+                kind=ExpertError,
+            )
         if config.modules_to_save:
             problems.add(
                 f"the adapter {name!r} holds modules trained in full ({', '.join(config.modules_to_save)}), which PEFT "
@@ -192,7 +201,7 @@ class Inventory:
         for module, layer in layers.items():
             tensors = factors(layer, name)
             if tensors is None or tensors.a.dim() != 2:
-                problems.add(f"the adapter {name!r} at {module} is no pair of matrices", retrain)
+                problems.add(f"the adapter {name!r} at {module} is not a pair of matrices", retrain)
             elif name in layer.lora_variant or layer.lora_bias[name]:
                 problems.add(f"the adapter {name!r} at {module} is more than s·B·A (a variant, or a bias)", retrain)
             else:
@@ -223,7 +232,8 @@ class Inventory:
             except AdapterswapError as error:
                 whose = f"the adapter {name!r}"
                 raise type(error)(
-                    replace(problem, message=problem.message.replace(str(path), whose)) for problem in error.problems
+                    (replace(problem, message=problem.message.replace(str(path), whose)) for problem in error.found),
+                    omitted=error.omitted,
                 ) from None
 
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.bases import quiet_peft
-from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.errors import ArgumentError, BaseModelError, CompositionError, ExpertError, Problems, reason_of
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.anatomy import shape_of
 from adapterswap.experts.layers import format_layers, parse_layers
@@ -57,8 +57,12 @@ def load_expert(
         autocast_adapter_dtype: PEFT's: hold float16 and bfloat16 experts in float32.
 
     Raises:
-        AdapterswapError: the expert cannot be opened, does not fit the model or carries a copy of another base's
-            weight, the name is taken or unfit, or there are no such layers. The model stays as it was.
+        ExpertError: the expert is damaged, does not fit the model or carries a copy of another base's weight.
+        NotFoundError: there is no such expert.
+        ArgumentError: the name is taken or unfit, or there are no such layers.
+        UnsupportedError: the expert is of a kind that cannot be composed.
+
+    After an error the model is as it was.
     """
     adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
@@ -70,9 +74,10 @@ def load_expert(
     loaded = {module for module, layer in find_layers(peft_model).items() if factors(layer, name) is not None}
     if odd := sorted(loaded ^ kept.modules.keys()):
         _remove(peft_model, name)
-        raise AdapterswapError(
+        raise ExpertError(
             f"the expert {name!r} does not fit the model: {odd[0]} is in only one of its file and its config",
             "Save the adapter again with PEFT, or write it with adapterswap slice",
+            parameter="expert",
         )
     return peft_model
 
@@ -81,7 +86,8 @@ def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
     """`model` as a PeftModel with the plan's experts loaded under their names, frozen.
 
     Raises:
-        AdapterswapError: an expert does not fit the model, or is a full checkpoint.
+        ExpertError: an expert does not fit the model.
+        UnsupportedError: an expert is a full checkpoint.
     """
     loaded: Any = model
     plan.check_adapter()
@@ -94,7 +100,7 @@ def slice_of(adapter: Adapter, layers: str, num_layers: int | None) -> Adapter:
     """The adapter as it is once only `layers` of it are loaded.
 
     Raises:
-        AdapterswapError: see `slice_layers`.
+        AdapterswapError: of the classes that `slice_layers` raises.
     """
     plan = slice_layers(adapter, layers, num_layers=num_layers)
     modules = {name: adapter.modules[name] for name, module in plan.modules.items() if module.terms}
@@ -106,47 +112,63 @@ def layers_taken(adapter: Adapter, name: str, compositions: Iterable[str | Compo
     """The layers that compositions take from an expert, written as in `0-4,30-31`.
 
     Raises:
-        AdapterswapError: they take none, one of them is not the name of a composition, or the model's number of layers
-            is not known.
+        CompositionError: they take none, or one of them is not the name of a composition.
+        BaseModelError: the model's number of layers is not known.
     """
     if num_layers is None:
-        raise AdapterswapError("the model does not say how many layers it has", "Give the layers to load")
+        raise BaseModelError(
+            "the config of the model does not say how many layers it has", "Pass `layers` instead", parameter="model"
+        )
     taken: set[int] = set()
-    for asked in compositions:
-        rules = (parse_composition(asked) if isinstance(asked, str) else asked).rules(num_layers)
+    for composition in compositions:
+        rules = (parse_composition(composition) if isinstance(composition, str) else composition).rules(num_layers)
         for module in adapter.modules.values():
             rule = next((rule for rule in rules if rule.matches(module.name, module.layer, module.kind)), None)
             if module.layer is not None and rule is not None and name in rule.coefficients():
                 taken.add(module.layer)
     if not taken:
-        raise AdapterswapError(f"the compositions take no layer from the expert {name!r}", "Check the names in them")
+        raise CompositionError(
+            f"the compositions take no layer from the expert {name!r}",
+            "Check the names in them",
+            parameter="compositions",
+        )
     return format_layers(taken)
 
 
 def _check_name(name: str, taken: Any) -> None:
-    problems = Problems()
+    problems = Problems(ArgumentError)
     if name in taken:
-        problems.add(f"an adapter named {name!r} is loaded already", "Choose another name, or delete_adapter it first")
+        problems.add(
+            f"an adapter named {name!r} is already loaded",
+            "Choose another name, or delete that adapter first (delete_adapter)",
+            parameter="name",
+        )
     if not fits_peft(name):
         problems.add(
-            f"{name!r} cannot name an expert in PEFT", f"Choose a name without dots that is not {BASE!r} or like 'lora'"
+            f"{name!r} cannot be the name of an expert in PEFT",
+            f"Choose a name without dots that is not {BASE!r} or like 'lora'",
+            parameter="name",
         )
     problems.raise_if_any()
 
 
 def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     """Whether the base has every module of the adapter, in its shape, and the weights that the adapter carries."""
-    problems = Problems()
+    problems = Problems(ExpertError)
     modules = dict(base.named_modules())
-    mend = "Load it into the base that it was trained on"
+    remedy = "Load it into the base that it was trained on"
     missing = [module for module in adapter.modules if module not in modules]
     if missing:
-        problems.add(f"the expert {name!r} adapts {and_more(missing)}, which the model does not have", mend)
+        problems.add(
+            f"the expert {name!r} adapts {and_more(missing)}, which the model does not have",
+            remedy,
+            parameter="expert",
+        )
     known = {module: shape_of(modules[module]) for module in adapter.modules if module in modules}
     compare_shapes(
         {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.modules.values()},
         {module: f"{shape[0]}×{shape[1]}" for module, shape in known.items() if shape is not None},
-        one=f"the expert {name!r}", other="the model", remedy=mend, problems=problems,
+        one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems,
     )  # fmt: skip
     problems.raise_if_any()
     check_copies(adapter.file, f"the expert {name!r}", modules)
@@ -177,14 +199,14 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
     device = str(next(base.parameters()).device)
     options = {"low_cpu_mem_usage": True, "torch_device": device, "autocast_adapter_dtype": autocast}
     with quiet_peft():
-        warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked afterwards, and told as an error
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked afterwards, and reported as an error
         try:
             if model is base:
                 return PeftModel.from_pretrained(model, str(folder), adapter_name=name, **options)
             model.load_adapter(str(folder), adapter_name=name, **options)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise AdapterswapError(
-                f"the expert {name!r} does not fit the model: {reason_of(error)}", "Check both"
+            raise ExpertError(
+                f"the expert {name!r} does not fit the model: {reason_of(error)}", "Check both", parameter="expert"
             ) from None
     return model
 

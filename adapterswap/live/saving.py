@@ -31,7 +31,7 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
         inventory: what is loaded.
 
     Raises:
-        AdapterswapError: see `open_adapter` and `make_plan`.
+        AdapterswapError: of the classes that `open_adapter` and `make_plan` raise.
     """
     with ExitStack() as stack:
         experts = {}

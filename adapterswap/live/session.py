@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import UnsupportedError
 from adapterswap.live.batching import Rows
 from adapterswap.live.catalogue import Catalogue
 from adapterswap.live.compiled import Pin
@@ -43,12 +43,12 @@ class Session:
         """Compute `wanted` from now on; where that fails, what was computed before.
 
         Raises:
-            AdapterswapError: adapters are merged, an expert was deleted or is not pinned, or a layer cannot be
-                computed row by row.
+            CompositionError: an expert was deleted, or is not pinned.
+            UnsupportedError: adapters are merged, or a layer cannot be computed row by row.
         """
         self._catalogue.refresh()
         if any(layer.merged for layer in self._catalogue.inventory.layers.values()):
-            raise AdapterswapError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+            raise UnsupportedError("adapters are merged into the model's weights", "Call unmerge_adapter() first")
         if self.pin is not None and isinstance(wanted, Switch):
             self.pin.check(wanted)
         before = self.active
@@ -90,10 +90,10 @@ class Session:
         """Inside the block all experts stay active, and compositions change numbers in tensors; see `Pin`.
 
         Raises:
-            AdapterswapError: a composition is active, or adapters are merged.
+            UnsupportedError: a composition is active, or adapters are merged.
         """
         if self.active is not None:
-            raise AdapterswapError("a composition is active", "Call pinned() before use() or set()")
+            raise UnsupportedError("a composition is active", "Call pinned() before use() or set()")
         self.pin = Pin(experts)
         try:
             self.set(Switch())

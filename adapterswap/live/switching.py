@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adapterswap.arithmetic.resolving import resolve
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import CompositionError, Problems, UnsupportedError
 from adapterswap.live.inventory import Inventory, scale_of
 from adapterswap.planning.names import fits_peft
 from adapterswap.planning.plan import Plan
@@ -54,16 +54,18 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
     """The settings that compute `plan` with the adapters in the model.
 
     Raises:
-        AdapterswapError: the plan cannot be computed live, is for another number of layers, or its experts are not
-            those in the model; magnitude weights or SLERP, and an expert's file cannot be read.
+        UnsupportedError: the plan cannot be computed live.
+        CompositionError: the plan is for another number of layers, or its experts are not those in the model.
+        ExpertError: magnitude weights or SLERP, and an expert's file cannot be read.
     """
     if (reason := why_not_live(plan)) is not None:
-        raise AdapterswapError(reason, _RESIDENT)
-    problems = Problems()
+        raise UnsupportedError(reason, _RESIDENT, parameter="composition")
+    problems = Problems(CompositionError)
     if inventory.num_layers not in (plan.num_layers, None):
         problems.add(
             f"the plan is for {plan.num_layers} layers, and the model has {inventory.num_layers}",
             "Make the plan for this model",
+            parameter="composition",
         )
     for module in plan:
         layer = inventory.layers.get(module.name)
@@ -72,8 +74,9 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
                 problems.add(
                     f"the adapter {term.expert!r} {what} at {module.name}",
                     f"Load the plan's expert under that name: composer.load_expert(folder, {term.expert!r})",
+                    parameter="composition",
                 )
-        if problems:  # the first module tells enough
+        if problems:  # the first such module is enough
             break
     problems.raise_if_any()
     plan = resolve(plan).plan
@@ -95,7 +98,7 @@ def apply_switch(switch: Switch, inventory: Inventory) -> None:
     """Set every layer's active adapters and scalings; layers that are right already are left alone.
 
     Raises:
-        AdapterswapError: an expert was deleted since the switch was made; nothing is set then.
+        CompositionError: an expert was deleted since the switch was made; nothing is set then.
     """
     check_loaded(switch, inventory)
     for module, layer in inventory.layers.items():
@@ -111,12 +114,14 @@ def apply_switch(switch: Switch, inventory: Inventory) -> None:
 
 
 def check_loaded(switch: Switch, inventory: Inventory) -> None:
-    """Raise `AdapterswapError` where a switch uses an expert that is not in the model any more."""
+    """Raise `CompositionError` where a switch uses an expert that is not in the model any more."""
     for module, terms in switch.terms.items():
         layer = inventory.layers.get(module)
         for name in terms:
             if layer is None or name not in layer.r:
-                raise AdapterswapError(f"the adapter {name!r} was deleted from the model", "Load it again")
+                raise CompositionError(
+                    f"the adapter {name!r} was deleted from the model", "Load it again", parameter="composition"
+                )
 
 
 def unmerge(layers: Iterable[Any]) -> None:

@@ -15,9 +15,11 @@ from test_equivalence import algorithm_1
 from tolerances import close
 
 import adapterswap
-from adapterswap import AdapterswapError, Composition
+from adapterswap import Composition
+from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, UnsupportedError
 from adapterswap.live import LiveComposer
 from live.conftest import assert_same_tensors, state_of, tensors_of
+from tests.refusals import refused
 
 Composers = Callable[..., LiveComposer]
 Folders = Callable[..., dict[str, Path]]
@@ -142,7 +144,7 @@ def test_everything_is_put_back(composer: Composers) -> None:
 def test_a_failed_use_changes_nothing(composer: Composers) -> None:
     composing = composer()
     before = state_of(composing.model)
-    with pytest.raises(AdapterswapError, match="nobody"):
+    with pytest.raises(CompositionError, match="nobody"):
         composing.set("math+nobody")
     assert state_of(composing.model) == before
     composing.set("math+swahili@bottom_transition=2")
@@ -174,7 +176,7 @@ def test_loading_an_adapter_keeps_the_composition(composer: Composers, folders: 
         name: before[name][0] for name in before if name.startswith("base_model")
     }
     model.delete_adapter("other")
-    with pytest.raises(AdapterswapError, match="other"):
+    with pytest.raises(CompositionError, match="other"):
         composing.set("other+swahili")
 
 
@@ -194,7 +196,7 @@ def test_disabling_adapters_inside_a_composition(composer: Composers, base: Base
 @pytest.mark.parametrize("method", ["set_adapter", "delete_adapter"])
 def test_calls_that_would_disturb_are_refused(method: str, composer: Composers) -> None:
     composing = composer()
-    with composing.use("math+swahili"), pytest.raises(AdapterswapError, match=f"{method}.*Leave the composition"):
+    with composing.use("math+swahili"), refused(UnsupportedError, match=method):
         getattr(composing.model, method)("math")
     getattr(composing.model, method)("swahili")
 
@@ -206,9 +208,9 @@ def test_merging_inside_a_composition(composer: Composers, base: Bases) -> None:
         output = logits(composing.model)
         composing.model.merge_adapter()
         close(logits(composing.model), output, depth=LAYERS)
-        with pytest.raises(AdapterswapError, match=r"merged.*unmerge_adapter"):
+        with refused(UnsupportedError):
             composing.set("telugu")
-        with pytest.raises(AdapterswapError, match="merged"), composing.use_rows(["telugu", "math"]):
+        with refused(UnsupportedError), composing.use_rows(["telugu", "math"]):
             pass
         close(logits(composing.model), output, depth=LAYERS)
     assert state_of(composing.model) == before
@@ -224,7 +226,7 @@ def test_merge_and_unload_keeps_the_merged_weights(composer: Composers) -> None:
         weights = tensors_of(merged)
     assert_same_tensors(tensors_of(merged), weights)
     close(logits(merged), output, depth=LAYERS)
-    with pytest.raises(AdapterswapError, match="unloaded or merged"):
+    with refused(ArgumentError, "model"):
         composing.set("math")
 
 
@@ -261,14 +263,15 @@ def test_modules_of_the_adapter_that_was_active_are_switched_off(base: Bases, fo
         assert torch.equal(logits(model), logits(clean.model))
     assert state_of(model) == before
     assert torch.equal(logits(model), output)
-    with pytest.raises(AdapterswapError, match=r"chat.*lm_head.*write_adapter"):
+    with refused(UnsupportedError, match=r"chat.*lm_head"):
         composing.set("chat+swahili")
 
 
 def test_what_cannot_be_composed_live_is_refused(composer: Composers, folders: Folders, base: Bases) -> None:
     composing = composer()
+    with refused(UnsupportedError, "composition", match="ties"):
+        composing.set("math+swahili@method=ties,density=0.5")
     cases = {
-        "math+swahili@method=ties,density=0.5": "ties is not linear.*write_adapter",
         "maths+swahili": r"no expert 'maths' \(experts: math, swahili, telugu\). Did you mean 'math'",
         "maths": r"no expert 'maths' \(experts: math, swahili, telugu\). Did you mean 'math'",
         "math+nobody": "no expert 'nobody'",
@@ -278,14 +281,14 @@ def test_what_cannot_be_composed_live_is_refused(composer: Composers, folders: F
     for name, message in cases.items():
         with pytest.raises(AdapterswapError, match=message):
             composing.set(name)
-    with pytest.raises(AdapterswapError, match="for 7 layers, and the model has 6"):
+    with refused(CompositionError, "num_layers", match="7 layers.* 6"):
         composing.set(Composition(task="math", language="swahili", num_layers=7))
     plan = adapterswap.layer_swap(folders()["math"], folders()["swahili"], bottom=2, top=1)
     assert isinstance(plan, adapterswap.Plan)
     deeper = replace(plan, num_layers=7)
-    with pytest.raises(AdapterswapError, match="for 7 layers, and the model has 6"):
+    with refused(CompositionError, "composition", match="7 layers.* 6"):
         composing.set(deeper)
-    with pytest.raises(AdapterswapError, match=r"LlamaForCausalLM.*from_experts"):
+    with refused(ArgumentError, "model", match="LlamaForCausalLM"):
         LiveComposer(load_base(base("llama")))
 
 
@@ -297,7 +300,7 @@ def test_a_plan_of_other_experts_is_refused(composer: Composers, expert: Any) ->
         ({"lora_alpha": 3}, "has the scale"),
     ):
         other = {"math": expert(seed=1, **options), "swahili": expert(seed=2, r=4, lora_alpha=8)}
-        with pytest.raises(AdapterswapError, match=f"'math' {message}"):
+        with refused(CompositionError, "composition", match=f"'math' {message}"):
             composing.set(adapterswap.compose(composition, other))
 
 

@@ -17,8 +17,10 @@ from tolerances import close, rounded_once
 
 import adapterswap
 from adapterswap import AdapterswapError, Composition
+from adapterswap.errors import ArgumentError, CompositionError, ExpertError, UnsupportedError
 from adapterswap.live import LiveComposer, load_expert
 from live.conftest import EXPERTS, assert_same_tensors, state_of, tensors_of, written_files
+from tests.refusals import refused
 
 Composers = Callable[..., LiveComposer]
 Folders = Callable[..., dict[str, Path]]
@@ -46,26 +48,26 @@ def test_a_shell_takes_its_share_of_the_memory(base: Bases, folders: Folders) ->
         part.set("math+swahili@bottom=3,top=1")
     with pytest.raises(AdapterswapError, match=r"swahili is a slice, and its magnitude is that of the whole expert"):
         part.set("math+swahili@bottom=1,top=1,bottom_transition=1,weights=magnitude")
-    with pytest.raises(AdapterswapError, match=r"only the layers 0-1,5 are loaded"):
+    with refused(CompositionError, "composition", match=r"layers 0-1,5 .*swahili"):
         part.set("swahili")
 
 
 def test_only_the_layers_that_compositions_take(base: Bases, folders: Folders) -> None:
     composing = LiveComposer.from_experts(load_base(base("llama")), {"math": folders()["math"]})
-    asked = [
+    compositions = [
         "math+telugu@bottom=1,top=1",
         Composition(task="math", language="telugu", bottom=1, top=0, top_transition=2),
     ]
-    composing.load_expert(folders()["telugu"], "telugu", compositions=asked)
+    composing.load_expert(folders()["telugu"], "telugu", compositions=compositions)
     model = composing.model
     layers = {int(key.split(".")[4]) for key, _ in model.named_parameters() if ".telugu." in key}
     assert layers == {0, 4, 5}
-    for composition in asked:
+    for composition in compositions:
         composing.set(composition)
-    with pytest.raises(AdapterswapError, match="take no layer from the expert 'swahili'"):
-        composing.load_expert(folders()["swahili"], "swahili", compositions=asked)
-    with pytest.raises(AdapterswapError, match="Give one of them"):
-        composing.load_expert(folders()["swahili"], "swahili", layers="0", compositions=asked)
+    with refused(CompositionError, "compositions", match="swahili"):
+        composing.load_expert(folders()["swahili"], "swahili", compositions=compositions)
+    with refused(ArgumentError, "layers"):
+        composing.load_expert(folders()["swahili"], "swahili", layers="0", compositions=compositions)
 
 
 def test_an_expert_is_loaded_as_it_is(base: Bases, folders: Folders) -> None:
@@ -75,28 +77,17 @@ def test_an_expert_is_loaded_as_it_is(base: Bases, folders: Folders) -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("math", "'math' is loaded already"),
-        ("a.b", "'a.b' cannot name an expert"),
-        ("base", "'base' cannot name an expert"),
-        ("lora", "'lora' cannot name an expert"),
-        ("", "'' cannot name an expert"),
-    ],
-)
-def test_names_that_peft_would_confuse_are_refused(
-    name: str, message: str, composer: Composers, folders: Folders
-) -> None:
+@pytest.mark.parametrize("name", ["math", "a.b", "base", "lora", ""])
+def test_names_that_peft_would_confuse_are_refused(name: str, composer: Composers, folders: Folders) -> None:
     composing = composer()
-    with pytest.raises(AdapterswapError, match=message):
+    with refused(ArgumentError, "name", match=repr(name)):
         load_expert(composing.model, folders()["telugu"], name)
 
 
 def test_an_expert_of_another_base_leaves_the_model_as_it_was(composer: Composers, expert: Any) -> None:
     composing = composer()
     before, tensors = state_of(composing.model), tensors_of(composing.model)
-    with pytest.raises(AdapterswapError, match="which the model does not have"):
+    with pytest.raises(ExpertError, match="transformer"):
         composing.load_expert(expert("gpt2", seed=1), "other")
     with pytest.raises(AdapterswapError, match="none of the layers 9"):
         composing.load_expert(expert(seed=1), "other", layers="9")
@@ -112,7 +103,7 @@ def test_an_expert_of_another_width_is_refused(tmp_path: Path, base: Bases, fold
     wide = {key: torch.zeros(8, 40) if "q_proj.lora_A" in key else tensor for key, tensor in tensors.items()}
     save_file(wide, tmp_path / "adapter_model.safetensors")
     model = load_base(base("llama"))
-    with pytest.raises(AdapterswapError, match=r"q_proj is 32×40 in the expert 'math', and 32×32 in the model"):
+    with pytest.raises(ExpertError, match=r"q_proj.* 32×40 .* 32×32"):
         load_expert(model, tmp_path, "math")
     assert not any("lora" in name for name, _ in model.named_parameters())
 
@@ -135,14 +126,14 @@ def test_a_file_that_its_config_does_not_describe_is_refused(tmp_path: Path, bas
     tensors = load_file(folders()["math"] / "adapter_model.safetensors")
     save_file({k: t for k, t in tensors.items() if "k_proj" not in k}, tmp_path / "adapter_model.safetensors")
     model = load_base(base("llama"))
-    with pytest.raises(AdapterswapError, match=r"only one of its file and its config"):
+    with refused(ExpertError, "expert", match="k_proj"):
         load_expert(model, tmp_path, "math")
     assert not any("lora" in name for name, _ in model.named_parameters())
     composing = LiveComposer.from_experts(model, {name: folders()[name] for name in ("telugu", "swahili")})
     before = state_of(composing.model)
     with composing.use("swahili+telugu@bottom=2,top=1"):
         output = logits(composing.model)
-        with pytest.raises(AdapterswapError, match=r"only one of its file and its config"):
+        with refused(ExpertError, "expert", match="k_proj"):
             composing.load_expert(tmp_path, "math")
         assert torch.equal(logits(composing.model), output)
     assert list(composing.model.peft_config) == ["telugu", "swahili"]
@@ -226,8 +217,8 @@ def test_saving_never_replaces_a_loaded_expert(base: Bases, folders: Folders, tm
 
 def test_saving_without_a_composition_is_refused(composer: Composers, tmp_path: Path) -> None:
     composing = composer()
-    with pytest.raises(AdapterswapError, match=r"no composition.*composer\.use"):
+    with refused(UnsupportedError):
         composing.save(tmp_path / "out")
-    with composing.use_rows([NAME, NAME]), pytest.raises(AdapterswapError, match="no composition"):
+    with composing.use_rows([NAME, NAME]), refused(UnsupportedError):
         composing.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
