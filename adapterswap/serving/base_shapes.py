@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from adapterswap.errors import Problems
+from adapterswap.errors import ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.anatomy import adaptable_weights
 from adapterswap.experts.empty_models import empty_model_as_saved
@@ -24,8 +24,8 @@ from adapterswap.serving.memo import Memo
 
 __all__ = ["base_shapes", "check_fits"]
 
-_TOLD = 3  # modules named in one message
-_MEND = "Give the experts' base model, one that the installed transformers knows"
+_SHOWN = 3  # modules named in one message
+_REMEDY = "Choose the experts' base model, one that the installed transformers knows"
 
 
 def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
@@ -36,10 +36,11 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
         memo: where the answer is kept; building even an empty model of 8B takes about a second.
 
     Raises:
-        AdapterswapError: the base's config cannot be had, or transformers has no model for it.
+        NotFoundError: the base's config is not a local file and could not be downloaded.
+        BaseModelError: its config is damaged, or transformers has no model for it.
     """
     folder = find_source(base_model, ["config.json"], what="base model").folder
-    config = read_json(folder / "config.json", _MEND)
+    config = read_json(folder / "config.json", _REMEDY)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
     key = f"shapes {digest} transformers {version('transformers')}"
     known = memo.get(key)
@@ -59,24 +60,31 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str) -> None:
     """Whether a server with this base can load the adapter and answer right; `name` stands for it in messages.
 
     Raises:
-        AdapterswapError: it adapts modules that the base does not have, or in another shape; it holds what vLLM does
-            not serve: modules trained in full, or an embedding whose LoRA also changes the tied head.
+        ExpertError: it adapts modules that the base does not have, or in another shape.
+        UnsupportedError: it holds what vLLM does not serve: modules trained in full, or an embedding whose LoRA also
+            changes the tied head.
     """
-    problems = Problems()
+    problems = Problems(ExpertError)
     remedy = "Serve experts of this base model"
     missing = [module for module in adapter.modules if module not in shapes]
     if missing:
-        problems.add(f"{name} adapts {and_more(missing, _TOLD)}, which the base does not have", remedy)
+        problems.add(
+            f"{name} adapts {and_more(missing, _SHOWN)}, which the base does not have", remedy, parameter="experts"
+        )
     held = {module.name: module.shape for module in adapter.modules.values()}
     compare_shapes(held, shapes, one=name, other="the base", remedy=remedy, problems=problems)
     if adapter.saved:
         problems.add(
             f"{name} holds {', '.join(adapter.saved)} trained in full (modules_to_save), which vLLM does not serve",
             "Merge it into full weights, or train it as LoRA",
+            parameter="experts",
+            kind=UnsupportedError,
         )
     if adapter.config.tied and any(module.embedding for module in adapter.modules.values()):
         problems.add(
             f"{name} adapts an embedding and the head tied to it together (ensure_weight_tying), unknown to vLLM",
             "Merge it into full weights, or train it without ensure_weight_tying",
+            parameter="experts",
+            kind=UnsupportedError,
         )
     problems.raise_if_any()

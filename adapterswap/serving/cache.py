@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, OutputError, RunError
 from adapterswap.experts.identity import sha256_of
 from adapterswap.files.folders import replacing, sync_folder, sync_one
 from adapterswap.files.smallfiles import expand, read_json
@@ -59,7 +59,7 @@ class Cache:
         """Make the folders, and return the descriptor of the file that says that they are in use.
 
         Raises:
-            AdapterswapError: they cannot be made or written to; the folder holds something else than a cache, which
+            OutputError: they cannot be made or written to; the folder holds something else than a cache, which
                 `collect` would remove.
         """
         with self._opening:
@@ -73,15 +73,16 @@ class Cache:
             in_use = self.root / "in-use"  # made first, and never removed: by it a cache is known
             others = [name for name in os.listdir(self.root) if name != _MEMO and not name.endswith(".tmp")]
             if others and not in_use.exists():
-                raise AdapterswapError(
+                raise OutputError(
                     f"{self.root} is not a cache of adapterswap: it holds {sorted(others)[0]}",
-                    "Choose an empty or new folder with `cache`",
+                    "Choose an empty or new folder for `cache`",
+                    parameter="cache",
                 )
             descriptor = os.open(in_use, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             for folder in (self._entries, self._building, self._locks, self._hashes):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise self._told(error) from None
+            raise self._unwritable(error) from None
         return descriptor
 
     def hold(self) -> None:
@@ -92,25 +93,26 @@ class Cache:
         """The folder named `key`; where it is not there or damaged, `make(path)` writes it.
 
         Raises:
-            AdapterswapError: another process takes longer than ten minutes to make it, or the disk does not take it;
-                and what `make` raises.
+            RunError: another process takes longer than ten minutes to make it.
+            OutputError: the disk does not take it.
+            AdapterswapError: what `make` raises.
         """
         from filelock import FileLock, Timeout
 
         self.open()
         entry = self._entries / key
-        if self._found(entry) and _stamps(entry) == self._sound.get(key):
+        if self._touch(entry) and _stamps(entry) == self._sound.get(key):
             return entry
         try:
             with FileLock(self._locks / key, timeout=_WAIT_S):
-                if not (self._found(entry) and self._is_sound(key)):
+                if not (self._touch(entry) and self._is_sound(key)):
                     self._make(key, make)
         except Timeout:
-            raise AdapterswapError(
-                f"another process has been composing this for {_WAIT_S} seconds", "Look whether it is stuck"
+            raise RunError(
+                f"another process has been composing this for {_WAIT_S} seconds", "Check whether it is stuck"
             ) from None
         except OSError as error:
-            raise self._told(error) from None
+            raise self._unwritable(error) from None
         return entry
 
     def collect(self, keep: int) -> int | None:
@@ -137,10 +139,11 @@ class Cache:
         finally:
             fcntl.flock(in_use, fcntl.LOCK_UN)
 
-    def _told(self, error: OSError) -> AdapterswapError:
-        return AdapterswapError(
+    def _unwritable(self, error: OSError) -> OutputError:
+        return OutputError(
             f"the cache {self.root} cannot be written: {error.strerror}",
-            "Look at its disk, or give `cache` another folder",
+            "Check its disk, or choose another folder for `cache`",
+            parameter="cache",
         )
 
     def _make(self, key: str, make: Callable[[Path], object]) -> None:
@@ -168,7 +171,8 @@ class Cache:
                 return True
         return False
 
-    def _found(self, entry: Path) -> bool:
+    def _touch(self, entry: Path) -> bool:
+        """Whether there is such a folder, which is then the one used last."""
         with suppress(OSError):
             os.utime(entry)  # it was used just now
             return True

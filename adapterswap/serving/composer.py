@@ -20,7 +20,7 @@ from pathlib import Path
 from adapterswap import __version__
 from adapterswap.arithmetic.layout import total_rank
 from adapterswap.arithmetic.outputs import Form
-from adapterswap.errors import AdapterswapError, Problem
+from adapterswap.errors import AdapterswapError, BaseModelError, Problem, RunError, UnsupportedError
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.sources import base_config
@@ -53,7 +53,8 @@ class NamedComposer:
         max_lora_rank: no adapter may have a higher rank; None: no limit.
 
     Raises:
-        AdapterswapError: the base's config cannot be had, or does not say what must be known of it.
+        NotFoundError: the base's config is not a local file and could not be downloaded.
+        BaseModelError: it does not say how many layers the base has, or which modules.
     """
 
     def __init__(self, manifest: Manifest, base_model: str, cache: Cache, max_lora_rank: int | None) -> None:
@@ -64,7 +65,11 @@ class NamedComposer:
         _, config = base_config(base_model)
         num_layers = num_layers_in_config(config)
         if num_layers is None:
-            raise AdapterswapError(f"the config of {base_model} does not say how many layers it has", "Check the base")
+            raise BaseModelError(
+                f"the config of {base_model} does not say how many layers it has",
+                "Check the base",
+                parameter="base_model",
+            )
         self.num_layers = num_layers
         # What may rename modules in the output: see `with_loadable_names`.
         self._names = [config, version("transformers")]
@@ -78,9 +83,13 @@ class NamedComposer:
         """The folder of the adapter that `name` means.
 
         Raises:
-            UnknownNameError: it means nothing here, speaks of an expert that there is not, or is not allowed.
-            AdapterswapError: the name is malformed; an expert is damaged, of another base, or of a kind that cannot be
-                composed or served; the rank is too high; the limit on compositions is reached.
+            UnknownNameError: it means nothing here, names an expert that does not exist, or is not allowed.
+            FieldError, CompositionError: the name is malformed, or the experts cannot be composed in this way.
+            ExpertError: an expert is damaged, or of another base.
+            UnsupportedError: an expert is of a kind that cannot be composed or served; the method is not low-rank; the
+                rank is too high.
+            RunError: the limit on compositions is reached.
+            OutputError: the cache cannot be written.
         """
         with self._hidden_paths():
             plan = self.plan(name)
@@ -106,19 +115,22 @@ class NamedComposer:
             raise UnknownNameError(
                 f"{shown(name)} is not among the names that this server allows",
                 f"Ask for one of {', '.join(self.manifest.allow or ())}",
+                parameter="name",
             )
         experts = {expert: self.open(expert) for expert in composition.expert_names}
         plan = make_plan(self._of_this_base(composition), experts, num_layers=self.num_layers)
         if any(not slot.is_linear for slot in plan):
-            raise AdapterswapError(
+            raise UnsupportedError(
                 f"{shown(name)}: {composition.method} is not low-rank, and too slow to reduce while a client waits",
-                "Write it with `adapterswap compose --max-rank`, and serve the result as an expert",
+                "Write it with `adapterswap compose` and a `max_rank`, and serve the result as an expert",
+                parameter="name",
             )
         rank = largest_rank(plan)
         if self.max_lora_rank is not None and rank > self.max_lora_rank:
-            raise AdapterswapError(
+            raise UnsupportedError(
                 f"{shown(name)} has rank {rank}, and this server takes up to {self.max_lora_rank}",
-                "Ask for one without transition zones, or start the server with a higher --max-lora-rank",
+                "Ask for one without transition zones, or start the server with a higher `max_lora_rank`",
+                parameter="max_lora_rank",
             )
         return plan
 
@@ -126,7 +138,9 @@ class NamedComposer:
         """The expert of this name, checked against the base.
 
         Raises:
-            AdapterswapError: it cannot be opened, does not fit, or carries a copy of another base's weight.
+            NotFoundError: it does not exist.
+            ExpertError: it is damaged, does not fit, or carries a copy of another base's weight.
+            UnsupportedError: it is of a kind that cannot be composed or served.
         """
         if name in self._from_hub:
             return self._from_hub[name]
@@ -141,7 +155,7 @@ class NamedComposer:
         """The name of the plan's folder: a hash of the experts' content and of all that decides the output's bytes.
 
         Raises:
-            AdapterswapError: an expert changed since it was opened.
+            ExpertError: an expert changed since it was opened.
         """
         origin = {
             "adapterswap": __version__,
@@ -172,7 +186,7 @@ class NamedComposer:
         except AdapterswapError as error:
             names = {path: name for name, path in self.manifest.experts.items() if os.path.isabs(path)}
             names[str(self.cache.root)] = "the cache"
-            raise type(error)(_without(names, problem) for problem in error.problems) from error
+            raise type(error)((_without(names, problem) for problem in error.found), omitted=error.omitted) from error
 
     def _rules(self, name: str) -> str:
         """What `allow` compares: known before an expert is opened."""
@@ -187,9 +201,10 @@ class NamedComposer:
         with self._lock:
             self._forget(name)  # it means something else since an expert changed
             if what not in self._served and len(self._served) >= self.manifest.max_compositions:
-                raise AdapterswapError(
+                raise RunError(
                     f"This server already serves {len(self._served)} compositions; max_compositions allows no more",
                     "Request one of those, unload one, or raise max_compositions in experts.yaml",
+                    parameter="max_compositions",
                 )
             self._served.setdefault(what, set()).add(name)
 

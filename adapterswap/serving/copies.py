@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from adapterswap.changes.copies import Carried, check_base
 from adapterswap.changes.kinds import Whole
 from adapterswap.changes.locating import find_tied_head, locate_all, with_head
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, ExpertError, Problems
 from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
@@ -33,13 +33,13 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
         name: what to call the expert in messages.
 
     Raises:
-        AdapterswapError: the expert carries another weight than the base has.
+        ExpertError: the expert carries another weight than the base has.
     """
     if not copies_in(adapter.file) or not is_folder(folder := expand(base_model)):
         return
     try:
         base = open_checkpoint(folder)
-    except AdapterswapError:  # vLLM reads more kinds of weights, and tells of those that it cannot read
+    except AdapterswapError:  # vLLM reads more kinds of weights, and reports those that it cannot read
         return
     files = [adapter.file, *base.shards]
     key = " ".join(["copies", *(f"{os.path.realpath(file.path)} {file.stamp}" for file in files)])
@@ -53,7 +53,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
 
 
 def _carried(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Carried]:
-    problems = Problems()
+    problems = Problems(ExpertError)
     stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
     located = locate_all({name: adapter}, stored, "the base", base, problems).get(name, {})
     problems.raise_if_any()

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ArgumentError, DependencyError, UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.sources import at_revision, same_base, split_revision
 from adapterswap.files.smallfiles import expand, is_folder
@@ -33,7 +33,7 @@ _MIDDLEWARE = "adapterswap.serving.middleware.ManifestOnly"
 
 # What adapterswap decides: vLLM would start, and serve something else than what was checked.
 _RESERVED = {
-    "--model": "the base is given by --base-model",
+    "--model": "`base_model` names the base",
     "--no-enable-lora": "compositions are LoRA adapters",
 }
 
@@ -59,9 +59,9 @@ class Launch:
 
 
 def require_vllm() -> None:
-    """Raise `AdapterswapError` where vLLM is not installed."""
+    """Raise `DependencyError` where vLLM is not installed."""
     if find_spec("vllm") is None:
-        raise AdapterswapError("vLLM is not installed", "pip install 'adapterswap[vllm]' installs it")
+        raise DependencyError("vLLM is not installed", "Install it: pip install 'adapterswap[vllm]'")
 
 
 def plan_launch(
@@ -76,23 +76,29 @@ def plan_launch(
         vllm_args: the user's own arguments for vLLM; they win over what is chosen here.
 
     Raises:
-        AdapterswapError: an argument that would undo the set-up, a rank that vLLM does not have, or an expert called
-            like the base.
+        ArgumentError: an argument that would undo the set-up, a number that is not one, or an expert called like the
+            base.
+        UnsupportedError: vLLM has no rank that is large enough; see also `NamedComposer.plan`.
     """
     for argument in vllm_args:
         name = _canonical(argument)
         if name in _RESERVED:
-            raise AdapterswapError(f"{argument} cannot be given to vLLM here: {_RESERVED[name]}", "Leave it out")
+            raise ArgumentError(
+                f"{argument} cannot be passed to vLLM here: {_RESERVED[name]}", "Leave it out", parameter="vllm_args"
+            )
     if value_of("--api-server-count", vllm_args) not in (None, "1"):
-        raise AdapterswapError(
+        raise ArgumentError(
             "vLLM composes by name with one API server only, and --api-server-count asks for more",
             "Leave it out; put several servers behind a load balancer instead",
+            parameter="vllm_args",
         )
     model, revision = _model(composer.base_model)
     served_name = value_of("--served-model-name", vllm_args) or model
     if served_name in experts:
-        raise AdapterswapError(
-            f"{served_name!r} is the name of an expert and of the served base", "Give --served-model-name another one"
+        raise ArgumentError(
+            f"{served_name!r} is the name of an expert and of the served base",
+            "Choose another --served-model-name for the base",
+            parameter="vllm_args",
         )
     allowed = composer.manifest.allow
     rank = _whole("--max-lora-rank", vllm_args) or choose_rank(composer, experts)
@@ -113,7 +119,7 @@ def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
     """The smallest rank of vLLM's in which every allowed composition fits; without an allow list, every blend of two.
 
     Raises:
-        AdapterswapError: vLLM has no rank that is large enough; or see `NamedComposer.plan`.
+        UnsupportedError: vLLM has no rank that is large enough; see also `NamedComposer.plan`.
     """
     if composer.manifest.allow is not None:
         needed = max(largest_rank(composer.plan(name)) for name in composer.manifest.allow)
@@ -123,9 +129,10 @@ def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
         needed = needed if needed <= RANKS[-1] else max(alone, RANKS[-1])  # not all blends fit, but all swaps
     fitting = next((rank for rank in RANKS if rank >= needed), None)
     if fitting is None:
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"the experts need rank {needed}, and vLLM takes up to {RANKS[-1]}",
-            "Write smaller ones with `adapterswap slice` or `compose --max-rank`",
+            "Write smaller ones with `adapterswap slice`, or with `adapterswap compose` and a `max_rank`",
+            parameter="experts",
         )
     return fitting
 
@@ -150,7 +157,7 @@ def _whole(option: str, arguments: Sequence[str]) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) == 0:
-        raise AdapterswapError(f"{option} {text} is not a whole number above 0", "Correct it")
+        raise ArgumentError(f"{option} {text} is not a whole number above 0", "Correct it", parameter="vllm_args")
     return int(text)
 
 

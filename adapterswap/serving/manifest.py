@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, ArgumentError, FieldError, NotFoundError, Problems
 from adapterswap.experts.adapters import CONFIG
 from adapterswap.files.smallfiles import exists, expand, is_folder
 from adapterswap.files.yamlfiles import StrictModel, read_recipe
@@ -40,37 +40,52 @@ def read_manifest(path: str | Path) -> Manifest:
     """Read `experts.yaml`, or list a folder: each folder in it that holds an adapter is an expert of that name.
 
     Raises:
-        AdapterswapError: there is no such file or folder, or no expert in it; a name that cannot be used; an unknown
-            key; an entry of `allow` that is malformed or names an expert that there is not. All are told at once.
+        NotFoundError: there is no such file or folder.
+        ArgumentError: a folder that is an adapter itself, or that holds none.
+        FieldError: `experts.yaml` has an unknown key or no experts; a name that cannot be used; an entry of `allow`
+            that is malformed or names an expert that does not exist. All are reported at once.
     """
     path = expand(path)
     if not exists(path):
-        raise AdapterswapError(f"{path} does not exist", "Give a folder of adapter folders, or experts.yaml")
+        raise NotFoundError(
+            f"{path} does not exist", "Pass a folder of adapter folders, or experts.yaml", parameter="path"
+        )
     manifest = _from_folder(path) if is_folder(path) else _from_file(path)
-    problems = Problems()
+    problems = Problems(FieldError)
     for name in manifest.experts:
         with problems.collect():
             check_expert_name(name)
     for name in manifest.allow or ():
-        with problems.collect():
+        try:
             composition_of(name, manifest.experts)
+        except AdapterswapError as error:  # what is wrong is the file, whatever it would be in a request
+            for problem in error.found:
+                problems.add(problem.message, problem.remedy, parameter="allow")
     if not manifest.experts:
-        problems.add(f"{path} names no expert", "Add `NAME: PATH` lines under `experts:`")
+        problems.add(f"{path} names no expert", "Add `NAME: PATH` lines under `experts:`", parameter="experts")
     if manifest.allow == ():
-        problems.add(f"{path}: allow is empty, so nothing is served", "List names such as math+swahili, or remove it")
+        problems.add(
+            f"{path}: allow is empty, so nothing is served",
+            "List names such as math+swahili, or remove it",
+            parameter="allow",
+        )
     problems.raise_if_any()
     return manifest
 
 
 def _from_folder(path: Path) -> Manifest:
     if (path / CONFIG).exists():
-        raise AdapterswapError(f"{path} is one adapter, not a folder of them", f"Give its parent, {path.parent}")
-    found = {child.name: str(child) for child in sorted(path.absolute().iterdir()) if (child / CONFIG).is_file()}
-    if not found:
-        raise AdapterswapError(
-            f"{path} holds no folder with an {CONFIG}", "Give the folder that holds the experts' folders"
+        raise ArgumentError(
+            f"{path} is an adapter, not a folder of adapters", f"Pass its parent, {path.parent}", parameter="path"
         )
-    return Manifest(experts=found)
+    experts = {child.name: str(child) for child in sorted(path.absolute().iterdir()) if (child / CONFIG).is_file()}
+    if not experts:
+        raise ArgumentError(
+            f"{path} holds no folder with an {CONFIG}",
+            "Pass the folder that holds the experts' folders",
+            parameter="path",
+        )
+    return Manifest(experts=experts)
 
 
 def _from_file(path: Path) -> Manifest:

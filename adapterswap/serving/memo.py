@@ -56,7 +56,7 @@ def content_hash(adapter: Adapter, memo: Memo) -> str:
     """SHA-256 of an adapter's safetensors file, in hexadecimal; it is read again only where its stamp is new.
 
     Raises:
-        AdapterswapError: the file changed since the adapter was opened.
+        ExpertError: the file changed since the adapter was opened.
     """
     file = adapter.file
     key = f"sha256 {os.path.realpath(file.path)} {file.stamp}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import CompositionError, FieldError
 from adapterswap.files.smallfiles import shown
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
@@ -17,10 +17,10 @@ from adapterswap.planning.short_names import parse_composition
 __all__ = ["UnknownNameError", "check_expert_name", "composition_of"]
 
 _LONGEST = 300  # characters; a composition with every setting written out has fewer
-_TOLD = 30  # experts named in a message
+_SHOWN = 30  # experts named in a message
 
 
-class UnknownNameError(AdapterswapError):
+class UnknownNameError(CompositionError):
     """A name that means nothing here: a server answers it with 404, and every other `AdapterswapError` with 400."""
 
 
@@ -28,13 +28,17 @@ def check_expert_name(name: str) -> None:
     """Whether an expert may be called so.
 
     Raises:
-        AdapterswapError: the name is reserved, or holds a character that has a meaning in names of compositions.
+        FieldError: the name is reserved, or holds a character that has a meaning in names of compositions.
     """
     if name == BASE:
-        raise AdapterswapError(f"the expert name {BASE!r} is reserved for the unchanged base", "Rename the expert")
+        raise FieldError(
+            f"the expert name {BASE!r} is reserved for the unchanged base", "Rename the expert", parameter="experts"
+        )
     if not fits_short_names(name) or len(name) > _LONGEST:
-        raise AdapterswapError(
-            f"{shown(name)} cannot be the name of an expert", "Use letters, digits, `_`, `-` and `.`, as in swahili-v2"
+        raise FieldError(
+            f"{shown(name)} cannot be the name of an expert",
+            "Use letters, digits, `_`, `-` and `.`, as in swahili-v2",
+            parameter="experts",
         )
 
 
@@ -46,19 +50,23 @@ def composition_of(name: str, experts: Collection[str]) -> Composition:
         experts: the names of the experts that there are.
 
     Raises:
-        UnknownNameError: the name is no composition's, or speaks of an expert that there is not.
-        AdapterswapError: the name is of a composition, and malformed.
+        UnknownNameError: the name does not mean a composition, or names an expert that does not exist.
+        FieldError, CompositionError: the name means a composition, and is malformed or too long.
     """
     if name in experts:
         return Composition(allocation=(Rule(expert=name),))
-    told = ", ".join(sorted(experts)[:_TOLD]) + (", …" if len(experts) > _TOLD else "")
-    mend = f"The experts here are: {told or 'none'}. Ask for one of them, or for TASK+LANGUAGE"
+    listed = ", ".join(sorted(experts)[:_SHOWN]) + (", …" if len(experts) > _SHOWN else "")
+    remedy = f"The experts here are: {listed or 'none'}. Ask for one of them, or for TASK+LANGUAGE"
     if "+" not in name and "@" not in name:
-        raise UnknownNameError(f"there is no expert {shown(name)}", mend)
+        raise UnknownNameError(f"there is no expert {shown(name)}", remedy, parameter="name")
     if len(name) > _LONGEST:
-        raise AdapterswapError(f"the name {shown(name)} is longer than {_LONGEST} characters", "Ask for less")
+        raise CompositionError(
+            f"the name {shown(name)} is longer than {_LONGEST} characters", "Use a shorter one", parameter="name"
+        )
     composition = parse_composition(name)
     unknown = [expert for expert in composition.expert_names if expert not in experts]
     if unknown:
-        raise UnknownNameError(f"{shown(name)}: there is no expert {' nor '.join(map(shown, unknown))}", mend)
+        raise UnknownNameError(
+            f"{shown(name)}: there is no expert {' or '.join(map(shown, unknown))}", remedy, parameter="name"
+        )
     return composition

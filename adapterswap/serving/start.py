@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 
-from adapterswap.errors import Problem, reason_of
+from adapterswap.errors import RunError, reason_of
 from adapterswap.serving import readiness
 from adapterswap.serving.plugin import BASE_MODEL
 
@@ -47,7 +47,7 @@ def main() -> int:
         return status
     reason = reason or (reason_of(error) if error is not None else f"vLLM ended with status {status}")
     what = f"vLLM cannot serve the base {os.environ.get(BASE_MODEL, '')}: {reason}"
-    print(f"Error: {Problem(what, _REMEDY)}", file=sys.stderr, flush=True)
+    print(f"Error: {RunError(what, _REMEDY)}", file=sys.stderr, flush=True)
     return 1
 
 
