@@ -61,6 +61,7 @@ def command() -> None:
         ("Pass `overwrite=True`.", "Pass --overwrite."),
         ("Pass `out_path`, or `out_path:` in the recipe", "Pass --out-path, or `out_path:` in the recipe"),
         ("Pass `max_rank=64` or `overrides`", "Pass --max-rank 64 or --set"),
+        ("Pass `overrides={'swahili': PATH}`", "Pass --set swahili=PATH"),
         ("Correct `recipe`, `alpha=1` or `max_rank`", "Correct `recipe`, `alpha=1` or --max-rank"),
     ],
 )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from adapterswap.arithmetic.lowrank import cosine, inner
 from adapterswap.changes.reading import read_factors
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind
 from adapterswap.experts.opening import open_expert
@@ -161,8 +161,11 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
         Each module, each layer, and all of them together.
 
     Raises:
-        AdapterswapError: an adapter cannot be opened, or is a full checkpoint; a module has another shape, or other
-            parameters, in the other adapter; a tensor holds NaN or infinity.
+        ArgumentError: `one` or `other` is of another type.
+        NotFoundError: an adapter does not exist, or could not be downloaded.
+        ExpertError: an adapter is damaged; a module has another shape, or other parameters, in the other adapter; a
+            tensor holds NaN or infinity.
+        UnsupportedError: a full checkpoint, or an adapter of a kind that cannot be read.
     """
     pair = _opened(one, "one"), _opened(other, "other")
     return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)))
@@ -173,9 +176,10 @@ def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
     opened = reference if isinstance(reference, Adapter) else open_expert(reference)
     if isinstance(opened, Adapter):
         return opened
-    raise AdapterswapError(
+    raise UnsupportedError(
         f"{reference} is a full checkpoint, and `diff` compares adapters",
-        "Cut an adapter out of it with `adapterswap extract`, or measure it with `adapterswap analyze --base-model`",
+        "Cut an adapter out of it with `adapterswap extract`, or measure its change with `adapterswap analyze`",
+        parameter=parameter,
     )
 
 
@@ -186,19 +190,17 @@ def _finite(value: float | None) -> float | None:
 def compare(one: Adapter, other: Adapter) -> list[Difference]:
     """The difference of every LoRA module that either adapter has, in the order of layers.
 
-    The cosine and distance are exact up to about 1e-8, since they are told from inner products.
+    The cosine and distance are exact up to about 1e-8, since they are computed from inner products.
 
     Raises:
-        AdapterswapError: a module has another shape in the other adapter; a tensor holds NaN or infinity.
+        ExpertError: a module has another shape in the other adapter; a tensor holds NaN or infinity.
     """
     names = dict.fromkeys([*one.modules, *other.modules])
     found = []
     with open_files([one.file, other.file]) as files:
         for name in names:
             pair = [adapter.modules.get(name) for adapter in (one, other)]
-            shapes = {module.shape for module in pair if module is not None}
-            if len(shapes) > 1:
-                raise AdapterswapError(f"{name} is {' and '.join(sorted(shapes))}", "Compare adapters of one base")
+            _check_shapes(name, [module.shape for module in pair if module is not None])
             factors = [
                 read_factors(adapter.name, files[adapter.file.path], module)
                 for module, adapter in zip(pair, (one, other), strict=True)
@@ -216,16 +218,14 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
     """The difference of every module that either adapter holds in full, in the order of layers.
 
     Raises:
-        AdapterswapError: a module has other parameters, or another shape, in the other adapter; a tensor holds NaN or
+        ExpertError: a module has other parameters, or another shape, in the other adapter; a tensor holds NaN or
             infinity.
     """
     found = []
     with open_files([one.file, other.file]) as files:
         for name in dict.fromkeys([*one.saved, *other.saved]):
             pair = [adapter.saved.get(name) for adapter in (one, other)]
-            shapes = {module.shape for module in pair if module is not None}
-            if len(shapes) > 1:
-                raise AdapterswapError(f"{name} is {' and '.join(sorted(shapes))}", "Compare adapters of one base")
+            _check_shapes(name, [module.shape for module in pair if module is not None])
             module = next(each for each in pair if each is not None)
             squares, apart = [0.0] * len([each for each in pair if each is not None]), 0.0
             for parameter, tensor in module.tensors.items():
@@ -248,6 +248,15 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
                 )
             )  # fmt: skip
     return sorted(found, key=lambda each: (-1 if each.layer is None else each.layer, each.name))
+
+
+def _check_shapes(module: str, shapes: Sequence[str]) -> None:
+    if len(set(shapes)) > 1:
+        raise ExpertError(
+            f"{module} is {shapes[0]} in the first adapter and {shapes[1]} in the second",
+            "Compare adapters of one base",
+            parameter="other",
+        )
 
 
 def _elements(adapter: Adapter, file: int, tensor: Tensor, start: int, stop: int) -> _Vector:

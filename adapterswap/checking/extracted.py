@@ -16,7 +16,7 @@ from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.reading import read_factors
 from adapterswap.checking.result import Verification
-from adapterswap.errors import Problems
+from adapterswap.errors import ArgumentError, Problems
 from adapterswap.experts.adapters import CONFIG, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.identity import hashed, sha256_of
@@ -53,8 +53,10 @@ def verify_extracted(
         base_model: where the base lies, likewise.
 
     Raises:
-        AdapterswapError: a source is named that the record does not have; a checkpoint or the adapter
-            cannot be opened, or they are no fine-tune, base and adapter of one shape.
+        ArgumentError: a source is named that the record does not have.
+        NotFoundError: a checkpoint does not exist.
+        ExpertError: a checkpoint or the adapter is damaged.
+        BaseModelError: the fine-tune and the base are not of one architecture and shape.
     """
     opened = _open(record.extraction, given, base_model)
     differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
@@ -109,11 +111,12 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
 
 def _open(asked: Asked, given: Mapping[str, str | Path], base_model: str | None) -> dict[str, Checkpoint]:
     """The checkpoints that are given or on the Hub, by their names in the record."""
-    problems = Problems()
+    problems = Problems(ArgumentError)
     for name in given.keys() - {_FULL}:
         problems.add(
-            f"--expert {name}: the adapter was cut out of one fine-tune, called {_FULL}",
-            f"Give --expert {_FULL}=PATH, and its base as --base-model",
+            f"`experts` names {name!r}, and the adapter was cut out of one fine-tune, called {_FULL!r}",
+            f"Pass `experts={{{_FULL!r}: PATH}}`, and its base as `base_model`",
+            parameter="experts",
         )
     places = {_FULL: given.get(_FULL) or asked.full.reference, _BASE: base_model or asked.base.reference}
     opened = {}
@@ -127,18 +130,19 @@ def _open(asked: Asked, given: Mapping[str, str | Path], base_model: str | None)
 
 def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record: ExtractionRecord) -> list[str]:
     """The modules whose ‖ΔW‖, or whose error, is not the recorded one; and those that only one side has."""
-    asked = record.extraction
-    matched = pair(full, base, Selection(asked.layers, tuple(asked.modules), asked.embeddings))
+    extraction = record.extraction
+    selection = Selection(extraction.layers, tuple(extraction.modules), extraction.embeddings)
+    matched = pair(full, base, selection)
     matrices = {matrix.weight.name: matrix for matrix in matched.matrices}
     heads = {head for matrix in matrices.values() for head in matrix.weight.tied}
     names = dict.fromkeys([*matrices, *record.extracted, *(adapter.modules.keys() - heads)])
     with open_files([*full.shards, *base.shards, adapter.file]) as files, torch_threads(cores() - 1):
 
         def as_recorded(name: str) -> bool:
-            told, matrix = record.extracted.get(name), matrices.get(name)
-            if matrix is None or (told is None and name in adapter.modules):
+            recorded, matrix = record.extracted.get(name), matrices.get(name)
+            if matrix is None or (recorded is None and name in adapter.modules):
                 return False
-            if told is None:  # unchanged, or not loadable by the PEFT of that time
+            if recorded is None:  # unchanged, or not loadable by the PEFT of that time
                 left_out = record.left_out.get(f"{name}.weight")
                 norm = measure(matrix, None, files, (full.name, base.name))[0]
                 return math.isclose(norm, left_out.norm if left_out else 0, rel_tol=_RELATIVE)
@@ -148,9 +152,9 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
                 if factors.shape != matrix.shape:
                     return False
                 norm, rest = measure(matrix, factors, files, (full.name, base.name))
-                if not math.isclose(norm, told.norm, rel_tol=_RELATIVE):
+                if not math.isclose(norm, recorded.norm, rel_tol=_RELATIVE):
                     return False
-                if not math.isclose(rest / norm, told.relative_error, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):
+                if not math.isclose(rest / norm, recorded.relative_error, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):
                     return False
             return True
 

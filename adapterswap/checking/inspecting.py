@@ -185,7 +185,9 @@ def inspect(path: str | Path) -> Inspection:
         The opened expert, and how it was composed.
 
     Raises:
-        AdapterswapError: it cannot be opened (see `open_expert`), or its adapterswap.json cannot be read.
+        ArgumentError: `path` is of another type.
+        NotFoundError, ExpertError, UnsupportedError: it cannot be opened (see `open_expert`), or its adapterswap.json
+            cannot be read.
     """
     check_type(path, (str, Path), "path", "Pass a local folder or a Hub id such as org/name")
     expert = open_expert(path)

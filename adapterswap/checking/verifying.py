@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.checking.extracted import verify_extracted
 from adapterswap.checking.result import Verification
-from adapterswap.errors import AdapterswapError, Problems, check_type
+from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
 from adapterswap.experts.opening import open_expert
@@ -46,7 +46,7 @@ __all__ = ["Verification", "verify"]
 
 Expert = Adapter | Checkpoint
 
-_MEND = "Give a folder that `adapterswap compose`, `adapterswap merge` or `adapterswap extract` wrote"
+_REMEDY = "Pass a folder that `adapterswap compose`, `adapterswap merge` or `adapterswap extract` wrote"
 
 _SINCE_FORMAT_2 = ("auto_mapping",)  # keys of adapter_config.json that no result of format 1 has
 
@@ -89,7 +89,10 @@ def verify(
         What differs; `equal` says whether nothing does.
 
     Raises:
-        AdapterswapError: no adapterswap.json or one that is not understood; a source that cannot be found; see also
+        ArgumentError: a parameter is of another type; a source that the record does not have, or one of which neither
+            the record nor `experts` says where it lies.
+        NotFoundError: the folder, or a source, does not exist.
+        ExpertError: no adapterswap.json, or one that is not understood; a source is damaged; see also
             `verify_extracted`.
     """
     check_type(path, (str, Path), "path", "Pass the folder of an adapter or a model, or a Hub id such as org/name")
@@ -177,7 +180,7 @@ def _compare(
     else:
         base = None if record.base is None else _find_base(record.base, opened, base_model)
         config, ours, theirs = CONFIG, (read_header(folder / WEIGHTS),), (read_header(again / WEIGHTS),)
-    written, rewritten = read_json(folder / config, _MEND), read_json(again / config, _MEND)
+    written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
     if record.base is not None and base is not None:
         changed |= _changed({BASE: record.base}, {BASE: base})
         recorded = content["base"] if record.format >= 3 else content["base_model"]
@@ -207,8 +210,10 @@ def _find_base(recorded: SourceRecord, opened: Mapping[str, Expert], base_model:
 
 def _content(folder: Path) -> dict[str, Any]:
     if not (folder / PROVENANCE).exists():
-        raise AdapterswapError(f"{folder} has no {PROVENANCE}, so nothing says what it was composed of", _MEND)
-    return read_json(folder / PROVENANCE, _MEND)
+        raise ExpertError(
+            f"{folder} has no {PROVENANCE}, so nothing says what it was composed of", _REMEDY, parameter="path"
+        )
+    return read_json(folder / PROVENANCE, _REMEDY)
 
 
 def _record(folder: Path, content: dict[str, Any]) -> Record:
@@ -227,22 +232,25 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
         record = None
     if isinstance(record, ExtractionRecord):
         return record
-    raise AdapterswapError(f"{folder / PROVENANCE} is not understood by this version of adapterswap", _MEND)
+    raise ExpertError(
+        f"{folder / PROVENANCE} is not understood by this version of adapterswap", _REMEDY, parameter="path"
+    )
 
 
 def _sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
-    problems = Problems()
+    problems = Problems(ArgumentError)
     names = ", ".join(record.experts)
     made = "the model was merged" if record.kind == "model" else "the adapter was composed"
     for name in given.keys() - record.experts.keys():
-        problems.add(f"--expert {name}: {made} of {names}", "Name one of them")
+        problems.add(f"`experts` names {name!r}, and {made} of {names}", "Name one of them", parameter="experts")
     opened = {}
     for name, source in record.experts.items():
         reference = given.get(name) or source.reference
         if reference is None:
             problems.add(
                 f"the expert {name!r} came from a folder named {source.source!r}, and nothing says where that is",
-                f"Give --expert {name}=PATH",
+                f"Pass `experts={{{name!r}: PATH}}`",
+                parameter="experts",
             )
             continue
         with problems.collect():
@@ -255,12 +263,13 @@ def _base(record: CompositionRecord, given: str | None) -> str | None:
     """The base of full weights: where it is, or None where none entered."""
     if record.base is None:
         return None
-    if (found := given or record.base.reference) is None:
-        raise AdapterswapError(
+    if (place := given or record.base.reference) is None:
+        raise ArgumentError(
             f"the base came from a folder named {record.base.source!r}, and nothing says where that is",
-            "Give `base_model`",
+            "Pass `base_model`",
+            parameter="base_model",
         )
-    return found
+    return place
 
 
 def _changed(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:

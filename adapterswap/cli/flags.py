@@ -13,13 +13,14 @@ import click
 __all__ = ["with_flags"]
 
 _PARAMETER = re.compile(r"`(?P<name>[a-z]\w*)(=(?P<value>[^`]*))?`")
+_ENTRY = re.compile(r"\{'(?P<key>[^']*)': (?P<value>.*)\}")  # the value of an option that is repeated: NAME=VALUE
 
 
 def with_flags(text: str, command: click.Command) -> str:
     """`text` with each parameter that `command` has as an option replaced by its flag.
 
-    `overwrite=True` becomes --overwrite, `num_layers` --num-layers and `max_rank=64` --max-rank 64. All other text in
-    backticks stays as it is.
+    `overwrite=True` becomes --overwrite, `num_layers` --num-layers, `max_rank=64` --max-rank 64 and
+    `experts={'math': PATH}` --expert math=PATH. All other text in backticks stays as it is.
     """
     options = _options(command)
 
@@ -28,7 +29,10 @@ def with_flags(text: str, command: click.Command) -> str:
         if option is None:
             return match[0]
         name = max(option.opts, key=len)
-        return name if option.is_flag or match["value"] is None else f"{name} {match['value']}"
+        if option.is_flag or match["value"] is None:
+            return name
+        value = _ENTRY.sub(r"\g<key>=\g<value>", match["value"])
+        return f"{name} {value}"
 
     return _PARAMETER.sub(flag, text)
 

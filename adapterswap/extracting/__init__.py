@@ -1,7 +1,7 @@
 """Cut an adapter out of a full fine-tune: ΔW = W_full - W_base, truncated weight by weight, written as an rsLoRA.
 
-What an adapter cannot hold is measured and told. The folder appears whole or not at all, and memory stays that of a few
-copies of the largest weight. Knows checkpoints and adapter folders; knows nothing of compositions.
+What an adapter cannot hold is measured and reported. The folder appears whole or not at all, and memory stays that of a
+few copies of the largest weight. Knows checkpoints and adapter folders; knows nothing of compositions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.peft_config import check_base_name
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ArgumentError, ExpertError
 from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.experts.identity import hashed
 from adapterswap.extracting.cutting import CutForm, cut, norm_of_change
@@ -71,13 +71,19 @@ def extract(
         What was cut out, with each module's rank and error, and what was left out.
 
     Raises:
-        AdapterswapError: neither rank nor error; a folder that exists (without `overwrite`), holds other files, or
-            cannot be written; a checkpoint that cannot be opened; two that are no fine-tune and base: of different
-            architectures or shapes, quantised; layers or modules that they do not have; NaN or infinity; no difference
-            to extract; a base whose path is not printable, which the adapter has to name.
+        ArgumentError: neither rank nor error, or values out of range; layers or modules that the models do not have;
+            an unknown dtype or device; a base whose path is not printable, which the adapter has to name.
+        OutputError: a folder that exists (without `overwrite`), holds other files, or cannot be written.
+        NotFoundError: a checkpoint does not exist, or could not be downloaded.
+        ExpertError: a checkpoint is damaged; NaN or infinity; no difference to extract.
+        BaseModelError: the two are of different architectures, depths or shapes.
+        UnsupportedError: a checkpoint is quantised, or in numbers that cannot be computed with; PEFT cannot adapt the
+            selected modules.
     """
     if dtype is not None and dtype not in FLOAT_NAMES:
-        raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(FLOAT_NAMES)}")
+        raise ArgumentError(
+            f"the dtype {dtype!r} is not known", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype"
+        )
     form = CutForm(rank, max_error, FLOAT_NAMES[dtype] if dtype else None, _device(device))
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
@@ -130,8 +136,9 @@ def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Call
             progress(done, total)
     if not extracted:
         rest = f"; what differs is in {', '.join(sorted({each.reason for each in lost}))}" if lost else ""
-        raise AdapterswapError(
+        raise ExpertError(
             f"{names[0]} has the same selected weights as {names[1]}, so there is nothing to extract{rest}",
-            "Give a full fine-tune of this base, or select what it changed",
+            "Pass a full fine-tune of this base, or select what it changed",
+            parameter="full",
         )
     return Extraction(tuple(extracted), tuple(unchanged), tuple(lost))

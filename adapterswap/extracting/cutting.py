@@ -18,7 +18,7 @@ import numpy.typing as npt
 from adapterswap.arithmetic.approximation import approximate
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.reading import read_difference
-from adapterswap.errors import Problems
+from adapterswap.errors import ArgumentError, Problems
 from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.anatomy import AdaptableWeight
 from adapterswap.extracting.pairing import LeftOut, Matrix
@@ -50,13 +50,19 @@ class CutForm:
     device: Any = "cpu"
 
     def __post_init__(self) -> None:
-        problems = Problems()
+        problems = Problems(ArgumentError)
         if self.rank is None and self.max_error is None:
-            problems.add("neither a rank nor an error is given", "Pass `rank` or `max_error`")
+            problems.add("neither `rank` nor `max_error` was passed", "Pass one of them, or both", parameter="rank")
         if self.rank is not None and not 1 <= self.rank <= _MAX_RANK:
-            problems.add(f"rank is {self.rank}, and must lie between 1 and {_MAX_RANK}", "Give for instance 64")
+            problems.add(
+                f"`rank` is {self.rank}, and must be between 1 and {_MAX_RANK}", "Pass `rank=64`", parameter="rank"
+            )
         if self.max_error is not None and not 0 < self.max_error < 1:
-            problems.add(f"max_error is {self.max_error}, and must lie between 0 and 1", "Give for instance 0.1")
+            problems.add(
+                f"`max_error` is {self.max_error}, and must be between 0 and 1",
+                "Pass `max_error=0.1`",
+                parameter="max_error",
+            )
         problems.raise_if_any()
 
 
@@ -104,7 +110,7 @@ def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[s
         names: what to call the fine-tune and the base in messages.
 
     Raises:
-        AdapterswapError: a weight holds NaN or infinity, or a factor overflows its dtype.
+        ExpertError: a weight holds NaN or infinity, or a factor overflows its dtype.
     """
     delta = _change(matrix, files, names)
     norm = math.sqrt(_sum_of_squares(delta))
@@ -124,7 +130,7 @@ def measure(
     """‖ΔW‖ of a weight, and ‖ΔW - B·A‖ of factors that stand for it; none are a B·A of zero.
 
     Raises:
-        AdapterswapError: the weight holds NaN or infinity.
+        ExpertError: the weight holds NaN or infinity.
     """
     delta = _change(matrix, files, names)
     norm = math.sqrt(_sum_of_squares(delta))
@@ -135,7 +141,7 @@ def norm_of_change(left_out: LeftOut, files: Mapping[Path, int], names: tuple[st
     """‖W_full - W_base‖ of a parameter that is left out; rows that only one of them has count whole.
 
     Raises:
-        AdapterswapError: it holds NaN or infinity.
+        ExpertError: it holds NaN or infinity.
     """
     both = (left_out.full, left_out.base)
     sizes = [math.prod(stored.tensor.shape) for stored in both]

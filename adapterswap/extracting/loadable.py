@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from adapterswap.arithmetic.peft_config import Shape, adapter_config
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import UnsupportedError
 from adapterswap.experts.anatomy import AdaptableWeight, build_empty
 from adapterswap.experts.peft_trial import try_in_peft
 from adapterswap.extracting.cutting import name_tensors
@@ -29,15 +29,16 @@ def leave_out_unloadable(pair: Pair) -> Pair:
     """The pair without the matrices that PEFT cannot adapt; they are among what is left out.
 
     Raises:
-        AdapterswapError: none of the matrices is left.
+        UnsupportedError: none of the matrices is left.
     """
     names = loadable(lambda: build_empty(pair.base), [matrix.weight for matrix in pair.matrices])
     matrices = tuple(matrix for matrix in pair.matrices if matrix.weight.name in names)
     unloadable = [matrix for matrix in pair.matrices if matrix.weight.name not in names]
     if not matrices:
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"PEFT cannot adapt any of the selected modules of {pair.base.name}, such as {unloadable[0].weight.name}",
             "Select other modules, or keep the full checkpoint",
+            parameter="modules",
         )
     left_out = [
         LeftOut(f"{matrix.weight.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
@@ -66,9 +67,10 @@ def loadable(build: Callable[[], Any], weights: Sequence[AdaptableWeight]) -> fr
         groups.setdefault(re.sub(r"\.\d+(?=\.)", "", weight.name), []).append(weight)
     usable = [weight for group in groups.values() if _loads(build(), group) for weight in group]
     if usable and not _loads(build(), usable):
-        raise AdapterswapError(
-            f"PEFT loads LoRA for each kind of module of {type(model).__name__} alone, and not for all of them",
+        raise UnsupportedError(
+            f"PEFT loads LoRA for each kind of module of {type(model).__name__} alone, but not for all of them at once",
             "Select some modules with `modules`",
+            parameter="modules",
         )
     return frozenset(weight.name for weight in usable)
 

@@ -1,6 +1,7 @@
 """A full fine-tune beside its base: which weights differ in a way that an adapter can hold, and which it cannot.
 
-From configs and headers alone; no tensor is read. Everything that makes two checkpoints no pair is told at once. Knows
+From configs and headers alone; no tensor is read. All that keeps two checkpoints from being a pair is
+reported at once. Knows
 checkpoints and what LoRA can adapt; knows nothing of ranks and outputs.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adapterswap.changes.kinds import Whole
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.anatomy import AdaptableWeight, Anatomy, read_anatomy
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
@@ -27,7 +28,7 @@ Reason = Literal[
     "modules that PEFT cannot adapt", "other",
 ]  # fmt: skip
 
-_MEND = "Give the base that it was fine-tuned from"
+_REMEDY = "Pass the base that it was fine-tuned from"
 _FUSED = {"experts", "router", "gate"}  # parts of names in a mixture of experts whose weights are no Linear's
 
 
@@ -100,14 +101,20 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
     """Match the parameters of a fine-tune with its base's.
 
     Raises:
-        AdapterswapError: they are of different architectures, shapes or depth, quantised, or in dtypes without
-            arithmetic; the selection names layers or modules that they do not have; no matrix is left.
+        BaseModelError: they are of different architectures, shapes or depth.
+        UnsupportedError: they are quantised, or in dtypes without arithmetic.
+        ArgumentError: the selection names layers or modules that they do not have, or selects no matrix.
+        ExpertError: they lack a weight that transformers has in such a model.
     """
     anatomy = _common_anatomy(full, base)
     num_layers = num_layers_in_config(base.config)
     if num_layers is None:
-        raise AdapterswapError(f"the config of {base.name} does not say how many layers it has", "Give another base")
-    problems = Problems()
+        raise BaseModelError(
+            f"the config of {base.name} does not say how many layers it has",
+            "Pass another base",
+            parameter="base_model",
+        )
+    problems = Problems(BaseModelError)
     ours, theirs = (dict(_named(checkpoint, anatomy)) for checkpoint in (full, base))
     _check_names(ours, theirs, full, base, anatomy, problems)
     _check_selection(selection, anatomy, num_layers, problems)
@@ -125,7 +132,12 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
             if weight is None or weight.layer is not None or one.tensor.shape[1:] != other.tensor.shape[1:]:
                 odd.append(name)
             elif selection.embeddings:
-                problems.add(f"{shapes}: the vocabulary changed", "Leave `embeddings` out, or keep the full checkpoint")
+                problems.add(
+                    f"{shapes}: the vocabulary changed",
+                    "Leave `embeddings` out, or keep the full checkpoint",
+                    parameter="embeddings",
+                    kind=UnsupportedError,
+                )
             else:
                 left_out.append(LeftOut(name, "vocabulary", *both))
         elif weight is not None and selection.wants(weight):
@@ -133,34 +145,48 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
         else:
             left_out.append(LeftOut(name, _reason(name, weight, one), *both))
     words = ({name: "×".join(map(str, held[name].tensor.shape)) for name in odd} for held in (ours, theirs))
-    compare_shapes(*words, one=full.name, other=base.name, remedy=_MEND, problems=problems)
+    differing = Problems()
+    compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=differing)
+    for problem in differing:
+        problems.add(problem.message, problem.remedy, parameter="base_model")
     problems.raise_if_any()
     for matrix in matrices:
         _check_tying(matrix.weight)
     if not matrices:
-        raise AdapterswapError("no matrix is selected, so there is nothing to extract", "Select layers or `embeddings`")
+        raise ArgumentError(
+            "no matrix is selected, so there is nothing to extract",
+            "Select `layers` or `embeddings`",
+            parameter="layers",
+        )
     matrices.sort(key=lambda m: (-1 if m.weight.layer is None else m.weight.layer, m.weight.name))
     return Pair(full, base, num_layers, tuple(matrices), tuple(left_out))
 
 
 def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
-    problems = Problems()
-    for checkpoint in (full, base):
+    problems = Problems(BaseModelError)
+    for checkpoint, parameter in ((full, "full"), (base, "base_model")):
         if checkpoint.config.get("quantization_config"):
-            problems.add(f"{checkpoint.name} is quantised", "Give it in floating point numbers")
+            problems.add(
+                f"{checkpoint.name} is quantised",
+                "Pass it in floating point numbers",
+                parameter=parameter,
+                kind=UnsupportedError,
+            )
     kinds = [checkpoint.config.get("model_type") for checkpoint in (full, base)]
     if kinds[0] != kinds[1]:
         problems.add(
             f"{full.name} is a {kinds[0]} model, and the base {base.name} a {kinds[1]}",
-            _MEND,
+            _REMEDY,
+            parameter="base_model",
         )
     problems.raise_if_any()
     anatomies = [read_anatomy(checkpoint) for checkpoint in (full, base)]
     if anatomies[0].tied != anatomies[1].tied:
-        told = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
-        raise AdapterswapError(
-            f"{full.name} {told[0]} to the embedding, and the base {base.name} {told[1]}",
-            "Give the base that it was fine-tuned from, or keep the full checkpoint",
+        heads = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
+        raise BaseModelError(
+            f"{full.name} {heads[0]} to the embedding, and the base {base.name} {heads[1]}",
+            f"{_REMEDY}, or keep the full checkpoint",
+            parameter="base_model",
         )
     return anatomies[1]
 
@@ -184,11 +210,13 @@ def _check_names(
     for one, other, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
         for name in sorted(one.keys() - other.keys()):
             if name in known or len(one[name].tensor.shape) > 1:  # else a buffer that one version saved
-                problems.add(f"{has.name} holds {name}, and {lacks.name} does not", _MEND)
+                problems.add(f"{has.name} holds {name}, and {lacks.name} does not", _REMEDY, parameter="base_model")
     for name in sorted(anatomy.weights.keys() - ours.keys() - theirs.keys()):
         problems.add(
             f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
             "Load both with transformers and save them again",
+            parameter="full",
+            kind=ExpertError,
         )
 
 
@@ -198,36 +226,52 @@ def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, pr
         try:
             layers = parse_layers(selection.layers)
         except ValueError as error:
-            problems.add(f"`layers`: {error}", "Write for instance `layers=0-4,30-31`")
+            problems.add(
+                f"`layers`: {error}", "Write for instance `layers=0-4,30-31`", parameter="layers", kind=ArgumentError
+            )
     if layers and max(layers) >= num_layers:
-        told = format_layers(layer for layer in layers if layer >= num_layers)
-        problems.add(f"`layers`: there is no layer {told}", f"Layers are 0 to {num_layers - 1}")
+        beyond = format_layers(layer for layer in layers if layer >= num_layers)
+        problems.add(
+            f"`layers`: there is no layer {beyond}",
+            f"Layers are 0 to {num_layers - 1}",
+            parameter="layers",
+            kind=ArgumentError,
+        )
     inside = [weight for weight in anatomy.weights.values() if weight.layer is not None]
     for module in selection.modules:
         if selection.layers == NO_LAYER or not any(selects(module, weight.name, weight.kind) for weight in inside):
             ends = sorted({weight.name.rpartition(".")[2] for weight in inside})
-            problems.add(f"`modules` {module!r} matches nothing", f"Name attention, mlp, or {', '.join(ends)}")
+            problems.add(
+                f"`modules` {module!r} matches nothing",
+                f"Name attention, mlp, or {', '.join(ends)}",
+                parameter="modules",
+                kind=ArgumentError,
+            )
 
 
 def _check_tying(weight: AdaptableWeight) -> None:
     """PEFT 0.21 applies an embedding's LoRA to the head that is tied to it only where it knows the embedding's name."""
     if weight.tied and weight.name.rpartition(".")[2] != "embed_tokens":
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"{', '.join(weight.tied)} is tied to {weight.name}, and PEFT keeps them together only where the embedding "
             "is called embed_tokens",
             "Leave `embeddings` out",
+            parameter="embeddings",
         )
 
 
 def _check_numbers(one: Parameter, other: Parameter, full: Checkpoint, base: Checkpoint, problems: Problems) -> bool:
     wrong = [
-        (parameter, checkpoint)
-        for parameter, checkpoint in ((one, full), (other, base))
-        if parameter.tensor.dtype not in FLOATS
+        (weight, checkpoint, parameter)
+        for weight, checkpoint, parameter in ((one, full, "full"), (other, base, "base_model"))
+        if weight.tensor.dtype not in FLOATS
     ]
-    for parameter, checkpoint in wrong:
+    for weight, checkpoint, parameter in wrong:
         problems.add(
-            f"{parameter.name} is {parameter.tensor.dtype} in {checkpoint.name}", f"Save it as {', '.join(FLOATS)}"
+            f"{weight.name} is {weight.tensor.dtype} in {checkpoint.name}",
+            f"Save it as {', '.join(FLOATS)}",
+            parameter=parameter,
+            kind=UnsupportedError,
         )
     return not wrong
 

@@ -15,9 +15,10 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from test_sources import files_of, repository
 
-from adapterswap import AdapterswapError
 from adapterswap.checking.verifying import verify
+from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError
 from adapterswap.extracting import extract
+from tests.refusals import refused
 
 from .conftest import Checkpoint, changed, random_model
 
@@ -149,7 +150,7 @@ def test_other_sources(cut: tuple[Path, Path, Path], checkpoint: Checkpoint) -> 
     edit(full / "model.safetensors", lambda tensors: tensors["model.norm.weight"].add_(1))
     found = verify(out, {"full": full}, base_model=str(base))
     assert (dict(found.changed_sources), found.differing) == ({"full": "model.safetensors"}, ())
-    with pytest.raises(AdapterswapError, match=r"is a gpt2 model, and the base .* a llama"):
+    with refused(BaseModelError, "base_model", match="gpt2.* llama"):
         verify(out, {"full": checkpoint("gpt2", 1)}, base_model=str(base))
     wide = verify(out, {"full": checkpoint("tiny", 1)}, base_model=str(checkpoint("tiny")))
     assert len(wide.differing) == 42
@@ -218,17 +219,19 @@ def test_records_that_are_not_understood(
     (out / RECORD).write_text(json.dumps(change(json.loads((out / RECORD).read_text()), *keys, to=to)))
     result = run("verify", out)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "adapterswap.json is not understood by this version of adapterswap" in result.stderr
+    with refused(ExpertError, "path", match="adapterswap.json"):
+        verify(out)
 
 
 def test_sources_that_are_named_wrongly_or_are_not_there(cut: tuple[Path, Path, Path], tmp_path: Path) -> None:
     out = cut[0]
     with pytest.raises(AdapterswapError) as caught:
         verify(out, {"math": cut[1], "full": tmp_path / "nowhere"}, base_model=str(tmp_path / "no-base"))
-    told = str(caught.value)
-    assert "--expert math: the adapter was cut out of one fine-tune, called full" in told
-    assert "nowhere does not exist" in told
-    assert "no-base does not exist" in told
+    unknown, *missing = caught.value.problems
+    assert (unknown.kind, unknown.parameter) == (ArgumentError, "experts")
+    assert [name in problem.message for name, problem in zip(("nowhere", "no-base"), missing, strict=True)] == [
+        True
+    ] * 2
 
 
 @pytest.mark.parametrize(
