@@ -14,7 +14,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.bases import quiet_peft
-from adapterswap.errors import ArgumentError, BaseModelError, CompositionError, ExpertError, Problems, reason_of
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    CompositionError,
+    ExpertError,
+    Problems,
+    reason_of,
+)
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.anatomy import shape_of
 from adapterswap.experts.layers import format_layers, parse_layers
@@ -204,6 +212,8 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
             if model is base:
                 return PeftModel.from_pretrained(model, str(folder), adapter_name=name, **options)
             model.load_adapter(str(folder), adapter_name=name, **options)
+        except AdapterswapError:  # of the composition that is active, which is put back after loading
+            raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ExpertError(
                 f"the expert {name!r} does not fit the model: {reason_of(error)}", "Check both", parameter="expert"
