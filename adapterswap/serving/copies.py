@@ -33,7 +33,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
         name: what to call the expert in messages.
 
     Raises:
-        ExpertError: the expert carries another weight than the base has.
+        BaseModelError: the expert carries another weight than the base has; see `check_base`.
     """
     if not copies_in(adapter.file) or not is_folder(folder := expand(base_model)):
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from adapterswap.bases import Base, load_weights, open_base
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import BaseModelError, RunError
 from adapterswap.processes import count_processes
 from adapterswap.training.recipe import Quantization, TrainingOptions, TrainRecipe
 
@@ -19,13 +19,15 @@ def open_trainable(reference: str) -> Base:
     """The base's config and tokenizer, which gets a pad token if it has none.
 
     Raises:
-        AdapterswapError: see `open_base`; or its tokenizer lacks an end-of-sequence token.
+        NotFoundError: see `open_base`.
+        BaseModelError: see `open_base`; or its tokenizer lacks an end-of-sequence token.
     """
     base = open_base(reference)
     if base.tokenizer.eos_token_id is None:
-        raise AdapterswapError(
+        raise BaseModelError(
             f"the tokenizer of {reference} has no end-of-sequence token, so the expert could not learn to stop",
             "Set eos_token in its tokenizer_config.json",
+            parameter="base_model",
         )
     if base.tokenizer.pad_token_id is None:
         base.tokenizer.pad_token = base.tokenizer.eos_token  # padding is masked, so any token does
@@ -39,7 +41,7 @@ def load_trainable(base: Base, recipe: TrainRecipe, *, device: str, dtype: str) 
     and are rounded on the fly.
 
     Raises:
-        AdapterswapError: see `load_weights`.
+        BaseModelError: see `load_weights`.
     """
     options, choices = recipe.training, {}
     if attention := _attention(options, device, dtype):
@@ -88,7 +90,7 @@ def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
     accelerate gives each process its device, so the names have no numbers; `bases.choose_device` knows those.
 
     Raises:
-        AdapterswapError: CUDA is asked for and not there, or several devices are visible.
+        RunError: CUDA is requested and not available, or several devices are visible.
     """
     import torch
 
@@ -97,11 +99,16 @@ def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise AdapterswapError("training.device is cuda, and torch sees no CUDA device", "Use device: auto or cpu")
+            raise RunError(
+                "training.device is cuda, and torch sees no CUDA device",
+                "Use device: auto or cpu",
+                parameter="training.device",
+            )
         if torch.cuda.device_count() > 1 and count_processes() == 1:
-            raise AdapterswapError(
+            raise RunError(
                 f"torch sees {torch.cuda.device_count()} CUDA devices, and one process trains on one",
                 "Start a process for each: accelerate launch -m adapterswap train …; or set CUDA_VISIBLE_DEVICES=0",
+                parameter="training.device",
             )
     dtype = options.dtype
     if dtype == "auto":

@@ -1,4 +1,4 @@
-"""Checkpoints of an unfinished run, in `<out_path>.checkpoints` beside the output, so that `--resume` can go on.
+"""Checkpoints of an unfinished run, in `<out_path>.checkpoints` beside the output, so that a run can be resumed.
 
 They hold what the transformers Trainer saves (adapter, optimizer, schedule, generators) with a hash of each file and of
 the run, and `run.json`, a fingerprint of recipe, rows, tasks and base: a run is only resumed as the same run, and from
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, RunError
 from adapterswap.experts.identity import fingerprints, model_fingerprints
 from adapterswap.files.folders import check_place, refuse_strangers, replacing, strangers, sync_folder, sync_one
 from adapterswap.files.smallfiles import read_json, write_json
@@ -46,16 +46,17 @@ class Checkpoints:
         """Check that no unfinished run is lost, and no file of others.
 
         Raises:
-            AdapterswapError: there is an unfinished run, and neither `resume` nor `overwrite` is true; the folder holds
-                other files, or overlaps an input.
+            RunError: there is an unfinished run, and neither `resume` nor `overwrite` is true.
+            OutputError: the folder holds other files, or overlaps an input.
         """
         check_place(self.folder, inputs)
         if not resume:
             refuse_strangers(self.folder, self._strangers())
         if self._complete() and not (resume or overwrite):
-            raise AdapterswapError(
+            raise RunError(
                 f"{self.folder} holds checkpoints of an unfinished run",
                 "Pass `resume=True` to continue it, or `overwrite=True` to start again",
+                parameter="resume",
             )
 
     def prepare(
@@ -71,7 +72,7 @@ class Checkpoints:
             processes: how many train together.
 
         Raises:
-            AdapterswapError: the unfinished run has another recipe, other rows or tasks, another base or number of
+            RunError: the unfinished run has another recipe, other rows or tasks, another base or number of
                 processes, or its run.json is gone; or each of its checkpoints was damaged.
         """
         run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, inputs)
@@ -80,9 +81,10 @@ class Checkpoints:
             self.remove()
         if not note.is_file():
             if self._complete():
-                raise AdapterswapError(
+                raise RunError(
                     f"{self.folder} holds checkpoints and no {_RUN}, so nothing says what they were trained on",
                     "Restore that file, or pass `overwrite=True` without `resume` to start again",
+                    parameter="resume",
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(note, self.folder / _BUILDING) as building:
@@ -91,9 +93,10 @@ class Checkpoints:
             before = read_json(note, "Pass `overwrite=True` without `resume` to start again")
             if before != run:
                 changed = sorted(key for key in run if before.get(key) != run[key])
-                raise AdapterswapError(
+                raise RunError(
                     f"{self.folder} holds checkpoints of another run: changed since then: {', '.join(changed)}",
                     "Undo the change, or pass `overwrite=True` without `resume` to start again",
+                    parameter="resume",
                 )
         complete = sorted(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
         damaged = {}
@@ -103,9 +106,10 @@ class Checkpoints:
             damaged[checkpoint] = file
         if damaged:
             names = ", ".join(f"{path.name} ({name})" for path, name in damaged.items())
-            raise AdapterswapError(
-                f"No checkpoint in {self.folder} is as it was written: {names}",
+            raise RunError(
+                f"no checkpoint in {self.folder} is as it was written: {names}",
                 "Pass `overwrite=True` without `resume` to start again",
+                parameter="resume",
             )
         return None
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapterswap.bases import Base
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import BaseModelError, DataError
 from adapterswap.planning.partitions import SIDES
 from adapterswap.training.hygiene import Screen
 from adapterswap.training.recipe import DatasetSource, TrainingOptions, TrainRecipe
@@ -45,7 +45,9 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
     """Load, tokenise, shuffle and split the recipe's rows.
 
     Raises:
-        AdapterswapError: what `load_rows` raises; no rows are left; or validation takes all of them.
+        DataError: a source is malformed or has no rows left; or validation takes all of them.
+        BaseModelError: the tokenizer lacks a chat template that is needed, or is not the model's.
+        NotFoundError: a source does not exist.
     """
     joined, sides, sources, counts = _tokens(recipe.datasets, recipe, base)
     chance = np.random.default_rng(recipe.training.data_seed)
@@ -63,9 +65,10 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
         share = math.ceil(total / len(groups))  # of each side as many
         if share >= min(map(len, groups)):
             side = " of each side" if recipe.simultaneous else ""
-            raise AdapterswapError(
+            raise DataError(
                 f"validation takes {share} rows{side}, and there are {min(map(len, groups))}",
-                "Hold out fewer, or give more rows",
+                "Hold out fewer, or add rows",
+                parameter="validation",
             )
         held_out = joined.take(np.concatenate([group[:share] for group in groups]))
         groups = [group[share:] for group in groups]
@@ -128,9 +131,10 @@ def _tokens(
     joined = Tokens.join(parts)
     vocabulary = base.config.get_text_config().vocab_size
     if joined.ids.max() >= vocabulary:
-        raise AdapterswapError(
-            f"the tokenizer of {base.reference} gives the token {joined.ids.max()}, and the model knows {vocabulary}",
-            "Tokenizer and model do not belong together: give the folder of a matching pair",
+        raise BaseModelError(
+            f"the tokenizer of {base.reference} makes the token {joined.ids.max()}, and the model knows {vocabulary}",
+            "Tokenizer and model do not belong together: choose the folder of a matching pair",
+            parameter="base_model",
         )
     sides = np.repeat([source.side or "" for source in wanted], [len(part) for part in parts])
     return joined, sides, sources, total
@@ -138,17 +142,21 @@ def _tokens(
 
 def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
     if counts.cut_off:
-        raise AdapterswapError(
+        raise DataError(
             f"the dataset {source.source}: all {counts.cut_off} rows lose their completion to max_length {max_length}",
             f"Raise training.max_length (the longest row has {counts.longest} tokens), or shorten the prompt",
+            parameter="training.max_length",
         )
     if screened := source.math + sum(source.overlap.values()):
-        raise AdapterswapError(
+        raise DataError(
             f"the dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the others are empty",
-            "Give a source without maths and evaluations, or, for the task's own maths, say `side: task`",
+            "Choose a source without maths and evaluations, or, for the task's own maths, write `side: task`",
+            parameter="datasets",
         )
-    raise AdapterswapError(
-        f"the dataset {source.source}: all {source.kept} rows are empty", "Check the templates and the columns' values"
+    raise DataError(
+        f"the dataset {source.source}: all {source.kept} rows are empty",
+        "Check the templates and the columns' values",
+        parameter="datasets",
     )
 
 

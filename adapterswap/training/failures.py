@@ -1,4 +1,4 @@
-"""What machines run out of while training, as errors that name the mend. Knows nothing of recipes."""
+"""What machines run out of while training, as errors that say what to do. Knows nothing of recipes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import OutputError, RunError
 
-__all__ = ["told"]
+__all__ = ["explained"]
 
 
 @contextmanager
-def told(what: str, where: Path) -> Iterator[None]:
-    """Tell of a device out of memory, and of files that cannot be written.
+def explained(what: str, where: Path) -> Iterator[None]:
+    """Explain a device out of memory, and files that cannot be written.
 
     Args:
         what: is written in the block.
         where: to which folder.
 
     Raises:
-        AdapterswapError: for these.
+        RunError: the device ran out of memory.
+        OutputError: a file cannot be written.
     """
     import torch
     from safetensors import SafetensorError
@@ -28,21 +29,23 @@ def told(what: str, where: Path) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise AdapterswapError(
+        raise RunError(
             f"the device ran out of memory: {str(error).partition('.')[0]}",
             "Lower training.batch_size and raise gradient_accumulation, or set gradient_checkpointing: true",
+            parameter="training.batch_size",
         ) from None
     except OSError as error:
         raise _unwritten(what, where, error.strerror or str(error)) from None
     except (SafetensorError, RuntimeError) as error:
-        # A full disk, as safetensors and torch's zip writer tell it.
+        # A full disk, as safetensors and torch's zip writer report it.
         if not any(sign in str(error) for sign in ("I/O error", "PytorchStreamWriter", "unexpected pos")):
             raise
         raise _unwritten(what, where, str(error).partition("\n")[0]) from None
 
 
-def _unwritten(what: str, where: Path, reason: str) -> AdapterswapError:
-    return AdapterswapError(
+def _unwritten(what: str, where: Path, reason: str) -> OutputError:
+    return OutputError(
         f"{what} cannot be written to {where}: {reason}",
         "Free some space, or choose another `out_path`; earlier checkpoints are kept for `resume=True`",
+        parameter="out_path",
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import DataError, NotFoundError, Problems
 from adapterswap.files.smallfiles import expand
 from adapterswap.training.grams import Grams, hash_grams
 from adapterswap.training.recipe import Hygiene
@@ -82,17 +82,18 @@ class Screen:
         folder: what files of texts are relative to.
 
     Raises:
-        AdapterswapError: `overlap` names what is neither an evaluation known here nor a file of text, all told at once.
+        NotFoundError: `overlap` names neither an evaluation known here nor a file.
+        DataError: a file that it names is not text, or too short. All are reported at once.
     """
 
     def __init__(self, options: Hygiene, folder: Path) -> None:
         self.refuses = options.on_overlap == "refuse"
         self._exclude_math = options.exclude_math
         self._evaluations: list[tuple[str, Grams]] = []
-        problems = Problems()
+        problems = Problems(DataError)
         for name in dict.fromkeys(options.overlap):
             with problems.collect():
-                # Told by a file's own name: a report holds no path of this machine.
+                # Reported by a file's own name: a report holds no path of this machine.
                 grams = _SHIPPED[name]() if name in _SHIPPED else _file(folder / expand(name))
                 self._evaluations.append((Path(name).name, grams))
         problems.raise_if_any()
@@ -113,14 +114,20 @@ class Screen:
 
 
 def _file(path: Path) -> Grams:
-    mend = "Name mgsm, gsm8k_test, or a text file with one text to a line, relative to the recipe's folder"
+    remedy = "Name mgsm, gsm8k_test, or a text file with one text to a line, relative to the recipe's folder"
     try:
         grams = Grams.of(path.read_text(encoding="utf-8").splitlines())
+    except FileNotFoundError:
+        raise NotFoundError(f"hygiene.overlap: {path} does not exist", remedy, parameter="hygiene.overlap") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise AdapterswapError(f"hygiene.overlap: {path} cannot be read: {reason}", mend) from None
+        raise DataError(
+            f"hygiene.overlap: {path} cannot be read: {reason}", remedy, parameter="hygiene.overlap"
+        ) from None
     if not len(grams):
-        raise AdapterswapError(f"hygiene.overlap: {path} holds no line of 8 words or more", mend)
+        raise DataError(
+            f"hygiene.overlap: {path} holds no line of 8 words or more", remedy, parameter="hygiene.overlap"
+        )
     return grams
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from adapterswap.bases import Base
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import FieldError, Problems, RunError, UnsupportedError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.fingerprints import task_files, task_fingerprint
 from adapterswap.evaluation.preview import preview
@@ -42,7 +42,7 @@ from adapterswap.training.selection import (
 
 __all__ = ["CheckpointJudge", "Examination", "examine"]
 
-_MEND = "Pass `overwrite=True` without `resume` to start again"
+_REMEDY = "Pass `overwrite=True` without `resume` to start again"
 
 _PRIMARY = {"exact_match": "normalized"}  # MGSM's filter that counts
 
@@ -66,24 +66,26 @@ class Examination:
 
 
 def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examination:
-    """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are told before training.
+    """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are reported before training.
 
     Raises:
-        AdapterswapError: see `load_tasks`; a metric that a task does not have; a prompt that does not fit.
+        DataError, NotFoundError: see `load_tasks`.
+        FieldError: a metric that a task does not have; a prompt that does not fit.
     """
     options = recipe.selection
     assert options is not None
     settings = options.as_settings(recipe.folder, trust_task_code=trust_task_code)
-    asked = preview(base.tokenizer, base.config, options.tasks, settings)
+    previews = preview(base.tokenizer, base.config, options.tasks, settings)
     loaded = load_tasks(options.tasks, settings)
-    problems = Problems()
-    for task in asked if not options.truncate else ():
+    problems = Problems(FieldError)
+    for task in previews if not options.truncate else ():
         budget = task.max_gen_toks
         if task.room is not None and budget is not None and task.room < budget:
             problems.add(
                 f"selection: {task.name}: the longest prompt has {task.longest} tokens, and leaves {task.room} of the "
                 f"model's context to an output of up to {budget}",
-                "Give fewer shots (num_fewshot), a lower max_gen_toks, or truncate: true",
+                "Use fewer shots (num_fewshot), a lower max_gen_toks, or truncate: true",
+                parameter="selection",
             )
     metrics = {}
     for name in _counted(options.tasks, loaded):
@@ -91,9 +93,13 @@ def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examin
             metrics[name] = _metric(name, loaded, options)
     if isinstance(options.metric, dict):
         for name in sorted(options.metric.keys() - metrics.keys()):
-            problems.add(f"selection.metric: {name!r} is none of the tasks that count", f"Those: {', '.join(metrics)}")
+            problems.add(
+                f"selection.metric: {name!r} is not one of the tasks that count",
+                f"These are {', '.join(metrics)}",
+                parameter="selection.metric",
+            )
     problems.raise_if_any()
-    documents, requests = sum(task.num_docs for task in asked), sum(task.num_requests for task in asked)
+    documents, requests = sum(task.num_docs for task in previews), sum(task.num_requests for task in previews)
     prints = {f"task {name}": task_fingerprint(task) for name, task in loaded["tasks"].items()}
     return Examination(metrics, documents, requests, settings, {**prints, **task_files(settings.include_path)})
 
@@ -110,7 +116,7 @@ def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> 
     """The metric and the filter of a task or a group that count.
 
     Raises:
-        AdapterswapError: it does not have the one that is asked for; a group that forms no mean.
+        FieldError: it does not have the requested one; a group that forms no mean.
     """
     group = loaded["groups"].get(name)
     task = group.get_all_tasks()[0] if group else loaded["tasks"][name]
@@ -119,7 +125,9 @@ def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> 
         formed = {entry.metric for entry in group.aggregate_metric_list or ()}
         known = [(metric, filter_name) for metric, filter_name in known if metric in formed]
     if not known:
-        raise AdapterswapError(f"selection: the group {name} has no score of its own", "Name its tasks")
+        raise FieldError(
+            f"selection.tasks: the group {name} has no score of its own", "Name its tasks", parameter="selection.tasks"
+        )
     wanted = options.metric.get(name) if isinstance(options.metric, dict) else options.metric
     if wanted is None:
         return next((pair for pair in known if _PRIMARY.get(pair[0]) == pair[1]), known[0])
@@ -128,7 +136,7 @@ def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> 
         if pair[0] == metric and filter_name in ("", pair[1]):
             return pair
     names = ", ".join(",".join(pair) for pair in known)
-    raise AdapterswapError(f"selection.metric: {name} has no {wanted!r}", f"It has {names}")
+    raise FieldError(f"selection.metric: {name} has no {wanted!r}", f"It has {names}", parameter="selection.metric")
 
 
 class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
@@ -138,7 +146,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         seconds: how long evaluating took.
 
     Raises:
-        AdapterswapError: the trainer spreads the model over its processes, so that none could generate alone.
+        UnsupportedError: the trainer spreads the model over its processes, so that none could generate alone.
     """
 
     def __init__(
@@ -146,9 +154,10 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         *, processes: Processes, bar: Bar,
     ) -> None:  # fmt: skip
         if trainer.is_fsdp_enabled:
-            raise AdapterswapError(
+            raise UnsupportedError(
                 "`selection` evaluates on one process, and FSDP spreads the model over all",
                 "Train with keep_checkpoints: true, and run `adapterswap evaluate` on the checkpoints",
+                parameter="selection",
             )
         self._options, self._examination = options, examination
         self._tokenizer, self._trainer, self._stopped = tokenizer, trainer, False
@@ -163,7 +172,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         """Take up what was found before; a checkpoint that was not judged when the run was ended is judged now.
 
         Raises:
-            AdapterswapError: the table, or the weights of a checkpoint among the best, are not as they were written.
+            RunError: the table, or the weights of a checkpoint among the best, are not as they were written.
         """
         rows = self._processes.from_main(self._read(args, state) if self._processes.main else [])
         self._table = [JudgedCheckpoint(**row) for row in rows]
@@ -174,13 +183,13 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _read(self, args: Any, state: Any) -> list[dict[str, Any]]:
         """The rows up to the step that the run goes on from."""
-        content = read_json(self._table_path, _MEND) if self._table_path.is_file() else {}
+        content = read_json(self._table_path, _REMEDY) if self._table_path.is_file() else {}
         if not is_sealed(content):
             content = {"table": [], "best": {}}
         rows = [row for row in content["table"] if row["step"] <= state.global_step]
         due = [step for step in range(1, state.global_step) if self._is_due_at(step, args, state)]
         if [row["step"] for row in rows if row["step"] < state.global_step] != due:
-            raise AdapterswapError(f"{self._table_path} is not as it was written", _MEND)
+            raise RunError(f"{self._table_path} is not as it was written", _REMEDY, parameter="resume")
         self._weights = content["best"]
         kept = {row.step for row in best_first([JudgedCheckpoint(**row) for row in rows])[: self._options.keep_best]}
         # Where an earlier checkpoint is gone on from, a later one may have pushed some out: it will do so again.
@@ -191,7 +200,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _check_weights(self, name: str) -> None:
         if fingerprints(self._best / name) != self._weights.get(name):
-            raise AdapterswapError(f"{self._best / name} is not as it was written", _MEND)
+            raise RunError(f"{self._best / name} is not as it was written", _REMEDY, parameter="resume")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The validation loss goes into the table too, and is measured before the checkpoint is saved."""
@@ -200,7 +209,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_training_stop and state.global_step < state.max_steps:
-            return  # the run is told to end, and cannot wait; it is judged when the run is resumed
+            return  # the run is to end, and cannot wait; it is judged when the run is resumed
         self._judge_if_due(args, state)
         control.should_training_stop |= self._has_enough(state)
 
@@ -260,11 +269,11 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         return CheckpointSelection(metrics, tuple(self._table), tuple(self._kept()), self._stopped)
 
     def restored(self) -> Iterator[int]:
-        """Put each kept checkpoint's weights into the trainer's model, as `--resume` does, and yield its step; the
+        """Put each kept checkpoint's weights into the trainer's model, as resuming does, and yield its step; the
         best's come last, and stay there without a word.
 
         Raises:
-            AdapterswapError: they are not as they were written.
+            RunError: they are not as they were written.
         """
         best, *others = self._kept()
         for step in (*reversed(others), best):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.errors import DataError, NotFoundError, Problems, reason_of
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import hub_remedy
 from adapterswap.files.smallfiles import expand
@@ -57,8 +57,8 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
         seed: of `samples`.
 
     Raises:
-        AdapterswapError: it cannot be loaded; a column that the recipe names is not there (told with those that are);
-            or no rows are left.
+        NotFoundError: it does not exist, or could not be downloaded.
+        DataError: it cannot be loaded; it lacks a column that the recipe names; or no rows are left.
     """
     counts = SourceCounts(_called(source))
     table = _load(source, folder, counts)
@@ -69,7 +69,9 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
     counts.read = len(table)
     _check_columns(source, table.column_names)
     if not len(table):
-        raise AdapterswapError(f"the dataset {source.path} has no rows in {source.split}", "Correct path or split")
+        raise DataError(
+            f"the dataset {source.path} has no rows in {source.split}", "Correct path or split", parameter="datasets"
+        )
     for column, allowed in source.filter.items():
         table = _filter(source, table, column, _as_list(allowed))
     if source.samples is not None and source.samples < len(table):
@@ -82,7 +84,7 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
 
 
 def _called(source: DatasetSource) -> str:
-    """How a source is told of; `path: json` says only how its files are read."""
+    """What a source is called in messages; `path: json` says only how its files are read."""
     if f".{source.path}" in _BUILDERS and source.data_files:
         return ", ".join(name if "://" in name else Path(name).name for name in _as_list(source.data_files))
     return source.path
@@ -102,9 +104,11 @@ def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int
 
     table, counts.read = _attempt(source, draw)
     if not len(table):
-        told = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
-        raise AdapterswapError(
-            f"the dataset {source.path} has no rows{told} in {source.split}", "Correct path or split"
+        filtered = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
+        raise DataError(
+            f"the dataset {source.path} has no rows{filtered} in {source.split}",
+            "Correct path or split",
+            parameter="datasets",
         )
     return table
 
@@ -119,10 +123,14 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
         counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
         return _attempt(source, lambda: _read(files, source.split, streaming=source.streaming))
     if local.is_dir():
-        raise AdapterswapError(f"the dataset {source.path} is a folder", "Name its files in `data_files`")
+        raise DataError(
+            f"the dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
+        )
     if Path(source.path).suffix in _BUILDERS or source.path.startswith((".", "/", "~")):
-        raise AdapterswapError(
-            f"the dataset file {source.path} does not exist", "Correct the path; it is relative to the recipe's folder"
+        raise NotFoundError(
+            f"the dataset file {source.path} does not exist",
+            "Correct the path; it is relative to the recipe's folder",
+            parameter="datasets",
         )
     named = {key: getattr(source, key) for key in ("name", "data_files", "data_dir", "revision")}
     arguments = {key: value for key, value in named.items() if value is not None}
@@ -147,28 +155,32 @@ def _read(files: Sequence[Path], split: str, *, streaming: bool) -> Any:
 
 
 def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
-    """`load()`, with what can go wrong there (the network, the Hub, the files' contents) told as our error."""
+    """`load()`, with what can go wrong there (the network, the Hub, the files' contents) as our errors."""
     import datasets
 
     try:
         return load()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
-        raise AdapterswapError(
-            f"the dataset {source.path} is no file here, and cannot be had from the Hub: {reason_of(error)}",
+        raise NotFoundError(
+            f"the dataset {source.path} is not a local file and could not be downloaded from the Hub: "
+            f"{reason_of(error)}",
             hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
+            parameter="datasets",
         ) from None
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
-        mend = "Check split, name, data_files and the files themselves"
+        remedy = "Check split, name, data_files and the files themselves"
         if "script" in str(error):
-            mend = (
+            remedy = (
                 "Datasets made by a script are no longer run: read its files, with path: json (or csv, parquet) and "
                 f"data_files: hf://datasets/{source.path}/…, or name a converted revision"
             )
-        raise AdapterswapError(f"the dataset {source.path} cannot be loaded: {reason_of(error)}", mend) from None
+        raise DataError(
+            f"the dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
+        ) from None
 
 
 def _csv_options(file: Path) -> dict[str, Any]:
-    """Cells are text as they stand: `007` is no number, and `NA` no gap."""
+    """Cells are text, verbatim: `007` is not a number, and `NA` is not a gap."""
     import datasets
 
     separator = "\t" if file.suffix == ".tsv" else ","
@@ -179,28 +191,45 @@ def _csv_options(file: Path) -> dict[str, Any]:
 
 
 def _builder(files: Sequence[Path]) -> str:
-    problems, builders = Problems(), set()
+    problems, builders = Problems(DataError), set()
     for file in files:
         if not file.is_file():
-            problems.add(f"the dataset file {file.name} does not exist", "Correct `path` or `data_files`")
+            problems.add(
+                f"the dataset file {file.name} does not exist",
+                "Correct `path` or `data_files`",
+                parameter="datasets",
+                kind=NotFoundError,
+            )
         elif not file.stat().st_size:
-            problems.add(f"the dataset file {file.name} is empty", "Give a file with rows")
+            problems.add(f"the dataset file {file.name} is empty", "Name a file with rows", parameter="datasets")
         elif file.suffix not in _BUILDERS:
-            problems.add(f"the dataset file {file.name} has an unknown suffix", f"Known: {', '.join(_BUILDERS)}")
+            problems.add(
+                f"the dataset file {file.name} has an unknown suffix",
+                f"Known: {', '.join(_BUILDERS)}",
+                parameter="datasets",
+            )
         else:
             builders.add(_BUILDERS[file.suffix])
     if len(builders) > 1:
-        problems.add(f"the dataset's files are of several kinds: {', '.join(sorted(builders))}", "List them apart")
+        problems.add(
+            f"the dataset's files are of several kinds: {', '.join(sorted(builders))}",
+            "List them as separate datasets",
+            parameter="datasets",
+        )
     problems.raise_if_any()
     return builders.pop()
 
 
 def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
-    problems = Problems()
-    mend = f"Its columns are: {', '.join(columns)}"
+    problems = Problems(DataError)
+    remedy = f"Its columns are: {', '.join(columns)}"
     for key, name in _named_columns(source):
         if name not in columns:
-            problems.add(f"the dataset {source.path}: `{key}` names the column {name!r}, which is not there", mend)
+            problems.add(
+                f"the dataset {source.path}: `{key}` names the column {name!r}, which does not exist",
+                remedy,
+                parameter="datasets",
+            )
     problems.raise_if_any()
 
 
@@ -217,20 +246,23 @@ def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) 
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.compute  # type: ignore[import-untyped]
 
-    found = table.with_format("arrow")[column][:]
-    if pyarrow.types.is_nested(found.type):
-        raise AdapterswapError(
+    cells = table.with_format("arrow")[column][:]
+    if pyarrow.types.is_nested(cells.type):
+        raise DataError(
             f"the dataset {source.path}: `filter` names {column}, which does not hold plain values",
             "Filter another column",
+            parameter="datasets",
         )
     # A source may have millions of rows, and its column few values.
-    different, values = found.unique().to_pylist(), _values(allowed)
-    wanted = pyarrow.array([value for value in different if value in values], found.type)
-    keep = numpy.flatnonzero(pyarrow.compute.is_in(found, value_set=wanted))
+    different, values = cells.unique().to_pylist(), _values(allowed)
+    wanted = pyarrow.array([value for value in different if value in values], cells.type)
+    keep = numpy.flatnonzero(pyarrow.compute.is_in(cells, value_set=wanted))
     if not len(keep):
         seen = ", ".join(repr(value) for value in sorted(set(map(str, different)))[:8])
-        raise AdapterswapError(
-            f"the dataset {source.path}: no row has {column} in {allowed}", f"Values that occur there: {seen}"
+        raise DataError(
+            f"the dataset {source.path}: no row has {column} in {allowed}",
+            f"Values that occur there: {seen}",
+            parameter="datasets",
         )
     return table.select(keep)
 

@@ -162,7 +162,7 @@ class TrainingOptions(FiniteModel):
     save_every_samples: int | None = Field(
         default=5000,
         ge=1,
-        description="A checkpoint each time so many rows were trained on; null: none, and no --resume.",
+        description="A checkpoint each time so many rows were trained on; null: none, and no resuming.",
     )
     keep_checkpoints: bool = Field(default=False, description="Keep the last two checkpoints when training is done.")
     logging_steps: int = Field(default=10, ge=1, description="Record the loss every so many steps.")

@@ -1,7 +1,7 @@
 """The expert's folder: PEFT's two files, or a whole model's; `training.json`, and a short model card.
 
 What is written follows from the inputs alone: no clock, no path of this machine, keys and lists in order. Knows nothing
-of how the weights came about beyond what it is told.
+of how the weights came about beyond the report it gets.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def describe(recipe: TrainRecipe, base: Base, targets: TrainingTargets, report: 
 
 
 def _public(path: str) -> str:
-    """A path that may be told: an absolute one is cut to its file name."""
+    """A path that may be published: an absolute one is cut to its file name."""
     return Path(path).name if expand(path).is_absolute() else path
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import FieldError
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.yamlfiles import FiniteModel, StrictModel, list_values, read_recipe
 from adapterswap.planning.partitions import SIDES, Side
@@ -95,7 +95,7 @@ class DatasetSource(StrictModel):
         if text is not None:
             try:
                 Template(text)
-            except AdapterswapError as error:
+            except FieldError as error:
                 raise ValueError(str(error)) from None
         return text
 
@@ -236,7 +236,8 @@ def read_train_recipe(path: str | Path, overrides: Iterable[str] = ()) -> TrainR
     """Read a recipe (YAML) and apply `key=value` overrides.
 
     Raises:
-        AdapterswapError: with every mistake in it.
+        NotFoundError: there is no such file.
+        FieldError: with every mistake in it.
     """
     recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS)
     recipe._folder = Path(path).parent

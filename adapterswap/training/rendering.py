@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import BaseModelError, DataError
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.templates import Template
 
@@ -82,14 +82,17 @@ def choose_renderer(
         separator: stands between prompt and completion where they are no chat turns.
 
     Raises:
-        AdapterswapError: a chat template is needed, and there is none. The renderer itself raises it for a value that
-            is no text, for messages that are none, and for messages that the template refuses.
+        BaseModelError: a chat template is needed, and the tokenizer has none.
+
+    The renderer itself raises a `DataError` for a value that is not text, for a column that does not hold chat
+    messages, and for messages that the template refuses.
     """
     if source.messages is not None or (chat_prompts and source.text is None):
         if chat is None:
-            raise AdapterswapError(
+            raise BaseModelError(
                 f"the dataset {source.path} is to be rendered as chat, and the tokenizer has no chat template",
                 "Use the instruct model's tokenizer, or prompt and completion with chat_template: false",
+                parameter="base_model",
             )
         return _chat(_messages(source.messages) if source.messages is not None else _turns(source), chat)
     return _plain(source, separator) if source.text is None else _text(Template(source.text))
@@ -152,9 +155,10 @@ def _messages(column: str) -> Conversation:
             roles = ("user", "assistant")
             found = [{"role": role, "content": text} for pair in found for role, text in zip(roles, pair, strict=True)]
         if not isinstance(found, list) or not all(_is_message(message) for message in found):
-            raise AdapterswapError(
+            raise DataError(
                 f"the column {column!r} does not hold chat messages",
                 "A conversation is a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
+                parameter="datasets",
             )
         return found
 
@@ -186,8 +190,10 @@ def _chat(conversation: Conversation, chat: ChatTemplate) -> Renderer:
             )
             return Example(chat(messages, tokenize=False), trained, chat=True) if trained else None
         except TemplateError as error:
-            raise AdapterswapError(
-                f"the tokenizer's chat template refuses the messages: {error}", "Give messages in the order it expects"
+            raise DataError(
+                f"the tokenizer's chat template refuses the messages: {error}",
+                "Put the messages in the order that it expects",
+                parameter="datasets",
             ) from None
 
     return render

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, DataError
+from adapterswap.errors import DataError
 from adapterswap.files.smallfiles import shown
 from adapterswap.training.hygiene import MATH, Screen
 from adapterswap.training.loading import SourceCounts, load_table
@@ -45,8 +45,9 @@ def load_rows(
         screen: keeps rows out, which are counted.
 
     Raises:
-        AdapterswapError: as `load_table` and `choose_renderer`; and with its number, for a row that cannot be rendered,
-            or that the screen refuses.
+        DataError: as `load_table`; and with its number, for a row that cannot be rendered, or that the screen refuses.
+        NotFoundError: as `load_table`.
+        BaseModelError: as `choose_renderer`.
     """
     for source in sources:
         render = choose_renderer(source, chat, chat_prompts=chat_prompts, separator=separator)
@@ -65,9 +66,10 @@ def _admission(source: DatasetSource, screen: Screen | None, counts: SourceCount
         if reason == MATH:
             counts.math += 1
         elif reason is not None and screen.refuses:
-            raise AdapterswapError(
+            raise DataError(
                 f"it shares 13 words in a row, or a whole line, with {reason}: {shown(read(row))}",
                 "Remove such rows from the data, or set hygiene.on_overlap: drop",
+                parameter="datasets",
             )
         elif reason is not None:
             counts.overlap[reason] = counts.overlap.get(reason, 0) + 1
@@ -85,12 +87,8 @@ def _examples(table: Any, render: Renderer, admits: Callable[[Row], bool], count
             try:
                 example = render(row)
                 admitted = example is not None and admits(row)
-            except AdapterswapError as error:
-                problem = error.problems[0]
-                raise DataError(
-                    f"the dataset {counts.source}, row {start + offset} of those kept: {problem.message}",
-                    problem.remedy,
-                ) from None
+            except DataError as error:
+                raise error.within(f"the dataset {counts.source}, row {start + offset} of those kept") from None
             if example is None:
                 counts.empty += 1
             elif admitted:

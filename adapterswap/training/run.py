@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import ArgumentError, RunError, check_type
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand
 from adapterswap.shipped import find_recipe
@@ -53,12 +53,19 @@ def train(
         The folder, the losses, and what was trained on.
 
     Raises:
-        AdapterswapError: the recipe cannot be read, or there are `overrides` without a file; the output exists, holds
-            other files or overlaps an input; the base, its tokenizer or a dataset cannot be had or does not fit the
-            recipe (unknown columns, modules or layers; no rows left); a task of the selection is unknown, runs code
-            that is not trusted, cannot be loaded or does not fit into the model's context; a resumed run is another
-            one; the loss is NaN or infinite; memory or disk runs out; the run received SIGTERM, or another of its
-            processes died; the `train` extra, or another library that the recipe asks for, is not installed.
+        ArgumentError: there are `overrides` without a file, or there is no output folder.
+        FieldError: the recipe has mistakes; it names modules or layers that the base does not have; warmup and decay
+            do not fit into the run; the selection has a metric that a task does not have, or prompts that do not fit
+            into the model's context.
+        NotFoundError: the recipe, the base or a dataset does not exist, or could not be downloaded.
+        BaseModelError: the base or its tokenizer is damaged, or not made for what the recipe wants of it.
+        DataError: a dataset is malformed, lacks a column, or has no rows left; a task of the selection is unknown, runs
+            code that is not trusted, or cannot be loaded.
+        OutputError: the output exists, holds other files or overlaps an input; the disk is full.
+        UnsupportedError: FSDP, where `selection` or `simultaneous` cannot work with it.
+        DependencyError: the `train` extra, or another library that the recipe needs, is not installed.
+        RunError: there is no such device; a resumed run is another one, or damaged; the loss is NaN or infinite; memory
+            runs out; the run received SIGTERM, or another of its processes died.
     """
     recipe = _recipe(recipe, overrides)
     target = _target(recipe, out_path)
@@ -72,7 +79,7 @@ def train(
     from adapterswap.training.base import device_and_dtype, load_trainable, open_trainable
     from adapterswap.training.checkpoints import Checkpoints
     from adapterswap.training.data import load_data, sequences
-    from adapterswap.training.failures import told
+    from adapterswap.training.failures import explained
     from adapterswap.training.isolation import isolated
     from adapterswap.training.output import EXPERT, write_expert, write_weights
     from adapterswap.training.progress import Bar
@@ -95,7 +102,7 @@ def train(
         base = open_trainable(recipe.base_model)
         inputs = [*recipe.inputs, base.source.folder]
         check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
-        # On modules without weights, so that a wrong name is told before rows and weights are read.
+        # On modules without weights, so that a wrong name is reported before rows and weights are read.
         targets = find_targets(empty_model(base), recipe, base.config)
         bar.phase("reading rows")
         data = load_data(recipe, base)
@@ -141,10 +148,10 @@ def train(
             trainer.add_callback(stopping)
             listening = stopping.listening()
         began = time.monotonic()
-        with told("a checkpoint", checkpoints.folder), listening, suppress(Enough):
+        with explained("a checkpoint", checkpoints.folder), listening, suppress(Enough):
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         if stopping.stopped is not None:
-            raise AdapterswapError(
+            raise RunError(
                 f"training was stopped by SIGTERM after step {stopping.stopped} of {steps}",
                 "Pass `resume=True` to continue",
             )
@@ -171,7 +178,7 @@ def train(
         if processes.main:
             with (
                 atomic_folder(target, kind=EXPERT, overwrite=overwrite, inputs=inputs) as folder,
-                told("the expert", target),
+                explained("the expert", target),
             ):
                 for step in judge.restored() if judge else ():
                     write_weights(folder / f"checkpoint-{step}", trainer.model, recipe, base, targets)
@@ -200,7 +207,7 @@ def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:
 
 
 def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    """[step, loss] of the Trainer's log, one entry to a step (the last one told)."""
+    """[step, loss] of the Trainer's log, one entry to a step (the last one logged)."""
     return list({entry["step"]: (entry["step"], entry[key]) for entry in history if key in entry}.values())
 
 
@@ -210,7 +217,8 @@ def check_output(
     """Check that the output and its checkpoints may be written: before hours of work, and in a dry run.
 
     Raises:
-        AdapterswapError: see `check_target` and `Checkpoints.check`.
+        OutputError: see `check_target` and `Checkpoints.check`.
+        RunError: see `Checkpoints.check`.
     """
     from adapterswap.training.checkpoints import Checkpoints
     from adapterswap.training.output import EXPERT
@@ -225,14 +233,18 @@ def _recipe(recipe: TrainRecipe | str | Path, overrides: Iterable[str]) -> Train
     if not isinstance(recipe, TrainRecipe):
         return read_train_recipe(find_recipe(recipe, "train"), overrides)
     if overrides:
-        raise AdapterswapError("`overrides` change a recipe's file, and none is read", "Change the recipe itself")
+        raise ArgumentError(
+            "`overrides` change a recipe's file, and none is read", "Change the recipe itself", parameter="overrides"
+        )
     return recipe
 
 
 def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
     chosen = out_path if out_path is not None else recipe.out_path
     if chosen is None:
-        raise AdapterswapError("there is no output folder", "Pass `out_path`, or set `out_path:` in the recipe")
+        raise ArgumentError(
+            "there is no output folder", "Pass `out_path`, or set `out_path:` in the recipe", parameter="out_path"
+        )
     return expand(chosen)
 
 
@@ -244,7 +256,7 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         trust_task_code: as for `train`.
 
     Raises:
-        AdapterswapError: as `train`, as far as it can be known without training.
+        AdapterswapError: of the classes that `train` raises, as far as it can be known without training.
     """
     check_libraries(recipe)
     from adapterswap.bases import empty_model
@@ -272,12 +284,12 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         if recipe.selection:
             from adapterswap.training.judging import examine
 
-            asked = examine(recipe, base, trust_task_code=trust_task_code)
+            examination = examine(recipe, base, trust_task_code=trust_task_code)
             between = steps_between(options.save_every_samples, options, processes) * recipe.selection.every
             selection = {
                 "checkpoints": math.ceil(steps / between),
-                "documents": asked.documents,
-                "requests": asked.requests,
+                "documents": examination.documents,
+                "requests": examination.requests,
             }
         base_parameters = sum(parameter.numel() for parameter in model.parameters())
         return TrainEstimate(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import FieldError
 from adapterswap.training.recipe import TrainingOptions
 
 __all__ = ["Schedule", "choose_schedule", "rows_a_step", "simultaneous_steps", "steps_between", "total_steps"]
@@ -52,13 +52,17 @@ def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:
     """The scheduler's name in transformers, its steps of warmup, and its further arguments.
 
     Raises:
-        AdapterswapError: warmup and decay together are longer than the run.
+        FieldError: warmup and decay together are longer than the run.
     """
     warmup = _steps(options.warmup, steps)
     decay = _steps(options.decay, steps) if options.schedule == "warmup_stable_decay" else 0
     if warmup + decay > steps:
         what = f"{warmup} steps of training.warmup" + (f" and {decay} of training.decay" if decay else "")
-        raise AdapterswapError(f"{what} do not fit into the {steps} steps of the run", "Give shares, such as 0.1")
+        raise FieldError(
+            f"{what} do not fit into the {steps} steps of the run",
+            "Write them as shares, such as 0.1",
+            parameter="training.warmup",
+        )
     if options.schedule == "warmup_stable_decay":
         return options.schedule, warmup, {"num_decay_steps": decay, "decay_type": "linear"}
     return "constant_with_warmup" if options.schedule == "constant" else options.schedule, warmup, {}

@@ -154,7 +154,7 @@ def _with_error(row: JudgedCheckpoint) -> str:
 
 
 def is_judged(step: int, steps: int, save_steps: int, every: int) -> bool:
-    """Whether the checkpoint of this step is; one that was saved because the run was told to end is not."""
+    """Whether the checkpoint of this step is; one that was saved because the run was ended early is not."""
     return step == steps or step % (save_steps * every) == 0
 
 

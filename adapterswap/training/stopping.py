@@ -1,4 +1,4 @@
-"""A run that is told to end (SIGTERM, as Slurm and Kubernetes send it) ends after its step, with a checkpoint.
+"""A run that receives SIGTERM, as Slurm and Kubernetes send it, ends after its step, with a checkpoint.
 
 Importing this module imports transformers.
 """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import BaseModelError, FieldError, Problems
 from adapterswap.experts.anatomy import adaptable_weights
 from adapterswap.experts.layers import kind_of, layer_container, layer_of, num_layers_in_config, parse_layers
 from adapterswap.planning.compositions import Partition
@@ -26,7 +26,7 @@ class TrainingTargets:
     Attributes:
         names: with an adapter, what PEFT's target_modules takes, sorted: ends of module names; where the modules differ
             from layer to layer, whole names. Empty without an adapter.
-        ends: the last parts of the modules' names, sorted, to be told.
+        ends: the last parts of the modules' names, sorted, for reports.
         modules: the modules' whole names: those adapted, or those whose own weights are trained.
         parameters: how many numbers are trained: r·(in + out) for each module, and the modules saved in full; without
             an adapter, the modules' own.
@@ -59,8 +59,9 @@ def find_targets(model: Any, recipe: TrainRecipe, config: Any) -> TrainingTarget
     """Resolve what the recipe trains on the modules that `model` has.
 
     Raises:
-        AdapterswapError: a name that no module has, a layer out of range, the output head, tied embeddings, a model
-            whose projections are not recognised, or a side of a partition without a module.
+        FieldError: a name that no module has, a layer out of range, the output head, tied embeddings, a model whose
+            projections are not recognised, or a side of a partition without a module.
+        BaseModelError: a partition, where the model does not say how many layers it has.
     """
     choice = _Choice(model, recipe, config)
     return choice.weights() if recipe.adapter.method == "none" else choice.adapters()
@@ -84,7 +85,7 @@ class _Choice:
         named = {name: weight for name, weight in self.adaptable.items() if _named(name, ends)}
         chosen, sides = self._owned({name: weight for name, weight in named.items() if self._in(layers, name)})
         ends = [end for end in ends if any(_named(name, [end]) for name in chosen)]
-        names, layers = self._told_to_peft(chosen, ends)
+        names, layers = self._targets_for_peft(chosen, ends)
         saved = [module for name, module in self.model.named_modules() if _named(name, options.modules_to_save)]
         return TrainingTargets(
             names=names,
@@ -116,7 +117,7 @@ class _Choice:
             sides=sides,
         )
 
-    def _told_to_peft(self, chosen: Iterable[str], ends: list[str]) -> tuple[list[str], list[int] | None]:
+    def _targets_for_peft(self, chosen: Iterable[str], ends: list[str]) -> tuple[list[str], list[int] | None]:
         """target_modules and layers_to_transform: ends of names and layers where these say it all, else whole names.
 
         PEFT ignores layers_to_transform where target_modules holds whole names.
@@ -142,9 +143,10 @@ class _Choice:
         wanted = SIDES if self.simultaneous else [self.options.side]
         for side in wanted:
             if side not in sides.values():
-                raise AdapterswapError(
+                raise FieldError(
                     f"partition {partition} leaves the {side} side no module to train in {type(self.model).__name__}",
                     "Choose another partition, or name more modules in adapter.target_modules",
+                    parameter="simultaneous.partition" if self.simultaneous else "adapter.partition",
                 )
         owned = {name: module for name, module in modules.items() if sides.get(name) in wanted}
         return owned, sides if self.simultaneous else {}
@@ -152,9 +154,10 @@ class _Choice:
     def _sides(self, partition: Partition) -> Callable[[str], Side | None]:
         depth = num_layers_in_config(self.config.to_dict())
         if depth is None:
-            raise AdapterswapError(
+            raise BaseModelError(
                 f"the config of {type(self.model).__name__} does not say how many layers it has",
                 "Choose them in adapter.layers, instead of by a partition",
+                parameter="base_model",
             )
         side = partition_sides(partition, depth)
         return lambda name: side(name, layer_of(name, self.container), kind_of(name))
@@ -167,42 +170,58 @@ class _Choice:
             if layer_of(name, self.container) is not None and kind_of(name) in ("attention", "mlp")
         }
         if not wanted:
-            raise AdapterswapError(
+            raise FieldError(
                 f"no attention or MLP projections were recognised in {type(self.model).__name__}",
                 f"Name them in adapter.target_modules; its modules end in {_ends(self.matrices)}",
+                parameter="adapter.target_modules",
             )
         return sorted({_shortest_end(name, wanted, self.adaptable, self.container) for name in wanted})
 
     def _check(self, names: Sequence[str], layers: Sequence[int] | None) -> None:
-        problems, options = Problems(), self.options
+        problems, options = Problems(FieldError), self.options
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         tied = head is not None and bool(self.config.get_text_config().tie_word_embeddings)
         for name in names:
-            found = {full: self.model.get_submodule(full) for full in self.adaptable if _named(full, [name])}
-            where = f"adapter.target_modules: {name!r}"
-            if not found:
-                problems.add(f"{where} is the name of no module", f"Names there are: {_ends(self.adaptable)}")
-            elif any(module is head for module in found.values()):
+            modules = {full: self.model.get_submodule(full) for full in self.adaptable if _named(full, [name])}
+            field = "adapter.target_modules"
+            where = f"{field}: {name!r}"
+            if not modules:
+                problems.add(f"{where} does not name a module", f"Choose from {_ends(self.adaptable)}", parameter=field)
+            elif any(module is head for module in modules.values()):
                 problems.add(
                     f"{where} is the output head, which TRL does not train as LoRA",
                     "Remove it, or put it into adapter.modules_to_save",
+                    parameter=field,
                 )
-            elif tied and any(module is embeddings for module in found.values()):
-                problems.add(f"{where} is tied to the output head, which would not change with it", "Remove it")
-            elif layers is not None and any(layer_of(full, self.container) is None for full in found):
-                problems.add(f"{where} lies in no layer, and adapter.layers chooses layers", "Remove one of the two")
+            elif tied and any(module is embeddings for module in modules.values()):
+                problems.add(
+                    f"{where} is tied to the output head, which would not change with it", "Remove it", parameter=field
+                )
+            elif layers is not None and any(layer_of(full, self.container) is None for full in modules):
+                problems.add(
+                    f"{where} is outside the layers, and adapter.layers chooses layers",
+                    "Remove one of the two",
+                    parameter=field,
+                )
         everything = dict(self.model.named_modules())
         for name in options.modules_to_save:
             saved = [module for full, module in everything.items() if _named(full, [name])]
-            where = f"adapter.modules_to_save: {name!r}"
+            field = "adapter.modules_to_save"
+            where = f"{field}: {name!r}"
             if not saved:
-                problems.add(f"{where} is the name of no module", f"Names there are: {_ends(self.adaptable)}")
+                problems.add(f"{where} does not name a module", f"Choose from {_ends(self.adaptable)}", parameter=field)
             elif tied and any(module is embeddings or module is head for module in saved):
-                problems.add(f"{where} is one weight for input and output here, which would come apart", "Remove it")
+                problems.add(
+                    f"{where} is one weight for input and output here, which would come apart",
+                    "Remove it",
+                    parameter=field,
+                )
         depth = num_layers_in_config(self.config.to_dict())
         if layers and depth is not None and layers[-1] >= depth:
             problems.add(
-                f"adapter.layers: {options.layers} reaches beyond layer {depth - 1}", f"Layers are 0 to {depth - 1}"
+                f"adapter.layers: {options.layers} reaches beyond layer {depth - 1}",
+                f"Layers are 0 to {depth - 1}",
+                parameter="adapter.layers",
             )
         problems.raise_if_any()
 

@@ -10,7 +10,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import DataError, FieldError
 
 __all__ = ["Template"]
 
@@ -23,7 +23,7 @@ class Template:
         fields: the columns that it names, in order, each once.
 
     Raises:
-        AdapterswapError: unbalanced braces, an empty field, or anything but a column's name in braces.
+        FieldError: unbalanced braces, an empty field, or anything but a column's name in braces.
     """
 
     def __init__(self, text: str) -> None:
@@ -32,12 +32,12 @@ class Template:
         try:
             parsed = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise AdapterswapError(
+            raise FieldError(
                 f"the template {text!r} has unbalanced braces ({error})", "Write {column}, and {{ or }} for a brace"
             ) from None
         for literal, field, spec, conversion in parsed:
             if field is not None and (not field or spec or conversion or set(field) & set(".[]{}")):
-                raise AdapterswapError(
+                raise FieldError(
                     f"the template {text!r} has a field that is not just a column's name: {field!r}",
                     "Write {column}, and {{ or }} for a brace",
                 )
@@ -48,7 +48,7 @@ class Template:
         """The text for `row`; None if a column that it names is null there.
 
         Raises:
-            AdapterswapError: a value that is neither text, number nor boolean.
+            DataError: a value that is neither text, number nor boolean.
         """
         parts: list[str] = []
         for literal, field in self._pieces:
@@ -59,9 +59,10 @@ class Template:
             if value is None:
                 return None
             if not isinstance(value, str | int | float):
-                raise AdapterswapError(
+                raise DataError(
                     f"the column {field!r} holds a {type(value).__name__}, not text or a number",
                     "Name a column of plain values, or use `messages:` for a column of chat messages",
+                    parameter="datasets",
                 )
             parts.append(str(value))
         return "".join(parts)

@@ -1,8 +1,8 @@
 """TRL's SFTTrainer, set up from a recipe: everything that matters is set, nothing is left to a default that may change.
 
 Rows come in tokenised and masked, so the trainer's own preparation is skipped. Adds to it: a stop at the first loss
-that is no number, a progress bar, a checkpoint every N samples, and two sides in turns. Importing this module imports
-torch and trl.
+that is not a number, a progress bar, a checkpoint every N samples, and two sides in turns. Importing this module
+imports torch and trl.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from adapterswap.bases import Base
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import RunError, UnsupportedError
 from adapterswap.processes import Processes
 from adapterswap.training.checkpoints import seal
 from adapterswap.training.progress import Bar
@@ -31,7 +31,7 @@ __all__ = ["ExpertTrainer", "Sealing", "build_trainer", "lora_config"]
 
 
 class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
-    """An SFTTrainer that stops when the loss is not finite, and tells its makers nothing.
+    """An SFTTrainer that stops when the loss is not finite, and sends nothing to its makers.
 
     Attributes:
         rows_in_turns: the order of the rows, where it is not a shuffle.
@@ -47,9 +47,10 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):
-            raise AdapterswapError(
+            raise RunError(
                 f"the loss is {loss.item()} in step {self.state.global_step + 1}",
                 "Lower training.learning_rate, or raise training.warmup; nothing was written, checkpoints are kept",
+                parameter="training.learning_rate",
             )
         return loss
 
@@ -173,9 +174,10 @@ def build_trainer(
                 parameter.data = parameter.data.float()
     if turns := recipe.simultaneous:
         if trainer.is_fsdp_enabled:
-            raise AdapterswapError(
+            raise UnsupportedError(
                 "FSDP joins parameters that `simultaneous` freezes apart",
                 "Start it without FSDP, or train the sides in separate runs and compose them",
+                parameter="simultaneous",
             )
         trainer.rows_in_turns = RowsInTurns(
             parts,
@@ -222,7 +224,7 @@ def _arguments(
         dataset_kwargs={"skip_prepare_dataset": True},
         # In turns, each step leaves the other side's parameters unused, and its gradients must stay absent.
         ddp_find_unused_parameters=recipe.simultaneous is not None,
-        # when something is saved or told
+        # when something is saved or logged
         save_strategy="steps" if options.save_every_samples else "no",
         save_steps=steps_between(options.save_every_samples, options, processes.count),
         save_total_limit=2,

@@ -18,7 +18,7 @@ import torch
 from spying import spied
 
 from adapterswap.cli import main as command
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import RunError
 from adapterswap.training import TrainRecipe, train
 
 
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
 
         def seen(step: int, before: Any, after: Any, tokens: Any, name: str = name, steps: Any = steps) -> None:
             if name == "failing" and step == 2 and rank == "1":
-                raise AdapterswapError("process 1 fails", "Mend it")
+                raise RunError("process 1 fails", "Correct it")
             still = [
                 key
                 for key in before[0]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, DataError, NotFoundError
 from adapterswap.evaluation.mgsm import LANGUAGES, read_mgsm
 from adapterswap.training import TrainRecipe, estimate, train
 from adapterswap.training.grams import Grams, hash_grams, tokenize_words
@@ -22,6 +22,7 @@ from adapterswap.training.hygiene import Screen, looks_like_math
 from adapterswap.training.loading import SourceCounts
 from adapterswap.training.recipe import DatasetSource, Hygiene
 from adapterswap.training.rows import load_rows
+from tests.refusals import refused
 
 from .conftest import echo_rows, write_jsonl
 
@@ -173,16 +174,14 @@ def test_files_of_texts_count_too(tmp_path: Path) -> None:
     assert screen.judge([("", "Ndiyo.")], is_task=True) is None
 
 
-def test_evaluations_that_are_none_are_told_together(tmp_path: Path) -> None:
+def test_files_that_are_not_evaluations_are_reported_together(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("Ndiyo.\n")
     (tmp_path / "latin").write_bytes("é\n".encode("latin-1"))
-    with pytest.raises(AdapterswapError) as caught:
+    with refused(AdapterswapError, "hygiene.overlap") as caught:
         Screen(Hygiene(overlap=["mgsm", "mgms", "short", "latin", "."]), tmp_path)
-    told = [problem.message for problem in caught.value.problems]
-    assert len(told) == 4
-    assert "mgms cannot be read: No such file" in told[0]
-    assert "holds no line of 8 words or more" in told[1]
-    assert "it is not UTF-8" in told[2]
+    assert [problem.kind for problem in caught.value.problems] == [NotFoundError, DataError, DataError, DataError]
+    for problem, name in zip(caught.value.problems, ("mgms", "short", "latin", ""), strict=True):
+        assert str(tmp_path / name) in problem.message
 
 
 QUESTION = read_mgsm("sw").questions[0][0]
@@ -220,7 +219,7 @@ def test_the_tasks_own_maths_stays_and_evaluations_never_do(tmp_path: Path) -> N
 
 
 def test_an_overlap_may_be_refused(tmp_path: Path) -> None:
-    with pytest.raises(AdapterswapError, match=r"rows.jsonl, row 2 of those kept: it shares .* with mgsm: .*Bata"):
+    with refused(DataError, "datasets", match="rows.jsonl, row 2 .*mgsm: .*Bata"):
         load(tmp_path, MIXED, Hygiene(on_overlap="refuse"))
 
 
@@ -251,7 +250,7 @@ def test_runs_and_estimates_tell_what_was_dropped(make_recipe: Callable[..., Tra
     assert written["recipe"]["hygiene"]["overlap"] == ["mgsm", "gsm8k_test"]
 
 
-def test_a_source_of_nothing_else_is_told(make_recipe: Callable[..., TrainRecipe]) -> None:
+def test_a_source_of_nothing_else_is_refused(make_recipe: Callable[..., TrainRecipe]) -> None:
     rows = [{"question": f"{i} na 3?", "answer": f"{i} + 3 = {i + 3}"} for i in range(4)]
-    with pytest.raises(AdapterswapError, match=r"hygiene drops 4 of 4 rows.*`side: task`"):
+    with refused(DataError, "datasets", match="4 of 4 rows.*`side: task`"):
         estimate(make_recipe(rows=rows, hygiene={"exclude_math": True}))

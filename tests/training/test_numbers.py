@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import FieldError
 from adapterswap.training import TrainRecipe, train
 from adapterswap.training.base import open_trainable
 from adapterswap.training.data import load_data, sequences
@@ -82,7 +82,7 @@ def test_continued_pretraining(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert counts.tokens == 12 * (73 + 2) + 24 * 7  # each further piece repeats one token
     assert report.tokens == counts.tokens
     assert "12 texts longer than max_length became several rows" in counts.notes()
-    with pytest.raises(AdapterswapError, match="split_long is for `text`"):
+    with pytest.raises(FieldError, match="split_long"):
         make_recipe(training={"split_long": True})
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import FieldError
 from adapterswap.training.recipe import TrainingOptions
 from adapterswap.training.schedule import choose_schedule, total_steps
+from tests.refusals import refused
 
 
 def rates(options: TrainingOptions, steps: int) -> list[float]:
@@ -37,9 +38,9 @@ def test_linear_constant_and_cosine() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(AdapterswapError, match=r"500 steps of training.warmup do not fit into the 60 steps"):
+    with refused(FieldError, "training.warmup", match="500 .* 60 steps"):
         choose_schedule(TrainingOptions(warmup=500), 60)
-    with pytest.raises(AdapterswapError, match=r"6 steps of training.warmup and 5 of training.decay"):
+    with refused(FieldError, "training.warmup", match=r"6 .* 5 of training\.decay"):
         choose_schedule(TrainingOptions(schedule="warmup_stable_decay", warmup=0.6, decay=0.5), 10)
 
 
