@@ -90,9 +90,9 @@ def test_a_slice_is_not_asked_for_what_was_cut_away(
 ) -> None:
     run("slice", swahili, "--layers", "0-1", "-o", tmp_path / "shell")
     for zones in (["--bottom", 3, "--top", 0], ["--bottom", 2, "--top", 1], ["--bottom", 2, "--bottom-transition", 1]):
-        refused = run("compose", "-t", math, "-l", tmp_path / "shell", *zones, "-o", tmp_path / "out")
-        assert refused.exit_code == 1
-        assert "shell is a slice with the layers 0-1, and the composition needs its layer" in refused.stderr
+        declined = run("compose", "-t", math, "-l", tmp_path / "shell", *zones, "-o", tmp_path / "out")
+        assert declined.exit_code == 1
+        assert "shell is a slice with the layers 0-1" in declined.stderr
     weighed = run("compose", "-t", math, "-l", tmp_path / "shell", "--bottom", 1, "--bottom-transition", 1, "--top", 0,
                   "--weights", "magnitude", "-o", tmp_path / "out")  # fmt: skip
     assert weighed.exit_code == 1

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from adapterswap.arithmetic.lowrank import cosine, inner
 from adapterswap.changes.reading import read_factors
-from adapterswap.errors import ExpertError, UnsupportedError, check_type
+from adapterswap.errors import AdapterswapError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind
 from adapterswap.experts.opening import open_expert
@@ -173,7 +173,10 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
 
 def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
     check_type(reference, (Adapter, str, Path), parameter, "Pass a local folder, a Hub id or an opened adapter")
-    opened = reference if isinstance(reference, Adapter) else open_expert(reference)
+    try:
+        opened = reference if isinstance(reference, Adapter) else open_expert(reference)
+    except AdapterswapError as error:
+        raise error.recast(parameter=parameter) from None
     if isinstance(opened, Adapter):
         return opened
     raise UnsupportedError(

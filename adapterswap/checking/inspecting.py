@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from adapterswap.errors import check_type
+from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter, FullModule, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import num_layers_in_config
@@ -190,7 +190,10 @@ def inspect(path: str | Path) -> Inspection:
             cannot be read.
     """
     check_type(path, (str, Path), "path", "Pass a local folder or a Hub id such as org/name")
-    expert = open_expert(path)
+    try:
+        expert = open_expert(path)
+    except AdapterswapError as error:
+        raise error.recast(parameter="path") from None
     return Inspection(expert, _record(expert.source.folder))
 
 

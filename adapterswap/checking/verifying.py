@@ -99,9 +99,9 @@ def verify(
     check_type(experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders or Hub ids")
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     base_model = None if base_model is None else str(base_model)
-    folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter or model").folder
+    folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter or model", parameter="path").folder
     if not exists(folder / WEIGHTS):
-        folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model").folder
+        folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
     content = _content(folder)
     record = _record(folder, content)
     if isinstance(record, ExtractionRecord):

@@ -145,10 +145,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
         else:
             left_out.append(LeftOut(name, _reason(name, weight, one), *both))
     words = ({name: "×".join(map(str, held[name].tensor.shape)) for name in odd} for held in (ours, theirs))
-    differing = Problems()
-    compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=differing)
-    for problem in differing:
-        problems.add(problem.message, problem.remedy, parameter="base_model")
+    compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
     for matrix in matrices:
         _check_tying(matrix.weight)

@@ -72,7 +72,10 @@ def load_expert(
 
     After an error the model is as it was.
     """
-    adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
+    try:
+        adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
+    except AdapterswapError as error:
+        raise error.recast(parameter="expert") from None
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     _check_name(name, getattr(model, "peft_config", {}))
     kept = adapter if layers is None else slice_of(adapter, layers, layers_of_base(base))
@@ -176,7 +179,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     compare_shapes(
         {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.modules.values()},
         {module: f"{shape[0]}×{shape[1]}" for module, shape in known.items() if shape is not None},
-        one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems,
+        one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems, parameter="expert",
     )  # fmt: skip
     problems.raise_if_any()
     check_copies(adapter.file, f"the expert {name!r}", modules)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from adapterswap.errors import ExpertError, Problems, UnsupportedError
+from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.anatomy import adaptable_weights
 from adapterswap.experts.empty_models import empty_model_as_saved
@@ -40,7 +40,7 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
         BaseModelError: its config is damaged, or transformers has no model for it.
     """
     folder = find_source(base_model, ["config.json"], what="base model").folder
-    config = read_json(folder / "config.json", _REMEDY)
+    config = read_json(folder / "config.json", _REMEDY, kind=BaseModelError)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
     key = f"shapes {digest} transformers {version('transformers')}"
     known = memo.get(key)
@@ -72,7 +72,7 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str) -> None:
             f"{name} adapts {and_more(missing, _SHOWN)}, which the base does not have", remedy, parameter="experts"
         )
     held = {module.name: module.shape for module in adapter.modules.values()}
-    compare_shapes(held, shapes, one=name, other="the base", remedy=remedy, problems=problems)
+    compare_shapes(held, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts")
     if adapter.saved:
         problems.add(
             f"{name} holds {', '.join(adapter.saved)} trained in full (modules_to_save), which vLLM does not serve",

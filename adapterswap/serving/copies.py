@@ -47,7 +47,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
         return
     check_base(
         _carried(adapter, base, name), base, "the base",
-        effect="which vLLM leaves out", remedy="Serve experts of this base model",
+        effect="which vLLM leaves out", remedy="Serve experts of this base model", parameter="base_model",
     )  # fmt: skip
     memo.put(key, True)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, RunError
+from adapterswap.errors import ExpertError, RunError
 from adapterswap.experts.identity import fingerprints, model_fingerprints
 from adapterswap.files.folders import check_place, refuse_strangers, replacing, strangers, sync_folder, sync_one
 from adapterswap.files.smallfiles import read_json, write_json
@@ -90,7 +90,7 @@ class Checkpoints:
             with replacing(note, self.folder / _BUILDING) as building:
                 write_json(building, run, sort_keys=True)
         else:
-            before = read_json(note, "Pass `overwrite=True` without `resume` to start again")
+            before = read_json(note, "Pass `overwrite=True` without `resume` to start again", kind=RunError)
             if before != run:
                 changed = sorted(key for key in run if before.get(key) != run[key])
                 raise RunError(
@@ -174,7 +174,7 @@ def _changed(checkpoint: Path) -> str | None:
     """A file of a checkpoint that is not as it was written; None where all are."""
     try:
         written = read_json(checkpoint / _SEAL)
-    except AdapterswapError:
+    except ExpertError:
         return _SEAL
     now = _contents(checkpoint)
     return next((name for name in sorted(written.keys() | now.keys()) if written.get(name) != now.get(name)), None)

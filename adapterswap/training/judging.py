@@ -183,7 +183,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _read(self, args: Any, state: Any) -> list[dict[str, Any]]:
         """The rows up to the step that the run goes on from."""
-        content = read_json(self._table_path, _REMEDY) if self._table_path.is_file() else {}
+        content = read_json(self._table_path, _REMEDY, kind=RunError) if self._table_path.is_file() else {}
         if not is_sealed(content):
             content = {"table": [], "best": {}}
         rows = [row for row in content["table"] if row["step"] <= state.global_step]
