@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, reason_of
+from adapterswap.errors import ArgumentError, BaseModelError, reason_of
 from adapterswap.experts.empty_models import empty_language_model, read_config
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.dtypes import FLOAT_NAMES
@@ -54,7 +54,8 @@ def open_base(reference: str) -> Base:
     """The config and tokenizer of the base in a folder, or with a Hub id `org/name[@revision]`.
 
     Raises:
-        AdapterswapError: there is no such base, or transformers cannot read it without remote code.
+        BaseModelError: transformers cannot read it without remote code.
+        NotFoundError: there is no such base.
     """
     from transformers import AutoTokenizer
 
@@ -64,9 +65,10 @@ def open_base(reference: str) -> Base:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
     except Exception as error:  # as in `load_weights`
-        raise AdapterswapError(
+        raise BaseModelError(
             f"The base model {reference} cannot be opened: {reason_of(error)}",
-            "Give a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
+            "Use a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
+            parameter="base_model",
         ) from None
     return Base(reference, source, config, tokenizer)
 
@@ -80,13 +82,14 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
         options: more of `from_pretrained`'s, such as `quantization_config` or `attn_implementation`.
 
     Raises:
-        AdapterswapError: transformers has no causal language model for it; weights are missing, or of other shapes than
-            its config asks for.
+        ArgumentError: the dtype is unknown.
+        BaseModelError: transformers has no causal language model for it; weights are missing, or of other shapes than
+            its config says.
     """
     from transformers import AutoModelForCausalLM
 
     if dtype not in _DTYPES:
-        raise AdapterswapError(f"the dtype {dtype!r} is not known", f"Give {', '.join(_DTYPES)}")
+        raise ArgumentError(f"the dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
     folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -94,21 +97,24 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
             ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
     except Exception as error:  # configs of strangers make model classes raise whatever they meet
-        raise AdapterswapError(
+        raise BaseModelError(
             f"The base model {base.reference} cannot be loaded: {reason_of(error)}",
-            "Use a causal language model that transformers knows, with a sound config.json and safetensors weights",
+            "Use a causal language model that transformers knows, with a valid config.json and safetensors weights",
+            parameter="base_model",
         ) from None
     if mismatched := sorted(info["mismatched_keys"]):
-        name, found, asked = mismatched[0]
-        raise AdapterswapError(
-            f"the weights of the base model {base.reference} do not fit its config: {name} is {_shape(found)}, and "
-            f"{_shape(asked)} is asked for",
+        name, stored, expected = mismatched[0]
+        raise BaseModelError(
+            f"the weights of the base model {base.reference} do not fit its config: {name} is {_shape(stored)}, and "
+            f"the config says {_shape(expected)}",
             "Put the config.json that was saved with these weights beside them",
+            parameter="base_model",
         )
     if missing := sorted(info["missing_keys"]):
-        raise AdapterswapError(
+        raise BaseModelError(
             f"the base model {base.reference} lacks weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
-            "Save or download it again; random weights are no base",
+            "Save or download it again; transformers would fill them with random numbers",
+            parameter="base_model",
         )
     return model
 
@@ -126,19 +132,21 @@ def choose_device(name: str) -> Any:
     """The torch device of that name; `auto` takes the first there is of CUDA, MPS and the CPU.
 
     Raises:
-        AdapterswapError: torch knows no such device, sees none here, or it holds no numbers (`meta`).
+        ArgumentError: torch does not know such a device, finds none here, or it holds no numbers (`meta`).
     """
     import torch
 
     if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
-        raise AdapterswapError(
-            f"the device {name!r} cannot be used: {reason_of(error)}", "Give auto, cpu, cuda, cuda:N or mps"
+        raise ArgumentError(
+            f"the device {name!r} cannot be used: {reason_of(error)}",
+            "Use auto, cpu, cuda, cuda:N or mps",
+            parameter="device",
         ) from None
     return device
 

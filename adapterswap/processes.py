@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ArgumentError, RunError
 
 __all__ = ["Processes", "count_processes", "first_to_tell", "is_first", "joined", "leave"]
 
@@ -112,28 +112,31 @@ def joined(device: str) -> Iterator[Processes]:
             are several of a kind, each process gets one of its own: torch's current device is set to it.
 
     Raises:
-        AdapterswapError: several processes cannot join on this device; another process ended before this one, and what
-            happened there is told there.
+        ArgumentError: several processes cannot join on this device.
+        RunError: another process ended before this one, and printed what happened there.
     """
     import torch
     from accelerate import PartialState
 
     cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
     if ":" in device and count_processes() > 1:
-        raise AdapterswapError(
-            f"{count_processes()} processes were started, and {device} is one device", "Give auto, cuda or cpu"
+        raise ArgumentError(
+            f"{count_processes()} processes were started, and {device} is one device",
+            "Use auto, cuda or cpu",
+            parameter="device",
         )
     processes = Processes(PartialState(cpu=cpu))
     if processes.count != count_processes():
-        raise AdapterswapError(
+        raise ArgumentError(
             f"{count_processes()} processes were started, and cannot join on the device {device!r}",
-            "Give cuda, where each has a GPU, or cpu",
+            "Use cuda, where each has a GPU, or cpu",
+            parameter="device",
         )
     try:
         yield processes
     except RuntimeError as error:
         if processes.count > 1 and _is_of_a_peer(error):
-            raise AdapterswapError(
+            raise RunError(
                 f"process {processes.rank} lost the others: {' '.join(str(error).split())[:200]}",
                 "See what ended them, and run the same command again (train: with `resume=True`)",
             ) from None

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from ruamel.yaml.comments import CommentedMap
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, CompositionError, FieldError, NotFoundError, Problems
 from adapterswap.files.extending import Layer, find_fragment, load_layers, take_names, writer
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.yamlfiles import read_content, validate
@@ -61,7 +61,7 @@ class RecipeKind:
 
 
 def _check_composition(composition: Composition) -> None:
-    problems = Problems()
+    problems = Problems(CompositionError)
     check_names(composition.expert_names, composition.experts, problems)
     num_layers = composition.num_layers or _DEPTH
     with problems.collect():
@@ -72,7 +72,7 @@ def _check_composition(composition: Composition) -> None:
 def _check_sweep(recipe: SweepRecipe) -> None:
     target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
     num_layers = recipe.num_layers or _DEPTH
-    problems = Problems()
+    problems = Problems(CompositionError)
     for cell in make_cells(recipe, AskedTasks(target, tuple(recipe.retention)), num_layers).cells:
         composition = composition_of(cell)
         if composition is not None:
@@ -109,16 +109,19 @@ def check_recipe(path: Path) -> str:
     """The kind of the recipe at `path`.
 
     Raises:
-        AdapterswapError: every mistake in it, and in what it extends; or it is of no kind, such as a fragment.
+        FieldError: every mistake in it, and in what it extends; or it is not a recipe of one kind, such as a fragment.
+        CompositionError: what it composes cannot be composed.
+        AdapterswapError: it cannot be read; see `load_layers`.
     """
     layers = load_layers(path)
     said = {key for layer in layers for key in layer.content}
     kinds = [name for name, kind in _KINDS.items() if kind.mark in said]
     if len(kinds) != 1:
         marks = ", ".join(f"`{kind.mark}` ({name})" for name, kind in _KINDS.items())
-        raise AdapterswapError(
-            f"{path} is no recipe of one kind: it has {'several' if kinds else 'none'} of {marks}",
-            "Give a whole recipe: a fragment is checked with the recipes that extend it",
+        raise FieldError(
+            f"{path} is not a recipe of one kind: it has {'several' if kinds else 'none'} of {marks}",
+            "Pass a whole recipe: a fragment is checked with the recipes that extend it",
+            parameter="path",
         )
     kind = _KINDS[kinds[0]]
     content, layers = read_content(path, paths=kind.paths)
@@ -169,13 +172,13 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
     They extend each other by relative paths, so they work wherever they lie, and nothing shipped is needed.
 
     Raises:
-        AdapterswapError: a name is none that is shipped.
+        NotFoundError: there is no shipped recipe of that name.
     """
     shipped = shipped_recipes()
-    problems = Problems()
+    problems = Problems(NotFoundError)
     for name in names:
         if name not in shipped:
-            problems.add(f"no recipe of the name {name!r} is shipped", f"Give {near_names(name)}")
+            problems.add(f"There is no shipped recipe {name!r}", f"Use {near_names(name)}", parameter="names")
     problems.raise_if_any()
     places = {file: f"{name}.yaml" for name, file in shipped.items()}
     files = {layer.path for name in names for layer in load_layers(shipped[name])}
@@ -205,7 +208,8 @@ def copy_recipes(
         The files' paths within the folder.
 
     Raises:
-        AdapterswapError: a name is none that is shipped; see `atomic_folder`.
+        NotFoundError: there is no shipped recipe of that name.
+        OutputError: see `atomic_folder`.
     """
     files = standalone_copy(names)
     inputs = shipped_recipes().values()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import NotFoundError
 from adapterswap.files.smallfiles import exists, expand
 
 __all__ = ["find_recipe", "near_names", "shipped_recipes"]
@@ -32,7 +32,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     """The recipe's file: `reference` itself if it is a file, else the shipped recipe of that name.
 
     Raises:
-        AdapterswapError: it is neither.
+        NotFoundError: it is neither.
     """
     path = expand(reference)
     if exists(path) and not path.is_dir():  # whoever reads it says what is wrong with a pipe or a device
@@ -40,12 +40,16 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:
         return shipped[str(reference)]
-    what = "is a folder" if path.is_dir() else "is neither a file nor a shipped recipe"
-    raise AdapterswapError(f"the recipe {reference} {what}", f"Give a YAML file, or {near_names(str(reference), kind)}")
+    reason = "is a folder" if path.is_dir() else "is neither a file nor a shipped recipe"
+    raise NotFoundError(
+        f"the recipe {reference} {reason}",
+        f"Use a YAML file, or {near_names(str(reference), kind)}",
+        parameter="recipe",
+    )
 
 
 def near_names(name: str, kind: str = "") -> str:
-    """What to give instead of `name`, as the end of a sentence: the shipped names most like it."""
+    """What to use instead of `name`, as the end of a sentence: the shipped names most like it."""
     near = difflib.get_close_matches(name, shipped_recipes(kind), n=3, cutoff=0.4)
-    told = f", such as {', '.join(near)}" if near else ""
-    return f"a name that `adapterswap recipes ls` shows{told}"
+    examples = f", such as {', '.join(near)}" if near else ""
+    return f"a name that `adapterswap recipes ls` lists{examples}"
