@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import RunError
 from adapterswap.evaluation.isolation import compiled_once, restored_modes, seeded, silenced
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
 from adapterswap.evaluation.settings import Settings
@@ -57,8 +57,10 @@ def evaluate(
         Scores with standard errors, and every sample; in each process, and the same from any number of them.
 
     Raises:
-        AdapterswapError: see `load_tasks`, `Settings.check` and `check_texts`; a document that a task cannot ask or
-            score; a prompt that does not fit; the device runs out of memory.
+        AdapterswapError: see `load_tasks`, `Settings.check` and `check_texts`.
+        ArgumentError: a prompt and its output do not fit into the model's context.
+        DataError: a task cannot make a prompt of a document, or cannot score it.
+        RunError: the device runs out of memory.
     """
     require_lm_eval()
     settings = settings or Settings()
@@ -121,9 +123,10 @@ def evaluate(
                 confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
             )
         except torch.OutOfMemoryError:
-            raise AdapterswapError(
+            raise RunError(
                 f"the device ran out of memory at batch_size {settings.batch_size}",
                 "Lower `batch_size`, or load a smaller dtype",
+                parameter="batch_size",
             ) from None
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import ArgumentError, DataError, NotFoundError, Problems
 from adapterswap.files.smallfiles import expand
 
 __all__ = ["FLORES_PATH", "FloresTask", "flores_folder", "flores_metrics", "flores_task", "is_flores", "read_sentences"]
@@ -70,14 +70,18 @@ def flores_task(name: str) -> FloresTask:
     """The task of that name, which `is_flores`.
 
     Raises:
-        AdapterswapError: a language whose English name is not known, so that no prompt can be made.
+        ArgumentError: a language whose English name is not known, so that no prompt can be made.
     """
     match = _NAME.fullmatch(name)
     assert match is not None, name
-    problems = Problems()
+    problems = Problems(ArgumentError)
     for code in match.group(2, 3):
         if code not in language_names():
-            problems.add(f"{name}: {code} is no language of FLORES-200", "Give its codes, such as swh_Latn")
+            problems.add(
+                f"{name}: {code} is not a language of FLORES-200",
+                "Use its codes, such as swh_Latn",
+                parameter="tasks",
+            )
     problems.raise_if_any()
     return FloresTask(match[2], match[3], "dev" if match[1] else "devtest")
 
@@ -86,12 +90,12 @@ def flores_folder() -> Path:
     """The folder that the environment names.
 
     Raises:
-        AdapterswapError: it names none, or no folder.
+        NotFoundError: the variable is not set, or what it names is not a folder.
     """
     folder = os.environ.get(FLORES_PATH)
     if folder is None or not expand(folder).is_dir():
-        raise AdapterswapError(
-            f"{FLORES_PATH} is {'not set' if folder is None else f'{folder}, which is no folder'}",
+        raise NotFoundError(
+            f"{FLORES_PATH} is {'not set' if folder is None else f'{folder}, which is not a folder'}",
             f"FLORES is not shipped: set {FLORES_PATH} to the folder that holds its dev/ and devtest/",
         )
     return expand(folder)
@@ -104,20 +108,20 @@ def read_sentences(folder: Path, split: str, code: str) -> list[str]:
     `devtest/swh_Latn.jsonl` (FLORES+: the column `text`, in the order of `id`).
 
     Raises:
-        AdapterswapError: there is no such file, or it cannot be read.
+        DataError: there is no such file, or it cannot be read.
     """
     stem = folder / split / code
     candidates = [stem.with_name(f"{code}.{ending}") for ending in (split, "parquet", "jsonl")]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
-        raise AdapterswapError(
+        raise DataError(
             f"{folder / split} has no {code}.{split}, {code}.parquet or {code}.jsonl",
-            f"Let {FLORES_PATH} name a folder in the layout of FLORES-200 or FLORES+",
+            f"Set {FLORES_PATH} to a folder in the layout of FLORES-200 or FLORES+",
         )
     try:
         return _read(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AdapterswapError(f"{path} cannot be read: {error}", "Download it again") from None
+        raise DataError(f"{path} cannot be read: {error}", "Download it again") from None
 
 
 def _read(path: Path) -> list[str]:

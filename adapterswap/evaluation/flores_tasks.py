@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lm_eval.api.task import ConfigurableTask
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import ArgumentError, DataError, Problems
 from adapterswap.evaluation.flores import corpus_score, flores_metrics, flores_task, read_sentences, signature
 from adapterswap.evaluation.harness import OfflineTask
 
@@ -26,7 +26,8 @@ def build_flores_task(name: str, folder: Path, num_fewshot: int = 0) -> Configur
         num_fewshot: how many of dev's first sentences the prompts may show; a task over dev itself shows none.
 
     Raises:
-        AdapterswapError: an unknown language; files that are missing or do not fit together; more shots than sentences.
+        ArgumentError: an unknown language; more shots than there are sentences.
+        DataError: files that are missing or do not fit together.
     """
     spec = flores_task(name)
     rows = _rows(folder, spec.split, spec.source, spec.target)
@@ -34,7 +35,11 @@ def build_flores_task(name: str, folder: Path, num_fewshot: int = 0) -> Configur
     if num_fewshot and spec.split != "dev":
         shots = _rows(folder, "dev", spec.source, spec.target)[:num_fewshot]
         if len(shots) < num_fewshot:
-            raise AdapterswapError(f"{num_fewshot} shots are asked for, and {folder}/dev has {len(shots)}", "Ask fewer")
+            raise ArgumentError(
+                f"`num_fewshot` is {num_fewshot}, but {folder}/dev has only {len(shots)} sentences",
+                f"Use 0 to {len(shots)}",
+                parameter="num_fewshot",
+            )
     metrics = flores_metrics(spec.target)
 
     def score(doc: dict[str, str], results: list[str]) -> dict[str, tuple[str, str]]:
@@ -63,7 +68,7 @@ def build_flores_task(name: str, folder: Path, num_fewshot: int = 0) -> Configur
 def _rows(folder: Path, split: str, source: str, target: str) -> list[dict[str, str]]:
     """Parallel sentences."""
     read = {code: read_sentences(folder, split, code) for code in (source, target)}
-    problems = Problems()
+    problems = Problems(DataError)
     for code, sentences in read.items():
         if empty := [number for number, sentence in enumerate(sentences, 1) if not sentence.strip()]:
             problems.add(f"{folder / split}: sentence {empty[0]} of {code} is empty", "Download it again")

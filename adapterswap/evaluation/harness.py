@@ -19,7 +19,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ArgumentError
 from adapterswap.evaluation.answers import extract_answer
 from adapterswap.evaluation.batches import in_batches, request_key, seed_of
 from adapterswap.evaluation.mgsm import mgsm_task
@@ -177,7 +177,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         """See the harness. Prompts that do not fit are refused, or counted where truncation is allowed.
 
         Raises:
-            AdapterswapError: a prompt and its output do not fit into the model's context.
+            ArgumentError: a prompt and its output do not fit into the model's context.
         """
         self._check()
         prompts = dict.fromkeys(request.args[0] for request in requests)
@@ -189,11 +189,12 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
                 continue
             self.truncated.add(request_key(prompt, gen_kwargs))
             if not self._truncate or budget >= self.max_length:
-                raise AdapterswapError(
+                raise ArgumentError(
                     f"{request.task_name}: a prompt of {lengths[prompt]} tokens and an output of up to {budget} do not "
                     f"fit into the model's context of {self.max_length}",
-                    "Give fewer shots (`num_fewshot`), a lower `max_gen_toks`, or let prompts lose their beginning "
+                    "Use fewer shots (`num_fewshot`) or a lower `max_gen_toks`, or let prompts lose their beginning "
                     "(`truncate=True`)",
+                    parameter="max_gen_toks",
                 )
         batches = in_batches(requests, self.batch_size, lambda texts: [lengths[text] for text in texts])
         return self._answers(requests, batches, super().generate_until)

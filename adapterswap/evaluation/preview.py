@@ -53,7 +53,7 @@ def preview(
     """Build the prompts that `evaluate` would give a model with this config; the arguments are those of `evaluate`.
 
     Raises:
-        AdapterswapError: as `evaluate` would for the same settings; a prompt that does not fit is told by `room`.
+        AdapterswapError: as `evaluate` would for the same settings. A prompt that does not fit shows in `room` instead.
     """
     settings = settings or Settings()
     settings.check(tokenizer)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from adapterswap.errors import Problems
+from adapterswap.errors import ArgumentError, BaseModelError, Problems
 from adapterswap.evaluation.texts import broken_texts
 from adapterswap.files.smallfiles import expand
 from adapterswap.files.yamlfiles import FiniteModel
@@ -63,28 +63,45 @@ class Settings:
         return self.include_path is not None and not self.trust_task_code
 
     def check(self, tokenizer: Any) -> None:
-        """Raise `AdapterswapError` for settings that cannot be meant with this tokenizer, all of them together."""
-        problems = Problems()
+        """Check the settings against the base's tokenizer, and report all mistakes together.
+
+        Raises:
+            ArgumentError: a setting is out of its range, is not UTF-8 text, or asks for a chat template that the
+                tokenizer lacks.
+            BaseModelError: the tokenizer has no end-of-sequence token.
+        """
+        problems = Problems(ArgumentError)
         limit = self.limit
         # The harness takes 0 as no limit at all, and 2.5 as 2.
         if limit is not None and not (0 < limit < 1 or (math.isfinite(limit) and limit >= 1 and limit == int(limit))):
             problems.add(
-                f"the limit {limit:g} is neither a number of documents nor a fraction of them",
-                "Give a whole number from 1 on, or a fraction between 0 and 1",
+                f"`limit` is {limit:g}, which is neither a number of documents nor a fraction of them",
+                "Pass a whole number of 1 or more, or a fraction between 0 and 1",
+                parameter="limit",
             )
         for name, value in (("batch_size", self.batch_size), ("max_gen_toks", self.max_gen_toks)):
             if value < 1:
-                problems.add(f"{name} is {value}", "Give 1 or more")
+                problems.add(f"`{name}` is {value}", "Pass 1 or more", parameter=name)
         for name, content in (("system_instruction", self.system_instruction), ("gen_kwargs", self.gen_kwargs)):
             for text in broken_texts(content):
                 problems.add(
-                    f"`{name}` holds half of a surrogate pair, which is no character: {text!r}",
-                    "Give it as UTF-8 text",
+                    f"`{name}` holds half of a surrogate pair, which is not a character: {text!r}",
+                    "Pass UTF-8 text",
+                    parameter=name,
                 )
         if tokenizer.eos_token_id is None:
-            problems.add("the tokenizer has no end-of-sequence token", "Set eos_token in its tokenizer_config.json")
+            problems.add(
+                "the tokenizer has no end-of-sequence token",
+                "Set eos_token in its tokenizer_config.json",
+                parameter="base_model",
+                kind=BaseModelError,
+            )
         if self.apply_chat_template and not tokenizer.chat_template:
-            problems.add("the tokenizer has no chat template", "Evaluate without one, or give the base its template")
+            problems.add(
+                "`apply_chat_template` is set, but the tokenizer has no chat template",
+                "Evaluate without one, or save the template with the base's tokenizer",
+                parameter="apply_chat_template",
+            )
         problems.raise_if_any()
 
     def described(self) -> dict[str, Any]:

@@ -14,7 +14,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems, did_you_mean, reason_of
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    DataError,
+    NotFoundError,
+    Problems,
+    UnsupportedError,
+    did_you_mean,
+    reason_of,
+)
 from adapterswap.evaluation.task_code import harness_folder, refuse_task_code, rendering
 from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 
@@ -51,36 +60,47 @@ def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, ot
     reported at once. Patterns pass; `check_known` is exact.
 
     Raises:
-        AdapterswapError: with the nearest names, of `others` too; `include_path` is not a folder.
+        ArgumentError: with the nearest names, of `others` too.
+        NotFoundError: `include_path` is not a folder.
     """
     _check_folder(include_path)
     text = _harness_files() + (_task_files(Path(include_path)) if include_path is not None else b"")
-    problems = Problems()
+    problems = Problems(ArgumentError)
     for name in names:
         if not _PATTERN & set(name) and name.encode("utf-8", "surrogatepass") not in text:
-            known = {*others, *(found.decode() for found in _NAMES.findall(text))}
-            problems.add(f"There is no task {name!r}", did_you_mean(name, sorted(known), _LISTED, at_most=3))
+            known = {*others, *(mentioned.decode() for mentioned in _NAMES.findall(text))}
+            _add_unknown(name, sorted(known), problems)
     problems.raise_if_any()
+
+
+def _add_unknown(name: str, known: Sequence[str], problems: Problems) -> None:
+    remedy = did_you_mean(name, known, _LISTED, at_most=3)
+    problems.add(f"There is no task {name!r}", remedy, parameter="tasks")
 
 
 def _check_folder(include_path: str | Path | None) -> None:
     if include_path is not None and not Path(include_path).is_dir():
-        raise AdapterswapError(f"{include_path} is not a folder", "Give the folder that holds your task files (YAML)")
+        raise NotFoundError(
+            f"`include_path` is {include_path}, which is not a folder",
+            "Pass the folder that holds your task files (YAML)",
+            parameter="include_path",
+        )
 
 
 def check_known(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
     """Refuse names of no task, group, tag or pattern of them.
 
     Raises:
-        AdapterswapError: with the nearest names, of `others` too; `include_path` is no folder.
+        ArgumentError: with the nearest names, of `others` too.
+        NotFoundError: `include_path` is not a folder.
     """
-    problems = Problems()
+    problems = Problems(ArgumentError)
     _check_folder(include_path)
     manager = _manager(str(include_path) if include_path else None)
     known = sorted({*others, *manager.all_tasks})
     for name in names:
         if not manager.match_tasks([name]):
-            problems.add(f"There is no task {name!r}", did_you_mean(name, known, _LISTED, at_most=3))
+            _add_unknown(name, known, problems)
     problems.raise_if_any()
 
 
@@ -88,14 +108,15 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     """The tasks and groups of these names, as the harness loads them.
 
     Raises:
-        AdapterswapError: data that cannot be loaded; a task that needs images, or runs code unconfirmed: the model's,
-            or that of `include_path`.
+        ArgumentError: a task runs code that nobody confirmed: the model's, or that of `include_path`.
+        DataError: data or task files that cannot be loaded.
+        UnsupportedError: a task needs images or sound.
     """
     from datasets.exceptions import DatasetsError
 
     manager = _manager(include_path)
     matched = manager.match_tasks(list(names))
-    problems = Problems()
+    problems = Problems(ArgumentError)
     if include_path is not None and not trust_task_code:
         refuse_task_code(matched, manager.task_index, problems)
     if not unsafe_code:
@@ -108,24 +129,29 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     except AdapterswapError:
         raise
     except UnicodeError as error:
-        raise AdapterswapError(
+        raise DataError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
             "Save the task's files and data as UTF-8 text, without halves of surrogate pairs such as \\ud800",
+            parameter="tasks",
         ) from None
     except DatasetsError as error:
-        raise AdapterswapError(
+        raise DataError(
             f"the data of {', '.join(names)} cannot be read: {reason_of(error.__cause__ or error)}",
             "Correct the data that the task's file names, or download it again",
+            parameter="tasks",
         ) from None
     except Exception as error:  # whatever a task's data loader raises, or code of its own that is run with it
-        raise AdapterswapError(
+        raise DataError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
-            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and what the task needs installed. For "
+            "Its data comes from the Hub: check the network, HF_HUB_OFFLINE and the packages that the task needs. For "
             "a task of your own, check its files and data",
+            parameter="tasks",
         ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "MULTIMODAL", False):
-            raise AdapterswapError(f"the task {name} needs images or sound", "Run it with lm_eval itself")
+            raise UnsupportedError(
+                f"the task {name} needs images or sound", "Run it with lm_eval itself", parameter="tasks"
+            )
     if not unsafe_code:  # tasks written in Python say so only when they are loaded
         _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
     return loaded
@@ -136,7 +162,7 @@ def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
     """Turn errors raised inside a task into ours: its templates and code may not suit its data.
 
     Raises:
-        AdapterswapError: a task of these names raised something.
+        DataError: a task of these names raised something.
     """
     from jinja2 import TemplateError
 
@@ -147,15 +173,17 @@ def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
     except Exception as error:
         if not any(frame.filename.endswith(_TASK) for frame in traceback.extract_tb(error.__traceback__)):
             raise
-        raise AdapterswapError(
-            f"a document of {', '.join(names)} cannot be asked or scored: {reason_of(error)}",
+        raise DataError(
+            f"a document of {', '.join(names)} cannot be evaluated: {reason_of(error)}",
             "Correct the task's files, or the rows of its data",
+            parameter="tasks",
         ) from error
 
 
 def _refuse_code(names: Sequence[str]) -> None:
     if names:
-        raise AdapterswapError(
+        raise ArgumentError(
             f"{', '.join(names)}: code that the model writes would be run on this machine, as this user",
-            "If that is meant, and the machine is one for it (a container), pass `confirm_run_unsafe_code=True`",
+            "If you want that, use a machine that is safe for it (a container) and pass `confirm_run_unsafe_code=True`",
+            parameter="confirm_run_unsafe_code",
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.bases import Base, open_base
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import ArgumentError, check_type
 from adapterswap.evaluation import evaluating
 from adapterswap.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.evaluation.settings import SEED, Settings
@@ -144,10 +144,13 @@ def evaluate(
         Scores with standard errors, and every sample.
 
     Raises:
-        AdapterswapError: both an adapter and a plan; a plan of full weights; bounds without a plan; unknown tasks, or
-            settings that cannot be meant; a base or an adapter that cannot be opened or do not fit each other; a
-            folder that exists (without `overwrite`), holds other files, overlaps an input, or cannot be written; the
-            `eval` extra is not installed; see also `load_subject` and `evaluation.evaluate`.
+        ArgumentError: both an adapter and a plan; bounds without a plan; unknown tasks; settings out of their range.
+        BaseModelError, ExpertError, NotFoundError: the base or the adapter cannot be opened, or they do not fit each
+            other.
+        OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+            written.
+        DependencyError: the `eval` extra is not installed.
+        AdapterswapError: a plan of full weights; see also `load_subject` and `evaluation.evaluate`.
     """
     settings = Settings(
         num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks,
@@ -190,9 +193,12 @@ def prepare_evaluation(
     names = [name for name in tasks.split(",") if name] if isinstance(tasks, str) else list(tasks)
     check_task_names(names, settings.include_path)
     if adapter is not None and plan is not None:
-        raise AdapterswapError("both an adapter and a composition are given", "Pass `adapter` or `plan`, not both")
+        raise ArgumentError(
+            "both an adapter and a composition are given", "Pass `adapter` or `plan`, not both", parameter="plan"
+        )
     if plan is None and (max_rank is not None or max_error is not None):
-        raise AdapterswapError("a bound on the rank is given without a composition", "Pass a `plan` with it")
+        name = "max_rank" if max_rank is not None else "max_error"
+        raise ArgumentError(f"`{name}` is given without a composition", "Pass a `plan` with it", parameter=name)
     if plan is not None:
         plan.check_adapter()
     source = adapter.source if isinstance(adapter, Adapter) else find_adapter(str(adapter)) if adapter else None

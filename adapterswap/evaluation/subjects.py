@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from adapterswap.bases import Base, choose_device, load_weights, quiet_peft
-from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.errors import BaseModelError, ExpertError, Problems, reason_of
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import num_layers_in_config
@@ -62,12 +62,15 @@ def find_adapter(reference: str) -> Source:
     """The folder of a PEFT adapter, or the one that a Hub id `org/name[@revision]` names.
 
     Raises:
-        AdapterswapError: it is not there, or its weights are not in one safetensors file.
+        NotFoundError: it is not there.
+        ExpertError: its weights are not in one safetensors file.
     """
     source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE], what="adapter")
     for name in (WEIGHTS, CONFIG):
         if not (source.folder / name).is_file():
-            raise AdapterswapError(f"{reference} has no {name}", "Give an adapter that PEFT saved as safetensors")
+            raise ExpertError(
+                f"{reference} has no {name}", "Pass an adapter that PEFT saved as safetensors", parameter="adapter"
+            )
     return source
 
 
@@ -96,18 +99,20 @@ def load_subject(
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
 
     Raises:
-        AdapterswapError: the weights cannot be loaded, an adapter does not fit the base or carries a copy of another
-            base's weight, the composition is for another number of layers, or it cannot be written (a nonlinear one
-            without a bound on its rank).
+        BaseModelError: the weights cannot be loaded, or the composition is for another number of layers.
+        ExpertError: an adapter does not fit the base, or carries a copy of another base's weight.
+        AdapterswapError: the composition cannot be written (a nonlinear one without a bound on its rank).
     """
     from adapterswap.live import LiveComposer, load_experts, why_not_live
     from adapterswap.writing import write_adapter
 
     target = choose_device(device)
-    found = num_layers_in_config(base.config.to_dict())
-    if plan is not None and found not in (None, plan.num_layers):
-        raise AdapterswapError(
-            f"num_layers is {plan.num_layers}, and {base.reference} has {found} layers", "Leave `num_layers` out"
+    depth = num_layers_in_config(base.config.to_dict())
+    if plan is not None and depth not in (None, plan.num_layers):
+        raise BaseModelError(
+            f"num_layers is {plan.num_layers}, and {base.reference} has {depth} layers",
+            "Leave `num_layers` out",
+            parameter="num_layers",
         )
     with ExitStack() as stack:
         if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
@@ -163,18 +168,22 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     check_copies(file, f"the adapter {adapter}", modules)
     try:
         with quiet_peft(), folder_without_copies(file) as folder:
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, and told as an error
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked below, as an error
             model = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise AdapterswapError(
-            f"the adapter {adapter} does not fit the base model: {reason_of(error)}", "Give the base it was trained on"
+        raise ExpertError(
+            f"the adapter {adapter} does not fit the base model: {reason_of(error)}",
+            "Use the base that it was trained on",
+            parameter="adapter",
         ) from None
     placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     held = {key for key in file.tensors if ".base_layer." not in key}
     if odd := sorted(placed ^ held):
-        where = "the base has no place for it" if odd[0] in held else "the file does not hold it"
-        raise AdapterswapError(
-            f"the adapter {adapter} does not fit the base model: {odd[0]}: {where}", "Give the base it was trained on"
+        reason = "the base has no such module" if odd[0] in held else "the file does not hold it"
+        raise ExpertError(
+            f"the adapter {adapter} does not fit the base model: {odd[0]}: {reason}",
+            "Use the base that it was trained on",
+            parameter="adapter",
         )
     return model
 
@@ -186,7 +195,7 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
     own tries them first.
     """
     config = read_json(adapter.folder / CONFIG)
-    problems = Problems()
+    problems = Problems(ExpertError)
     for key, in_peft in _REGEXES.items():
         value = config.get(key) or ()
         texts = [value] if isinstance(value, str) else value if in_peft != "%s" else ()  # a list of targets holds names
@@ -194,14 +203,22 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
         if not regexes:
             continue
         command = [sys.executable, "-I", "-c", _TRY]
-        asked = json.dumps([regexes, modules])
+        content = json.dumps([regexes, modules])
         try:
-            subprocess.run(command, input=asked, text=True, capture_output=True, check=True, timeout=_SECONDS)
+            subprocess.run(command, input=content, text=True, capture_output=True, check=True, timeout=_SECONDS)
         except subprocess.TimeoutExpired:
-            problems.add(f"{key} of the adapter {adapter}: its regexes take too long to match", _PLAIN_NAMES)
+            problems.add(
+                f"{key} of the adapter {adapter}: its regexes take too long to match",
+                _PLAIN_NAMES,
+                parameter="adapter",
+            )
         except subprocess.CalledProcessError as error:
             reason = error.stderr.strip().rpartition("\n")[2]
-            problems.add(f"{key} of the adapter {adapter}: PEFT could not match its regexes: {reason}", _PLAIN_NAMES)
+            problems.add(
+                f"{key} of the adapter {adapter}: PEFT could not match its regexes: {reason}",
+                _PLAIN_NAMES,
+                parameter="adapter",
+            )
     problems.raise_if_any()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from adapterswap.errors import AdapterswapError, Problems, reason_of
+from adapterswap.errors import ArgumentError, DataError, Problems, reason_of
 
 __all__ = ["harness_folder", "refuse_task_code", "rendering"]
 
@@ -45,7 +45,7 @@ def refuse_task_code(names: Iterable[str], index: Mapping[str, Any], problems: P
         problems: gets one for each place that runs code.
 
     Raises:
-        AdapterswapError: a task file that cannot be read.
+        DataError: a task file that cannot be read.
     """
     waiting = list(names)
     seen = set()
@@ -107,11 +107,13 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_bytes(), Loader=Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise AdapterswapError(f"{path} cannot be read: {reason_of(error)}", "Correct the task file") from None
+        raise DataError(
+            f"{path} cannot be read: {reason_of(error)}", "Correct the task file", parameter="include_path"
+        ) from None
     content = content if isinstance(content, dict) else {}
     if not _is_ours(path):
         for what in (*found, *(f"{path} {what}" for what in _scripts(content))):
-            problems.add(what, _REMEDY)
+            problems.add(what, _REMEDY, parameter="trust_task_code", kind=ArgumentError)
     includes = content.pop("include", None) or []
     merged: dict[str, Any] = {}
     for other in includes if isinstance(includes, list) else [includes]:
@@ -146,7 +148,8 @@ def rendering(*, sandboxed: bool) -> Iterator[None]:
     """Render the tasks' templates inside the block, in Jinja's sandbox if asked; there they cannot reach Python.
 
     Raises:
-        AdapterswapError: a template that cannot be rendered, or that tries to leave the sandbox.
+        ArgumentError: a template that tries to leave the sandbox.
+        DataError: a template that cannot be rendered.
     """
     from jinja2 import TemplateError
     from jinja2.exceptions import SecurityError
@@ -162,10 +165,14 @@ def rendering(*, sandboxed: bool) -> Iterator[None]:
     try:
         yield
     except SecurityError as error:
-        raise AdapterswapError(f"a task's template runs Python code: {reason_of(error)}", _REMEDY) from None
+        raise ArgumentError(
+            f"a task's template runs Python code: {reason_of(error)}", _REMEDY, parameter="trust_task_code"
+        ) from None
     except TemplateError as error:
-        raise AdapterswapError(
-            f"a task's template cannot be rendered: {reason_of(error)}", "Correct the template in the task file"
+        raise DataError(
+            f"a task's template cannot be rendered: {reason_of(error)}",
+            "Correct the template in the task file",
+            parameter="tasks",
         ) from None
     finally:
         utils.env = before

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import ArgumentError, DependencyError, Problems
 from adapterswap.evaluation.flores import flores_folder, flores_task, is_flores
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
 from adapterswap.evaluation.settings import Settings
@@ -37,11 +37,9 @@ _OURS = (*mgsm_task_names(), *_FAMILIES, *_SHIPPED)
 
 
 def require_lm_eval() -> None:
-    """Raise `AdapterswapError` where lm-evaluation-harness is not installed."""
+    """Raise `DependencyError` where lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise AdapterswapError(
-            "lm-evaluation-harness is not installed", "pip install 'adapterswap[eval]' installs it"
-        ) from None
+        raise DependencyError("lm-evaluation-harness is not installed", "pip install 'adapterswap[eval]' installs it")
 
 
 def check_task_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
@@ -51,14 +49,17 @@ def check_task_names(names: Sequence[str], include_path: str | Path | None = Non
     left to find, `load_tasks` finds.
 
     Raises:
-        AdapterswapError: lm-evaluation-harness is not installed; no task is named; an unknown name.
+        ArgumentError: no task is named; an unknown name.
+        DependencyError: lm-evaluation-harness is not installed.
     """
     require_lm_eval()
     if not names:
-        raise AdapterswapError("no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}")
-    asked = _resolve([split_shots(name)[0] for name in names])
-    if asked.theirs:
-        check_mentioned(asked.theirs, include_path, others=_OURS)
+        raise ArgumentError(
+            "no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}", parameter="tasks"
+        )
+    resolved = _resolve([split_shots(name)[0] for name in names])
+    if resolved.theirs:
+        check_mentioned(resolved.theirs, include_path, others=_OURS)
 
 
 def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[str, Any]:
@@ -73,9 +74,12 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
             matter to tasks.
 
     Raises:
-        AdapterswapError: lm-evaluation-harness is not installed; an unknown name (the nearest known ones are told); too
-            many shots; a task's data that cannot be loaded; a task that needs images, or runs code unconfirmed: the
-            model's, or that of `include_path`.
+        ArgumentError: an unknown name, with the nearest known ones; too many shots; a task runs code that nobody
+            confirmed: the model's, or that of `include_path`.
+        DataError: a task's data cannot be loaded.
+        DependencyError: lm-evaluation-harness is not installed.
+        NotFoundError: `include_path` is not a folder, or `FLORES_PATH` is not set.
+        UnsupportedError: a task needs images or sound.
     """
     settings = settings or Settings()
     check_task_names(names, settings.include_path)
@@ -83,13 +87,13 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
     for name in names:
         stem, shots = split_shots(name)
         by_shots.setdefault(f"@{shots}" if shots is not None else "", []).append(stem)
-    problems = Problems()
+    problems = Problems(ArgumentError)
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for suffix, stems in by_shots.items():
         with problems.collect():
-            found = _load_alike(stems, settings, suffix)
-            loaded["tasks"] |= found["tasks"]
-            loaded["groups"] |= found["groups"]
+            alike = _load_alike(stems, settings, suffix)
+            loaded["tasks"] |= alike["tasks"]
+            loaded["groups"] |= alike["groups"]
     problems.raise_if_any()
     return loaded
 
@@ -104,27 +108,27 @@ def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[s
     """Tasks that are asked with as many shots as each other: as the suffix of their names says, else the settings."""
     num_fewshot = int(suffix[1:]) if suffix else settings.num_fewshot
     include_path = None if settings.include_path is None else expand(settings.include_path)
-    asked = _resolve(names)
-    problems = Problems()
+    resolved = _resolve(names)
+    problems = Problems(ArgumentError)
     if num_fewshot is not None:
-        _check_shots(asked, num_fewshot, problems)
-    if asked.theirs:
+        _check_shots(resolved, num_fewshot, problems, parameter="tasks" if suffix else "num_fewshot")
+    if resolved.theirs:
         with problems.collect():
-            check_known(asked.theirs, include_path, others=_OURS)
+            check_known(resolved.theirs, include_path, others=_OURS)
     folder = None
-    if asked.flores:
+    if resolved.flores:
         with problems.collect():
-            for name in asked.flores:
+            for name in resolved.flores:
                 flores_task(name)
             folder = flores_folder()
     problems.raise_if_any()
     generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
     include = str(include_path) if include_path else None
     consent = settings.confirm_run_unsafe_code, settings.trust_task_code
-    return _load(asked, folder, num_fewshot, suffix, generation, include, *consent)
+    return _load(resolved, folder, num_fewshot, suffix, generation, include, *consent)
 
 
-class _Asked(NamedTuple):
+class _TaskNames(NamedTuple):
     """Names by where their tasks come from, patterns and families of MGSM's written out."""
 
     mgsm: tuple[str, ...]
@@ -133,7 +137,7 @@ class _Asked(NamedTuple):
     theirs: tuple[str, ...]
 
 
-def _resolve(names: Sequence[str]) -> _Asked:
+def _resolve(names: Sequence[str]) -> _TaskNames:
     sorted_out: tuple[dict[str, None], ...] = ({}, {}, {}, {})
     mgsm, shipped, flores, theirs = sorted_out
     for name in names:
@@ -143,23 +147,25 @@ def _resolve(names: Sequence[str]) -> _Asked:
             shipped[name] = None
         else:
             (flores if is_flores(name) else theirs)[name] = None
-    return _Asked(*map(tuple, sorted_out))
+    return _TaskNames(*map(tuple, sorted_out))
 
 
-def _check_shots(asked: _Asked, num_fewshot: int, problems: Problems) -> None:
+def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, parameter: str) -> None:
     if num_fewshot < 0:
-        problems.add(f"the number of shots is {num_fewshot}", "Give 0 or more")
-    elif asked.mgsm and num_fewshot > MAX_SHOTS:
-        problems.add(f"{num_fewshot} shots are asked for, and MGSM has {MAX_SHOTS} exemplars", f"Give 0 to {MAX_SHOTS}")
-    for name in asked.shipped:
-        if num_fewshot > (most := _SHIPPED[name]):
-            problems.add(f"{num_fewshot} shots are asked for, and {name} has {most}", f"Give 0 to {most}")
+        problems.add(f"the number of shots is {num_fewshot}", "Pass 0 or more", parameter=parameter)
+    limits = {"MGSM": MAX_SHOTS} if resolved.mgsm else {}
+    limits |= {name: _SHIPPED[name] for name in resolved.shipped}
+    for name, limit in limits.items():
+        if num_fewshot > limit:
+            problems.add(
+                f"{num_fewshot} shots are too many: {name} has {limit}", f"Use 0 to {limit}", parameter=parameter
+            )
 
 
 # The same composition loop asks for the same tasks again and again, and loading the harness's data takes seconds.
 @lru_cache(maxsize=16)
 def _load(
-    asked: _Asked,
+    resolved: _TaskNames,
     folder: Path | None,
     num_fewshot: int | None,
     suffix: str,
@@ -172,26 +178,27 @@ def _load(
     from adapterswap.evaluation.harness import build_mgsm_task
     from adapterswap.evaluation.shipped_tasks import build_shipped_task
 
-    tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in asked.mgsm}
-    tasks |= {name: build_shipped_task(name) for name in asked.shipped}
+    tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in resolved.mgsm}
+    tasks |= {name: build_shipped_task(name) for name in resolved.shipped}
     if folder is not None:
-        tasks |= {name: build_flores_task(name, folder, num_fewshot or 0) for name in asked.flores}
+        tasks |= {name: build_flores_task(name, folder, num_fewshot or 0) for name in resolved.flores}
     groups: dict[str, Any] = {}
-    if asked.theirs:
-        loaded = load_stock(asked.theirs, include_path, unsafe_code, trust_task_code)
+    if resolved.theirs:
+        loaded = load_stock(resolved.theirs, include_path, unsafe_code, trust_task_code)
         clash = tasks.keys() & loaded["tasks"].keys()
         if clash:
-            raise AdapterswapError(
-                f"{sorted(clash)[0]} is asked for twice: as shipped here, and in a group of lm-evaluation-harness",
+            raise ArgumentError(
+                f"{sorted(clash)[0]} is named twice: as shipped here, and in a group of lm-evaluation-harness",
                 "Name the tasks one by one",
+                parameter="tasks",
             )
         tasks |= loaded["tasks"]
         groups = loaded["groups"]
-    problems = Problems()
+    problems = Problems(ArgumentError)
     for name, task in tasks.items():
         _configure(task, num_fewshot, json.loads(settings))
         with problems.collect():
-            _check_pool(name, task)
+            _check_pool(name, task, parameter="tasks" if suffix else "num_fewshot")
     problems.raise_if_any()
     return _renamed(tasks, groups, suffix) if suffix else {"tasks": tasks, "groups": groups}
 
@@ -222,12 +229,12 @@ def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -
         task.set_config("generation_kwargs", gen_kwargs, update=True)
 
 
-def _check_pool(name: str, task: Any) -> None:
-    """Refuse more shots than the task has rows to show, the one that is asked about left out."""
+def _check_pool(name: str, task: Any, *, parameter: str) -> None:
+    """Refuse more shots than the task has rows to show besides the one in question."""
     shots, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
     if not shots or sampler is None:  # tasks written in Python may show what they like
         return
     config = task.config
     left_out = config.test_split is not None and config.fewshot_config.split == config.test_split
     if shots > (most := len(sampler.df) - left_out):
-        raise AdapterswapError(f"{shots} shots are asked for, and {name} has {most}", f"Give 0 to {most}")
+        raise ArgumentError(f"{shots} shots are too many: {name} has {most}", f"Use 0 to {most}", parameter=parameter)

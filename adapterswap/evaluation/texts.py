@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from adapterswap.errors import Problems
+from adapterswap.errors import DataError, Problems
 
 __all__ = ["broken_texts", "check_texts"]
 
@@ -39,9 +39,9 @@ def check_texts(tasks: Mapping[str, Any]) -> None:
         tasks: task → task, its requests built.
 
     Raises:
-        AdapterswapError: for each such document, with its number and what holds the text.
+        DataError: for each such document, with its number and what holds the text.
     """
-    problems = Problems()
+    problems = Problems(DataError)
     for name, task in tasks.items():
         seen = set()
         for request in task.instances or ():
@@ -52,8 +52,9 @@ def check_texts(tasks: Mapping[str, Any]) -> None:
             for part, content in parts.items():
                 if (text := next(broken_texts(content), None)) is not None:
                     problems.add(
-                        f"{name}: the {part} of document {request.doc_id} holds half of a surrogate pair, which is no "
-                        f"character: {text!r}",
+                        f"{name}: the {part} of document {request.doc_id} holds half of a surrogate pair, which is not "
+                        f"a character: {text!r}",
                         "Correct it in the task's file or data, in the shots, or in the chat template",
+                        parameter="tasks",
                     )
     problems.raise_if_any()

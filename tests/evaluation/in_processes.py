@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.cli import main as command
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import RunError
 from adapterswap.evaluation import Settings, evaluate, write_result
 from adapterswap.evaluation.harness import EvaluatedModel
 from adapterswap.processes import Processes, joined, leave
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
 
 def fail(folder: Path) -> None:
     def failing(*_: Any, **__: Any) -> Any:
-        raise AdapterswapError("process 1 fails", "Mend it")
+        raise RunError("process 1 fails", "Correct it")
 
     if os.environ["RANK"] == "1":
         EvaluatedModel._model_generate = failing

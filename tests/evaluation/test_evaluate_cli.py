@@ -282,7 +282,7 @@ def test_an_adapter_of_another_base(run: Run, tmp_path: Path, byte_base: Path) -
 
     command = ("evaluate", "--base-model", byte_base, "--tasks", "mgsm_direct_sw", *FAST, "--adapter")
     deeper = error(run(*command, expert("deeper", layers=8)))
-    assert "layers.6.self_attn.q_proj.lora_A.weight: the base has no place for it" in deeper
+    assert "layers.6.self_attn.q_proj.lora_A.weight: the base has no such module" in deeper
     shallower = error(run(*command, expert("shallower", layers=4)))
     assert "layers.4.self_attn.q_proj.lora_A.weight: the file does not hold it" in shallower
     wider = AutoModelForCausalLM.from_pretrained(byte_base).config

@@ -22,12 +22,13 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 from tolerances import near
 
-from adapterswap import AdapterswapError
+from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.shipped_tasks import build_shipped_task
 from adapterswap.evaluation.tasks import _resolve, load_tasks
 from adapterswap.evaluation.tydiqa import LooseAnswer, read_tydiqa, score_answer, tydiqa_prompt, tydiqa_task_names
 from adapterswap.evaluation.xcopa import read_xcopa, xcopa_choices, xcopa_prompt
+from tests.refusals import refused
 
 from .conftest import LAYERS, byte_tokenizer, pico_model
 
@@ -234,11 +235,11 @@ def test_right_answers_are_counted_strictly_and_loosely(reader: Model) -> None:
 def test_shots_by_default_and_too_many() -> None:
     tasks = load_tasks(["tydiqa_goldp_sw", "xcopa_sw"])["tasks"]
     assert [task.get_config("num_fewshot") for task in tasks.values()] == [1, 0]
-    with pytest.raises(AdapterswapError) as caught:
+    with refused(ArgumentError, "num_fewshot") as caught:
         load_tasks(["tydiqa_goldp_sw", "xcopa_sw"], Settings(num_fewshot=101))
     assert [problem.message for problem in caught.value.problems] == [
-        "101 shots are asked for, and tydiqa_goldp_sw has 8",
-        "101 shots are asked for, and xcopa_sw has 100",
+        "101 shots are too many: tydiqa_goldp_sw has 8",
+        "101 shots are too many: xcopa_sw has 100",
     ]
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from adapterswap import AdapterswapError
-from adapterswap.errors import Problems
+from adapterswap.errors import ArgumentError, DataError, Problems
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.preview import preview
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.task_code import harness_folder, refuse_task_code
 from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.sweeps import SweepRecipe
+from tests.refusals import refused
 
 Model = tuple[Any, Any]
 Call = Callable[..., Result]
@@ -141,16 +141,11 @@ def tasks(made: Tasks, monkeypatch: pytest.MonkeyPatch) -> Tasks:
     return made
 
 
-def refused(error: AdapterswapError) -> bool:
-    """Whether every problem is one that trust would solve."""
-    return all("trust_task_code" in problem.remedy for problem in error.problems)
-
-
 @pytest.mark.parametrize("name", RUNNING)
 def test_code_is_refused_before_it_runs(tasks: Tasks, name: str) -> None:
-    with pytest.raises(AdapterswapError) as found:
+    with refused(ArgumentError, "trust_task_code") as found:
         load_tasks([name], Settings(include_path=tasks.folder))
-    assert refused(found.value)
+    assert {problem.parameter for problem in found.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 
 
@@ -159,14 +154,14 @@ def test_trusted_code_runs(tasks: Tasks, name: str) -> None:
     load_tasks([name], Settings(include_path=tasks.folder, trust_task_code=True))
     assert tasks.ran
     tasks.marker.unlink()
-    with pytest.raises(AdapterswapError) as found:  # what was loaded with trust is not handed out without it
+    with refused(ArgumentError, "trust_task_code") as found:  # what was loaded with trust is not handed out without it
         load_tasks([name], Settings(include_path=tasks.folder))
-    assert refused(found.value)
+    assert {problem.parameter for problem in found.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 
 
 def test_every_place_is_named(tasks: Tasks) -> None:
-    with pytest.raises(AdapterswapError) as found:
+    with refused(ArgumentError, "trust_task_code") as found:
         load_tasks(["own_group", "own_included", "own_metric"], Settings(include_path=tasks.folder))
     named = [problem.message.split(" ")[0] for problem in found.value.problems]
     places = [tasks.folder.parent / "outside/code.inc", tasks.folder / "metric.yaml", tasks.folder / "function.yaml"]
@@ -191,16 +186,16 @@ def test_a_later_document_cannot_leave_the_sandbox(byte_model: Model, tasks: Tas
         lambda: preview(tokenizer, model.config, ["own_later"], settings),
         lambda: evaluate(model, tokenizer, ["own_later"], settings),
     ):
-        with pytest.raises(AdapterswapError) as found:
+        with refused(ArgumentError, "trust_task_code") as found:
             asking()
-        assert refused(found.value)
+        assert {problem.parameter for problem in found.value.problems} == {"trust_task_code"}
         assert not tasks.ran
     evaluate(model, tokenizer, ["own_later"], Settings(include_path=tasks.folder, trust_task_code=True))
     assert tasks.ran
 
 
-def test_a_broken_template_is_told(tasks: Tasks) -> None:
-    with pytest.raises(AdapterswapError, match="absent"):
+def test_a_broken_template_is_refused(tasks: Tasks) -> None:
+    with refused(DataError, "tasks", match="absent"):
         load_tasks(["own_broken"], Settings(include_path=tasks.folder))
 
 
@@ -209,9 +204,9 @@ def test_what_changed_since_it_was_indexed_is_read_again(tasks: Tasks) -> None:
     load_tasks(["own_changed"], settings)
     with (tasks.folder / "changed.yaml").open("a", encoding="utf-8") as file:
         file.write("process_docs: !function own_code.docs\n")
-    with pytest.raises(AdapterswapError) as found:
+    with refused(ArgumentError, "trust_task_code") as found:
         load_tasks(["own_changed"], Settings(include_path=tasks.folder, num_fewshot=0))
-    assert refused(found.value)
+    assert {problem.parameter for problem in found.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 
 

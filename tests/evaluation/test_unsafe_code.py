@@ -12,10 +12,11 @@ import pytest
 import torch
 from click.testing import Result
 
-from adapterswap import AdapterswapError
+from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
+from tests.refusals import refused
 
 from .conftest import byte_tokenizer, pico_model
 
@@ -89,15 +90,14 @@ def coder() -> Model:
 
 @pytest.mark.parametrize("name", ["pico_code", "pico_group", "pico_nested", "pico_tag"])
 def test_code_is_refused_before_it_is_loaded(code_tasks: Path, name: str) -> None:
-    told = r"pico_code: code that the model writes would be run .* `confirm_run_unsafe_code=True`"
-    with pytest.raises(AdapterswapError, match=told):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="pico_code: code that the model writes would be run"):
         load_tasks([name], Settings(include_path=code_tasks, trust_task_code=True))
-    with pytest.raises(AdapterswapError, match="mgsm_direct_sw: code that the model writes"):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="mgsm_direct_sw:"):
         load_tasks(["pico_overridden"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
 def test_mbpp_is_refused_by_its_name(code_tasks: Path) -> None:
-    with pytest.raises(AdapterswapError, match=r"humaneval, mbpp: code that the model writes would be run"):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="humaneval, mbpp:"):
         load_tasks(["mbpp", "humaneval", "gsm8k"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
