@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import DataError
 from adapterswap.files.smallfiles import exists
 from adapterswap.reporting.choosing import Choice, Unit, matching, reported
 from adapterswap.sweeps import CellResult, Run, TaskInfo, read_samples
@@ -76,7 +76,7 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
         shown: two methods that are compared, and others whose outputs are of interest beside.
 
     Raises:
-        AdapterswapError: a file of samples or prompts is damaged.
+        DataError: a file of samples or prompts is damaged.
     """
     found = _cells(shown, task)
     if found is None:
@@ -105,9 +105,10 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
                 if all(doc in rows for rows in samples)
             ]
         except (KeyError, TypeError, AttributeError) as error:
-            raise AdapterswapError(
+            raise DataError(
                 f"samples or prompts of {task.name} in {folder} are damaged: {error!r}",
                 "Run the sweep again with `overwrite=True`",
+                parameter="run",
             ) from None
     return Disagreements(
         task.name, task.language, unit, shown[0].label, shown[1].label, len(better), len(worse), tuple(examples)
@@ -167,8 +168,8 @@ def _likelihoods(output: Any) -> list[tuple[float, bool]]:
 
 def _text(value: Any) -> str:
     if found := _likelihoods(value):
-        told = [f"log-likelihood {likelihood:.2f}" + ", greedy" * greedy for likelihood, greedy in found]
-        return told[0] if len(told) == 1 else "\n".join(f"choice {place}: {line}" for place, line in enumerate(told))
+        lines = [f"log-likelihood {likelihood:.2f}" + ", greedy" * greedy for likelihood, greedy in found]
+        return lines[0] if len(lines) == 1 else "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = text.strip()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

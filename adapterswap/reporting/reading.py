@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import DataError, NotFoundError
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
 from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, read_run, remarks
 
@@ -21,7 +21,7 @@ __all__ = ["RESULTS", "Source", "lab_source", "open_source"]
 RESULTS, ANSWERS = "results.json", "answers.jsonl"
 _LAB = "adapterswap-lab/1"
 _SWEEP_FILE = "sweep.json"
-_MEND = "Give the folder that adapterswap sweep or adapterswap lab wrote"
+_REMEDY = "Pass the folder that `adapterswap sweep` or `adapterswap lab` wrote"
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,16 @@ def open_source(folder: str | Path) -> Source:
     """The sweep or lab run in `folder`.
 
     Raises:
-        AdapterswapError: it is neither, it is damaged, or no cell is finished.
+        DataError: it is damaged, or no cell is finished.
+        NotFoundError: it is neither.
     """
     folder = expand(folder)
     if exists(folder / _SWEEP_FILE):
         run = read_run(folder)
         if not run.results:
-            raise AdapterswapError(f"no cell of {folder} is finished", "Run the sweep; it goes on where it was")
+            raise DataError(
+                f"no cell of {folder} is finished", "Run the sweep again; it resumes where it stopped", parameter="run"
+            )
         name = folder.resolve().name
         return Source(
             run,
@@ -68,11 +71,11 @@ def open_source(folder: str | Path) -> Source:
             (*_searched(run), *remarks(run)),
         )
     if exists(folder / RESULTS) and exists(folder / ANSWERS):
-        content = read_json(folder / RESULTS, _MEND)
+        content = read_json(folder / RESULTS, _REMEDY)
         if content.get("format") == _LAB:
-            with open_regular(folder / ANSWERS, _MEND) as file:
-                return _damage_told(folder, content, file.read())
-    raise AdapterswapError(f"{folder} is the folder of no sweep and of no lab run", _MEND)
+            with open_regular(folder / ANSWERS, _REMEDY) as file:
+                return _lab_run(folder, content, file.read())
+    raise NotFoundError(f"{folder} is neither a sweep's folder nor a lab run's", _REMEDY, parameter="run")
 
 
 def _searched(run: Run) -> Iterator[str]:
@@ -94,12 +97,14 @@ def _searched(run: Run) -> Iterator[str]:
             )
 
 
-def _damage_told(folder: Path, content: Mapping[str, Any], answers: bytes) -> Source:
+def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> Source:
     try:
         rows = [json.loads(line) for line in answers.splitlines()]
         return lab_source(folder, content, rows, name=folder.resolve().name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AdapterswapError(f"{folder} is damaged: {error!r}", "Run the lab again with `overwrite=True`") from None
+        raise DataError(
+            f"{folder} is damaged: {error!r}", "Run the lab again with `overwrite=True`", parameter="run"
+        ) from None
 
 
 def lab_source(folder: Path, content: Mapping[str, Any], answers: Iterable[Mapping[str, Any]], *, name: str) -> Source:

@@ -175,7 +175,7 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
     """Every landscape of bottom and top layers with two cells or more.
 
     Raises:
-        AdapterswapError: a cell's composition is damaged.
+        FieldError: a cell's composition is damaged.
     """
     values: dict[tuple[str, str], dict[tuple[int, int], list[float]]] = {}
     votes: Counter[str] = Counter()

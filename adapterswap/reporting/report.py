@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ArgumentError, DataError, DependencyError
 from adapterswap.reporting.choosing import Choice, choices, table_choice
 from adapterswap.reporting.commands import compose_command, evaluate_command
 from adapterswap.reporting.examples import Disagreements, disagreements
@@ -113,19 +113,26 @@ def make_report(source: Source, *, reference: str | None = None, draws: int = DR
         seed: of the bootstrap; the same seed gives the same report.
 
     Raises:
-        AdapterswapError: the `report` extra is not installed; the run has no such family, no finished target task, or
-            a damaged file of samples.
+        ArgumentError: the run has no such family.
+        DataError: the run has no finished target task, or a damaged file of samples.
+        DependencyError: the `report` extra is not installed.
     """
     _require_libraries()
     run = source.run
     families = list(dict.fromkeys(result.cell.family for result in run.results))
     reference = default_reference(run) if reference is None else reference
     if reference not in families:
-        raise AdapterswapError(f"the run has no method {reference!r}", f"Give one of: {', '.join(families)}")
+        raise ArgumentError(
+            f"the run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
+        )
     lead = _lead(run, families, reference)
     targets = [task for task in run.tasks.values() if task.role == "target" and choices(run, task)]
     if not targets:
-        raise AdapterswapError(f"no target task of {source.name} is finished", "Run the sweep; it goes on where it was")
+        raise DataError(
+            f"no target task of {source.name} is finished",
+            "Run the sweep again; it resumes where it stopped",
+            parameter="run",
+        )
     tables = [target_table(run, task, reference, draws=draws, seed=seed) for task in targets]
     landscapes = [grid for task in targets for grid in grids(run, task)]
     if source.development:
@@ -162,7 +169,7 @@ def _require_libraries() -> None:
     from importlib.util import find_spec
 
     if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
-        raise AdapterswapError(
+        raise DependencyError(
             f"a report needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[report]'"
         )
 

@@ -45,9 +45,11 @@ def report(
         Everything that the report says, as data.
 
     Raises:
-        AdapterswapError: the folder holds no run, or a damaged one, or no finished cell; there is no such method; the
-            `report` extra is not installed; the output exists (without `overwrite`), holds other files, overlaps the
-            run, or cannot be written.
+        ArgumentError: the run has no such method as `reference`.
+        DataError: the run is damaged, or no cell is finished.
+        DependencyError: the `report` extra is not installed.
+        NotFoundError: the folder holds neither a sweep nor a lab run.
+        OutputError: the output exists (without `overwrite`), holds other files, overlaps the run, or cannot be written.
     """
     check_type(run, (str, Path), "run", "Pass the folder that `adapterswap sweep` or `adapterswap lab` wrote")
     check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
@@ -77,7 +79,7 @@ def write_report(report: Report, out_path: str | Path, *, overwrite: bool = Fals
         run: the folder that the report was made from; the output may not overlap it.
 
     Raises:
-        AdapterswapError: see `atomic_folder`.
+        OutputError: see `atomic_folder`.
     """
     with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=[run]) as folder:
         write_files(report, folder)

@@ -85,7 +85,7 @@ def test_refusals(written: Written, tmp_path: Path) -> None:
     for arguments, said in (
         ([written.run, "-o", written.run / "inside"], "overlaps"),
         ([written.run, "-o", tmp_path / "out", "--reference", "x"], "no method 'x'"),
-        ([tmp_path / "nothing"], "no sweep and of no lab run"),
+        ([tmp_path / "nothing"], "neither a sweep's folder nor a lab run's"),
     ):
         result = call(*arguments)
         assert result.exit_code == 1

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapterswap import AdapterswapError
 from adapterswap.cli import main
+from adapterswap.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.reporting import open_source
 from adapterswap.reporting.page import render_page
 from adapterswap.reporting.tables import csv_table, latex_tables
@@ -22,6 +22,7 @@ from adapterswap.sweeps import summarize
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.results import read_run
 from adapterswap.sweeps.values import RungResult
+from tests.refusals import refused
 
 from .conftest import Written
 from .crafting import craft, recipe
@@ -244,37 +245,37 @@ def test_any_cells_may_be_missing(tmp_path: Path, data: st.DataObject) -> None:
 
 
 def test_refusals(tmp_path: Path, written: Written) -> None:
-    with pytest.raises(AdapterswapError, match="no method 'soop'"):
+    with refused(ArgumentError, "reference", match="'soop'"):
         reported(written.run, reference="soop")
-    with pytest.raises(AdapterswapError, match="no sweep and of no lab run"):
+    with refused(NotFoundError, "run"):
         open_source(tmp_path)
-    with pytest.raises(AdapterswapError, match=r"no cell of .* is finished"):
+    with refused(DataError, "run"):
         open_source(craft(tmp_path / "none", documents=4, finished=lambda cell: False))
     target = craft(tmp_path / "retention", recipe(baselines=["base"], compositions=[]), documents=4)
     lines = (target / "cells.jsonl").read_text()
     content = json.loads(lines)
     del content["results"][SW]
     (target / "cells.jsonl").write_text(json.dumps(content) + "\n")
-    with pytest.raises(AdapterswapError, match="it has results on"):
+    with refused(DataError, match="line 1"):
         reported(target)
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "said"),
+    ("name", "old", "new", "parameter"),
     [
-        ("cells.jsonl", '"value": ', '"value": NaN, "was": ', "not a finite number"),
-        ("cells.jsonl", '"method": "layer_swap"', '"method": "layer_swop"', "not a cell of this sweep"),
-        ("samples", '"output": ', '"outpt": ', "damaged"),
-        ("prompts", '"prompt": ', '"prmpt": ', "damaged"),
+        ("cells.jsonl", '"value": ', '"value": NaN, "was": ', None),
+        ("cells.jsonl", '"method": "layer_swap"', '"method": "layer_swop"', None),
+        ("samples", '"output": ', '"outpt": ', "run"),
+        ("prompts", '"prompt": ', '"prmpt": ', "run"),
     ],
 )
-def test_damage_is_told(tmp_path: Path, name: str, old: str, new: str, said: str) -> None:
+def test_damage_is_refused(tmp_path: Path, name: str, old: str, new: str, parameter: str | None) -> None:
     folder = craft(tmp_path / "run", documents=10)
     for path in [folder / name] if name.endswith("jsonl") else (folder / name).iterdir():
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new))
-    with pytest.raises(AdapterswapError, match=said):
+    with refused(DataError, parameter):
         reported(folder)
 
 
