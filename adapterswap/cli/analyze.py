@@ -55,7 +55,7 @@ def command(
     if bool(experts) == (from_csv is not None):
         raise click.UsageError("Name experts, or give --from-csv: one of the two.")
     if threshold is not None and not 0 <= threshold < float("inf"):
-        raise click.UsageError(f"--threshold {threshold:g} is no size of a change: give 0 or more.")
+        raise click.UsageError(f"--threshold {threshold:g} is not a valid threshold: use 0 or more.")
     if from_csv is not None:
         found = read_analysis(from_csv)
         if out_path is not None:
@@ -83,11 +83,11 @@ def command(
 
 def _named(references: tuple[str, ...]) -> dict[str, str]:
     """The experts' places by name: the one given, or the last part of the path."""
-    from adapterswap.errors import Problems
+    from adapterswap.errors import ArgumentError, Problems
     from adapterswap.planning.names import expert_name, own_name
 
     places: dict[str, str] = {}
-    problems = Problems()
+    problems = Problems(ArgumentError)
     for reference in references:
         name, equals, path = reference.partition("=")
         if not equals:
@@ -95,7 +95,9 @@ def _named(references: tuple[str, ...]) -> dict[str, str]:
             if name != own_name(reference):
                 note(f"{reference} is called {name!r} here")
         if name in places:
-            problems.add(f"two experts are called {name!r}", "Give each a name of its own: NAME=PATH")
+            problems.add(
+                f"two experts are called {name!r}", "Give each one its own name: NAME=PATH", parameter="experts"
+            )
         places[name] = path
     problems.raise_if_any()
     return places

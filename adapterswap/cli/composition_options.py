@@ -121,7 +121,7 @@ def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, bas
 
     Raises:
         click.UsageError: neither or both of options and recipe are given.
-        AdapterswapError: what is asked for cannot be composed, or an expert is a full checkpoint.
+        AdapterswapError: the experts cannot be composed as requested, or one is a full checkpoint.
     """
     plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
     plan.check_adapter()

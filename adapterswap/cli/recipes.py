@@ -27,19 +27,19 @@ def ls(kind: str | None, as_json: bool) -> None:
     """List the shipped recipes, each with what it is for."""
     from dataclasses import asdict
 
-    from adapterswap.errors import AdapterswapError
+    from adapterswap.errors import ArgumentError
     from adapterswap.recipes import list_recipes
 
-    found = list_recipes()
-    kinds = list(dict.fromkeys(recipe.kind for recipe in found))
+    recipes = list_recipes()
+    kinds = list(dict.fromkeys(recipe.kind for recipe in recipes))
     if kind is not None and kind not in kinds:
-        raise AdapterswapError(f"{kind!r} is no kind of recipe", f"Kinds are: {', '.join(kinds)}")
-    found = [recipe for recipe in found if kind in (None, recipe.kind)]
+        raise ArgumentError(f"{kind!r} is not a kind of recipe", f"Kinds are: {', '.join(kinds)}", parameter="kind")
+    recipes = [recipe for recipe in recipes if kind in (None, recipe.kind)]
     if as_json:
-        print_json([asdict(recipe) for recipe in found])
+        print_json([asdict(recipe) for recipe in recipes])
         return
-    width = max(len(recipe.name) for recipe in found)
-    for recipe in found:
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
         click.echo(f"{recipe.name:<{width}}  {recipe.about}")
 
 
@@ -78,13 +78,14 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
     All that they extend is copied too, and named by relative paths, so the folder works standing alone. For one file
     instead: `adapterswap recipes cat NAME --resolved > mine.yaml`.
     """
-    from adapterswap.errors import AdapterswapError
+    from adapterswap.errors import OutputError
     from adapterswap.recipes import copy_recipes
 
     if folder.endswith((".yaml", ".yml")):
-        raise AdapterswapError(
+        raise OutputError(
             f"{folder} is the name of a file, and recipes are copied into a folder",
-            f"Give a folder, or write one file: adapterswap recipes cat {names[0]} --resolved > {folder}",
+            f"Name a folder, or write one file: adapterswap recipes cat {names[0]} --resolved > {folder}",
+            parameter="folder",
         )
     files = copy_recipes(names, folder, overwrite=overwrite, dry_run=dry_run)
     if as_json:
@@ -100,23 +101,23 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
 @click.argument("files", type=PATH, nargs=-1, required=True, metavar="FILE...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def validate(files: tuple[str, ...], as_json: bool) -> None:
-    """Tell every mistake in recipes, without reading models or data.
+    """Report every mistake in recipes, without reading models or data.
 
     FILE is a recipe or the name of a shipped one. Exits with 1 if there is a mistake.
     """
     from dataclasses import asdict
 
-    from adapterswap.errors import AdapterswapError, Problems
+    from adapterswap.errors import AdapterswapError, FieldError, Problems
     from adapterswap.recipes import check_recipe
     from adapterswap.shipped import find_recipe
 
-    problems = Problems()
-    told: list[dict[str, Any]] = []
+    problems = Problems(FieldError)
+    checked: list[dict[str, Any]] = []
     for file in files:
         try:
-            told.append({"path": file, "kind": check_recipe(find_recipe(file)), "problems": []})
+            checked.append({"path": file, "kind": check_recipe(find_recipe(file)), "problems": []})
         except AdapterswapError as error:
-            told.append(
+            checked.append(
                 {
                     "path": file,
                     "kind": None,
@@ -126,8 +127,8 @@ def validate(files: tuple[str, ...], as_json: bool) -> None:
             with problems.collect():
                 raise
     if as_json:
-        print_json(told)
+        print_json(checked)
         sys.exit(1 if problems else 0)
-    for recipe in told:
-        click.echo(f"{recipe['path']}: {'right, for ' + recipe['kind'] if recipe['kind'] else 'wrong'}")
+    for recipe in checked:
+        click.echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
     problems.raise_if_any()

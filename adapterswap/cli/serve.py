@@ -60,7 +60,7 @@ def command(
     import os
     import sys
 
-    from adapterswap.errors import Problems
+    from adapterswap.errors import ExpertError, Problems
     from adapterswap.serving import Cache, NamedComposer, read_manifest
     from adapterswap.serving.cache import default_cache
     from adapterswap.serving.launch import plan_launch, require_vllm
@@ -71,7 +71,7 @@ def command(
     manifest = read_manifest(experts_path)
     store = Cache(cache or default_cache())
     composer = NamedComposer(manifest, base_model, store, None)
-    problems, experts = Problems(), {}
+    problems, experts = Problems(ExpertError), {}
     for name in manifest.experts:
         with problems.collect():
             experts[name] = composer.open(name)

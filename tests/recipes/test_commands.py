@@ -209,18 +209,18 @@ def test_validate_tells_every_mistake_in_every_file(run: Run, tmp_path: Path) ->
     result = run("recipes", "validate", *files)
     assert result.exit_code == 1
     assert result.stdout.replace(f"{tmp_path}/", "").splitlines() == [
-        "bad.yaml: wrong",
-        "both.yaml: wrong",
-        "good.yaml: right, for compose",
-        "train/qwen3-1.7b/math: right, for train",
-        "models/qwen3-1.7b: wrong",
+        "bad.yaml: invalid",
+        "both.yaml: invalid",
+        "good.yaml: valid (compose)",
+        "train/qwen3-1.7b/math: valid (train)",
+        "models/qwen3-1.7b: invalid",
     ]
     errors = result.stderr.replace(f"{tmp_path}/", "").splitlines()
     assert [error.removeprefix("Error: ").split(". ")[0] for error in errors[:4]] == [
         "bad.yaml: base_model is missing",
         "bad.yaml: training.seed is -1: input should be greater than or equal to 0",
         "bad.yaml: training.epoch is not a known key",
-        "both.yaml is no recipe of one kind: "
+        "both.yaml is not a recipe of one kind: "
         "it has several of `datasets` (train), `experts` (compose), `task_experts` (sweep)",
     ]
     assert "it has none of" in errors[4]
