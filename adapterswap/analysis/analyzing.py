@@ -25,7 +25,7 @@ from adapterswap.analysis.changes import (
 from adapterswap.analysis.deltas import matrices
 from adapterswap.analysis.files import ANALYSIS
 from adapterswap.analysis.interference import Interference, interfere
-from adapterswap.errors import AdapterswapError, Problems, check_type
+from adapterswap.errors import ArgumentError, DependencyError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.opening import open_expert
@@ -117,11 +117,12 @@ class Analysis:
             inputs: what it may not overlap.
 
         Raises:
-            AdapterswapError: matplotlib is not installed; the folder exists (without `overwrite`), holds other files,
-                overlaps an input, or cannot be written.
+            DependencyError: matplotlib is not installed.
+            OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
+                written.
         """
         if find_spec("matplotlib") is None:
-            raise AdapterswapError(
+            raise DependencyError(
                 "pictures need matplotlib, which is not installed", "pip install 'adapterswap[plots]'"
             )
         from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_norms
@@ -161,9 +162,12 @@ def analyze(
         Everything that was measured.
 
     Raises:
-        AdapterswapError: no expert, or one that cannot be opened, has an unfit name, or changes no matrix in the
-            layers; a full checkpoint without its base; a threshold that is negative or not finite; two experts that
-            share no matrix; a tensor holds NaN or infinity; see also `Analysis.write`.
+        ArgumentError: there are no experts, or one has an unsuitable name; a full checkpoint without its base; a
+            threshold that is negative or not finite.
+        BaseModelError: the base lacks a weight of a full checkpoint, or holds it in another shape.
+        ExpertError: an expert cannot be opened, changes no matrix in the layers, or holds NaN or infinity; two experts
+            share no matrix.
+        AdapterswapError: see also `Analysis.write`.
     """
     check_type(base_model, (Checkpoint, str, Path, type(None)), "base_model", "Pass a local folder or a Hub id")
     check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
@@ -191,7 +195,7 @@ def read_analysis(path: str | Path) -> Analysis:
     """Shares of rows that were measured elsewhere, from a CSV file; see `read_fractions`.
 
     Raises:
-        AdapterswapError: the file cannot be read, or a row is not of that form.
+        DataError: the file cannot be read, or a row is not of that form.
     """
     return Analysis(tuple(read_fractions(path)))
 
@@ -200,21 +204,24 @@ def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert
     """Open the experts whose names are fit for tables and file names.
 
     Raises:
-        AdapterswapError: with every mistake: there are none, a name is unfit, or one cannot be opened.
+        ArgumentError: there are none, or a name is unsuitable.
+        AdapterswapError: with every mistake; one cannot be opened, see `open_expert`.
     """
     remedy = "Pass a mapping from names to folders, Hub ids or opened experts"
     check_type(experts, Mapping, "experts", remedy)
     if not experts:
-        raise AdapterswapError("`experts` names none", remedy)
-    problems = Problems()
+        raise ArgumentError("`experts` is empty", remedy, parameter="experts")
+    problems = Problems(ArgumentError)
     opened: dict[str, Expert] = {}
     for name, expert in experts.items():
         with problems.collect():
             check_type(name, str, "experts", remedy)
             check_type(expert, (Adapter, Checkpoint, str, Path), f"experts[{name!r}]", remedy)
             if not name or not name.isprintable() or {"/", "\\"} & {*name}:
-                raise AdapterswapError(
-                    f"{name!r} cannot be the name of an expert", "Give it one of printable characters without slashes"
+                raise ArgumentError(
+                    f"{name!r} cannot be the name of an expert",
+                    "Use printable characters without slashes",
+                    parameter="experts",
                 )
             opened[name] = expert if isinstance(expert, Adapter | Checkpoint) else open_expert(expert)
     problems.raise_if_any()
@@ -222,10 +229,14 @@ def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert
 
 
 def check_threshold(threshold: float | None) -> None:
-    """Raise `AdapterswapError` unless the threshold is finite and not negative."""
+    """Raise `ArgumentError` unless the threshold is finite and not negative."""
     check_type(threshold, (int, float, type(None)), "threshold", "Pass a number, 0 or more")
     if threshold is not None and not (isfinite(threshold) and threshold >= 0):
-        raise AdapterswapError(f"`threshold` is {threshold:g}, and must be a finite number", "Pass 0 or more")
+        raise ArgumentError(
+            f"`threshold` is {threshold:g}, and must be finite and not negative",
+            "Pass 0 or more",
+            parameter="threshold",
+        )
 
 
 def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[str | Path | None]:
@@ -238,6 +249,7 @@ def count_matrices(experts: Mapping[str, Expert], base: Checkpoint | None) -> di
     """How many matrices `analyze` measures of each expert.
 
     Raises:
-        AdapterswapError: a full checkpoint without its base, or one that the base does not fit.
+        ArgumentError: a full checkpoint without its base.
+        BaseModelError: a full checkpoint that the base does not fit.
     """
     return {name: len(matrices(expert, base)) for name, expert in experts.items()}

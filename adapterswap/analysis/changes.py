@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from adapterswap.analysis.deltas import Matrix, delta_reader, matrices, norm
 from adapterswap.changes.deltas import blocks, mean_absolute
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import DataError, ExpertError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import MAX_LAYERS
@@ -122,11 +122,12 @@ def measure(
         progress: called after every matrix.
 
     Raises:
-        AdapterswapError: see `matrices` and `delta_reader`; or the expert has no matrix in a layer.
+        ExpertError: the expert has no matrix in a layer.
+        AdapterswapError: see `matrices` and `delta_reader`.
     """
     found = matrices(expert, base)
     if all(matrix.layer is None for matrix in found.values()):
-        raise AdapterswapError(
+        raise ExpertError(
             f"{name} changes no matrix in the layers, only outside them", "Use an expert that changes attention or MLPs"
         )
     changes = []
@@ -154,15 +155,16 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
     """Tables from a CSV file with the columns expert, layer, module, fraction_of_rows_above_threshold.
 
     Raises:
-        AdapterswapError: the file cannot be read, or a row is not of that form.
+        DataError: the file cannot be read, or a row is not of that form.
     """
-    mend = f"Write the columns {', '.join(COLUMNS)}"
+    remedy = f"Write the columns {', '.join(COLUMNS)}"
     cells: dict[str, dict[tuple[int, str], float]] = {}
     try:
         with expand(path).open(encoding="utf-8", newline="") as file:
             rows = csv.DictReader(file)
             if tuple(rows.fieldnames or ()) != COLUMNS:
-                raise AdapterswapError(f"{path} has the columns {', '.join(rows.fieldnames or ()) or 'of none'}", mend)
+                columns = ", ".join(rows.fieldnames or ()) or "none"
+                raise DataError(f"{path} has other columns: {columns}", remedy, parameter="path")
             for row in rows:
                 layer, fraction = int(row["layer"]), float(row[COLUMNS[3]])
                 if not (0 <= layer < MAX_LAYERS and 0 <= fraction <= 1):
@@ -171,11 +173,13 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
                     )
                 cells.setdefault(row["expert"], {})[layer, row["module"]] = fraction
     except OSError as error:
-        raise AdapterswapError(f"{path} cannot be read: {error.strerror}", "Give the path of a CSV file") from None
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}", "Pass the path of a CSV file", parameter="path"
+        ) from None
     except (ValueError, TypeError, csv.Error) as error:
-        raise AdapterswapError(f"{path} is no table of changes: {error}", mend) from None
+        raise DataError(f"{path} is not a table of changes: {error}", remedy, parameter="path") from None
     if not cells:
-        raise AdapterswapError(f"{path} holds no rows", mend)
+        raise DataError(f"{path} holds no rows", remedy, parameter="path")
     return [FractionTable(expert, None, found) for expert, found in cells.items()]
 
 

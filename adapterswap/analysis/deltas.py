@@ -16,7 +16,7 @@ import numpy.typing as npt
 from adapterswap.changes.deltas import Delta
 from adapterswap.changes.kinds import Whole
 from adapterswap.changes.reading import read_difference, read_factors
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ArgumentError, BaseModelError
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.orientation import Orientation
@@ -57,27 +57,30 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
     """The matrices of an expert by module name: every LoRA module, or every attention and MLP weight of a checkpoint.
 
     Raises:
-        AdapterswapError: the expert is a full checkpoint and no base is given, or the base lacks a weight of it, or
-            holds it in another shape.
+        ArgumentError: the expert is a full checkpoint and no base is given.
+        BaseModelError: the base lacks a weight of it, or holds it in another shape.
     """
     sources: dict[str, LoraModule | Parameter] = {}
     if isinstance(expert, Adapter):
         sources.update({name: module for name, module in expert.modules.items() if not module.embedding})
     else:
         if base is None:
-            raise AdapterswapError(
-                f"{expert.name} is a full checkpoint, and what changed is known against its base", "Pass `base_model`"
+            raise ArgumentError(
+                f"{expert.name} is a full checkpoint, whose changes show only in comparison with its base",
+                "Pass `base_model`",
+                parameter="base_model",
             )
         for parameter in expert.parameters.values():
             if parameter.kind == "other" or parameter.layer is None or len(parameter.tensor.shape) != 2:
                 continue
             own = base.parameters.get(parameter.name)
             if own is None or own.tensor.shape != parameter.tensor.shape:
-                told = "lacks it" if own is None else f"has it as {'×'.join(map(str, own.tensor.shape))}"
-                raise AdapterswapError(
+                difference = "lacks it" if own is None else f"has it as {'×'.join(map(str, own.tensor.shape))}"
+                raise BaseModelError(
                     f"{parameter.name} is {'×'.join(map(str, parameter.tensor.shape))} in {expert.name}, and the base "
-                    f"{told}",
-                    "Give the base that the expert was trained from",
+                    f"{difference}",
+                    "Pass the base that the expert was trained from",
+                    parameter="base_model",
                 )
             if {own.tensor.dtype, parameter.tensor.dtype} <= set(FLOATS):
                 sources[parameter.module] = parameter
@@ -98,7 +101,7 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
     """A function that reads the ΔW of a matrix, out×in in float32, from files that stay open in the block.
 
     Raises:
-        AdapterswapError: a file changed or cannot be read; a tensor holds NaN or infinity; see also `Orientation`.
+        ExpertError: a file changed or cannot be read; a tensor holds NaN or infinity; see also `Orientation`.
     """
     with ExitStack() as stack:
         if isinstance(expert, Adapter):

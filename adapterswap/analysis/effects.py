@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.analysis.suggesting import Block, Importance
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import DataError
 from adapterswap.files.smallfiles import expand, read_small
 from adapterswap.live import LiveComposer
 from adapterswap.planning.allocation import BASE
@@ -32,24 +32,30 @@ MAX_TOKENS = 512  # of a text; the rest is cut off
 BATCH = 8  # texts at once
 
 
-def read_texts(path: str | Path, limit: int) -> list[str]:
+def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list[str]:
     """The first `limit` texts of a file: those of .jsonl rows, with the columns of common datasets; else one to a line.
 
+    Args:
+        path: the file.
+        limit: how many texts are read.
+        parameter: what the path is called where the user gave it, for errors.
+
     Raises:
-        AdapterswapError: the file cannot be read, is larger than 16 MiB, or holds no text; a row has other columns.
+        DataError: the file holds no text, or a row has other columns.
+        AdapterswapError: the file cannot be read, or is larger than 16 MiB; see `read_small`.
     """
     path = expand(path)
     texts = []
     for number, line in enumerate(read_small(path, _FILES).decode("utf-8", "replace").splitlines(), 1):
         text = line.strip()
         if text and path.suffix == ".jsonl":
-            text = _text_of_row(text, f"{path}, line {number}")
+            text = _text_of_row(text, f"{path}, line {number}", parameter)
         if text:
             texts.append(text)
         if len(texts) == limit:
             break
     if not texts:
-        raise AdapterswapError(f"{path} holds no text", _FILES)
+        raise DataError(f"{path} holds no text", _FILES, parameter=parameter)
     return texts
 
 
@@ -78,17 +84,17 @@ _FILES = (
 )
 
 
-def _text_of_row(line: str, where: str) -> str:
+def _text_of_row(line: str, where: str, parameter: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise AdapterswapError(f"{where} is not JSON: {error}", _FILES) from None
+        raise DataError(f"{where} is not JSON: {error}", _FILES, parameter=parameter) from None
     if not isinstance(row, dict):
-        raise AdapterswapError(f"{where} is not a JSON object", _FILES)
+        raise DataError(f"{where} is not a JSON object", _FILES, parameter=parameter)
     for columns, reader in _READERS.items():
         if all(column in row for column in columns):
             return "\n".join(_joined(prompt, completion) for prompt, completion in reader(row))
-    raise AdapterswapError(f"{where} has the columns {', '.join(row) or 'none'}", _FILES)
+    raise DataError(f"{where} has the columns {', '.join(row) or 'none'}", _FILES, parameter=parameter)
 
 
 def _joined(prompt: str, completion: str) -> str:
@@ -123,14 +129,14 @@ def importance_of_activations(
         progress: called after every batch of texts.
 
     Raises:
-        AdapterswapError: an expert changes no prediction on its texts, or the texts have no two tokens.
+        DataError: an expert changes no prediction on its texts, or no text has two tokens.
     """
     composer = LiveComposer(model)
     shares = {}
     for side, expert in sides.items():
         alone = {block: _alone(plan, expert, block) for block in blocks_of(plan, expert)}
         effects = dict.fromkeys(alone, 0.0)
-        for batch in _batches(tokenizer, texts[side], model.device):
+        for batch in _batches(tokenizer, texts[side], side, model.device):
             with composer.use(BASE):
                 before = _predictions(model, batch)
             for block, only in alone.items():
@@ -139,9 +145,10 @@ def importance_of_activations(
             progress()
         total = sum(effects.values())
         if not total > 0:
-            raise AdapterswapError(
+            raise DataError(
                 f"the expert {expert!r} changes no prediction on the {side} texts",
-                "Give texts of what it was trained on",
+                "Use texts like those that it was trained on",
+                parameter=f"{side}_texts",
             )
         shares[side] = {block: value / total for block, value in effects.items()}
     return Importance("activations", plan.num_layers, shares["task"], shares["language"])
@@ -155,14 +162,14 @@ def _alone(plan: Plan, expert: str, block: Block) -> Plan:
     return make_plan(composition, plan.experts)
 
 
-def _batches(tokenizer: Any, texts: Sequence[str], device: Any) -> Iterator[dict[str, torch.Tensor]]:
+def _batches(tokenizer: Any, texts: Sequence[str], side: str, device: Any) -> Iterator[dict[str, torch.Tensor]]:
     """Texts of like length together, padded on the right, where causal attention does not see it."""
     import torch
 
     encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"] for text in texts]
     encoded = sorted((ids for ids in encoded if len(ids) > 1), key=len)
     if not encoded:
-        raise AdapterswapError("no text has two tokens", "Give longer texts")
+        raise DataError(f"no {side} text has two tokens", "Use longer texts", parameter=f"{side}_texts")
     for start in range(0, len(encoded), BATCH):
         rows = encoded[start : start + BATCH]
         longest = max(map(len, rows))

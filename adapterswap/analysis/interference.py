@@ -16,7 +16,7 @@ import numpy.typing as npt
 from adapterswap.analysis.deltas import Matrix, delta_reader, matrices
 from adapterswap.arithmetic.lowrank import cosine
 from adapterswap.changes.deltas import Delta, Factors, blocks
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ExpertError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 
@@ -101,13 +101,17 @@ def interfere(
         progress: called after every matrix.
 
     Raises:
-        AdapterswapError: they share no matrix, or hold one in different shapes; see also `delta_reader`.
+        ExpertError: they share no matrix, or hold one in different shapes; see also `delta_reader`.
     """
     (first_name, first), (second_name, second) = experts.items()
     ours, theirs = matrices(first, base), matrices(second, base)
     shared = [name for name in ours if name in theirs]
     if not shared:
-        raise AdapterswapError(f"{first_name} and {second_name} change no matrix both", "Give experts of one base")
+        raise ExpertError(
+            f"{first_name} and {second_name} have no matrix in common that both change",
+            "Compare experts of one base that adapt the same modules",
+            parameter="experts",
+        )
     found = []
     with delta_reader(first, base) as read, delta_reader(second, base) as read_other:
         for name in shared:
@@ -118,8 +122,8 @@ def interfere(
 
 def _meet(matrix: Matrix, one: Delta, other: Delta) -> ModuleInterference:
     if one.shape != other.shape:
-        told = " and ".join("×".join(map(str, each.shape)) for each in (one, other))
-        raise AdapterswapError(f"{matrix.name} is {told}", "Compare experts of one base")
+        shapes = " in one expert and ".join("×".join(map(str, delta.shape)) for delta in (one, other))
+        raise ExpertError(f"{matrix.name} is {shapes} in the other", "Compare experts of one base", parameter="experts")
     product, squares, conflicts, elements = 0.0, [0.0, 0.0], 0, 0
     for x, y in zip(blocks(one, matrix.name), blocks(other, matrix.name), strict=True):
         product += float(np.sum(np.multiply(x, y, dtype=np.float64)))

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from adapterswap.analysis.analyzing import Bars, no_bars
 from adapterswap.analysis.changes import measure
 from adapterswap.analysis.suggesting import Importance, Suggestion, choose_layers, importance_of_weights
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import ArgumentError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.files.folders import atomic_file, check_file
 from adapterswap.files.yamltext import dump_yaml
@@ -67,12 +67,17 @@ def suggest(
         The proposal; its `composition` holds fields of a `Composition`.
 
     Raises:
-        AdapterswapError: an expert cannot be opened, is a full checkpoint, or the base; texts of one side only, without
-            a base, or that cannot be read; the file exists (without `overwrite`) or cannot be written; an expert
-            changes nothing; one expert would own everything; see also `make_plan`, `choose_device` and `load_weights`.
+        ArgumentError: an expert is the base; texts of one side only, or without a base; an unknown `form`; a `limit`
+            below 1.
+        DataError: the texts cannot be read, or show no difference.
+        ExpertError: an expert changes nothing; one expert would own everything.
+        OutputError: the file exists (without `overwrite`) or cannot be written.
+        UnsupportedError: the model has one layer.
+        AdapterswapError: an expert cannot be opened, or is a full checkpoint; see also `make_plan`, `choose_device` and
+            `load_weights`.
     """
     if form not in ("zones", "modules"):
-        raise AdapterswapError(f"`form` is {form!r}", "Pass zones or modules")
+        raise ArgumentError(f"`form` is {form!r}", "Pass zones or modules", parameter="form")
     inputs: list[str | None] = [_place(expert) for expert in (task_expert, language_expert)]
     inputs += [None if path is None else str(path) for path in (base_model, task_texts, language_texts)]
     if out_path is not None:
@@ -109,23 +114,29 @@ def read_measured(
 
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     if (task_texts is None) != (language_texts is None):
-        raise AdapterswapError(
-            "texts of one side are given, and both are compared", "Pass both `task_texts` and `language_texts`"
+        raise ArgumentError(
+            "texts of one side only are given, and the two sides are compared",
+            "Pass both `task_texts` and `language_texts`",
+            parameter="task_texts" if task_texts is None else "language_texts",
         )
     if task_texts is not None and base_model is None:
-        raise AdapterswapError("texts are read by the base, and none is given", "Pass `base_model`")
+        raise ArgumentError("texts need a base model to read them", "Pass `base_model`", parameter="base_model")
     if limit < 1:
-        raise AdapterswapError(f"`limit` is {limit}, and texts are needed", "Pass 1 or more")
+        raise ArgumentError(f"`limit` is {limit}, and at least one text is needed", "Pass 1 or more", parameter="limit")
     if BASE in (task_expert, language_expert):
-        raise AdapterswapError(
+        raise ArgumentError(
             f"`{BASE}` means the unchanged base model, and suggest compares two experts",
             f"Pass two adapters; ./{BASE} is the folder of that name",
+            parameter="task_expert" if task_expert == BASE else "language_expert",
         )
     base = None if base_model is None else str(base_model)
     plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base)
     plan.check_adapter()
     files = {"task": task_texts, "language": language_texts}
-    return Measured(plan, {side: read_texts(path, limit) for side, path in files.items() if path is not None})
+    return Measured(
+        plan,
+        {side: read_texts(path, limit, parameter=f"{side}_texts") for side, path in files.items() if path is not None},
+    )
 
 
 def _place(expert: Expert) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from adapterswap.analysis.changes import Changes
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import ExpertError, UnsupportedError
 from adapterswap.experts.layers import format_layers
 
 __all__ = ["Block", "Form", "Importance", "Suggestion", "choose_layers", "importance_of_weights"]
@@ -96,13 +96,14 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
             MLP.
 
     Raises:
-        AdapterswapError: there is one layer only; or one expert would own everything.
+        UnsupportedError: there is one layer only.
+        ExpertError: one expert would own everything.
     """
     if form == "modules":
         return _by_modules(importance)
     layers = importance.num_layers
     if layers < 2:
-        raise AdapterswapError("the model has one layer, which cannot be shared", "Blend the experts: `method=soup`")
+        raise UnsupportedError("the model has one layer, which cannot be shared", "Blend the experts: `method=soup`")
     gains = [language - task for task, language in map(importance.of_layer, range(layers))]
     zones = [(b, u) for b in range(layers) for u in range(layers - b) if 0 < b + u <= layers / 2]
     # Of equals the one that takes fewest layers from the task, and of those the one with the larger bottom.
@@ -126,9 +127,8 @@ def _by_modules(importance: Importance) -> Suggestion:
     owned = {block for block in blocks if importance.gain(block) > 0}
     if not owned or len(owned) == len(blocks):
         whose = "language" if owned else "task"
-        raise AdapterswapError(
-            f"everything would go to the {whose} expert",
-            "Check that two different experts, and texts of both, are given",
+        raise ExpertError(
+            f"everything would go to the {whose} expert", "Check that the two experts differ, and so do their texts"
         )
     rules = []
     for kind in dict.fromkeys(kind for _, kind in blocks):
@@ -154,7 +154,7 @@ def _energies(changes: Changes) -> dict[Block, float]:
 def _shares(values: Mapping[Block, float]) -> dict[Block, float]:
     total = sum(values.values())
     if not total > 0:
-        raise AdapterswapError("an expert changes nothing", "Check that the right expert, base and texts are given")
+        raise ExpertError("an expert changes nothing", "Check that these are the right expert, base and texts")
     return {block: value / total for block, value in values.items()}
 
 
