@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import DependencyError
 from adapterswap.experts.adapters import PROVENANCE
 from adapterswap.files.folders import OutputKind, atomic_folder
 from adapterswap.files.smallfiles import expand
@@ -110,7 +110,9 @@ def run_lab(
         tell: called with a seed, what it is doing, and the share of it that is done.
 
     Raises:
-        AdapterswapError: the `lab` extra is not installed; `out_path` exists or cannot be written; a seed failed.
+        DependencyError: the `lab` extra is not installed.
+        OutputError: `out_path` exists or cannot be written.
+        AdapterswapError: a seed failed; see `run_study`.
     """
     _require_libraries()
     from adapterswap.lab.pictures import draw_pictures
@@ -133,6 +135,6 @@ def _require_libraries() -> None:
     from importlib.util import find_spec
 
     if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
-        raise AdapterswapError(
+        raise DependencyError(
             f"the lab needs {' and '.join(missing)}, which is not installed", "pip install 'adapterswap[lab]'"
         )

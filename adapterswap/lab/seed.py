@@ -112,7 +112,8 @@ def run_seed(
         tell: called with what is being done, and with the share of the seed that is done.
 
     Raises:
-        AdapterswapError: the `train` extra is not installed, or training failed (see `adapterswap.training.train`).
+        DependencyError: the `train` extra is not installed.
+        AdapterswapError: training failed; see `adapterswap.training.train`.
     """
     from adapterswap.training.isolation import isolated
 

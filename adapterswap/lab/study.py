@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import RunError
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, SeedResult, Sizes, run_seed
 from adapterswap.lab.statistics import PairedDifference, Summary, difference, summarize
@@ -80,7 +80,8 @@ def run_study(
         tell: called with a seed, what it is doing, and the share of it that is done.
 
     Raises:
-        AdapterswapError: see `run_seed`; or a seed's process died.
+        RunError: a seed's process died.
+        AdapterswapError: see `run_seed`.
     """
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     news: Any = context.Queue()
@@ -93,7 +94,9 @@ def run_study(
             _follow(futures, news, tell)
             return Study(scene, tuple(future.result() for future in futures))
         except BrokenProcessPool:
-            raise AdapterswapError("a seed's process was killed", "Free some memory, or give fewer `jobs`") from None
+            raise RunError(
+                "a seed's process was killed", "Free some memory, or use fewer `jobs`", parameter="jobs"
+            ) from None
         finally:
             for future in futures:
                 future.cancel()
