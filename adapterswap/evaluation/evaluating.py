@@ -130,9 +130,9 @@ def evaluate(
             ) from None
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be
-    told = {"tasks": list(loaded["tasks"]), **settings.described(), **surroundings(model)}
+    described = {"tasks": list(loaded["tasks"]), **settings.described(), **surroundings(model)}
     # All have found the same, but where a task runs code that was written: the main process is believed.
-    return processes.from_main(_collect(found, harness_model, told))
+    return processes.from_main(_collect(found, harness_model, described))
 
 
 def surroundings(model: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from adapterswap.bases import Base, choose_device, load_weights, quiet_peft
-from adapterswap.errors import BaseModelError, ExpertError, Problems, reason_of
+from adapterswap.errors import CompositionError, ExpertError, Problems, reason_of
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.layers import num_layers_in_config
@@ -99,7 +99,8 @@ def load_subject(
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
 
     Raises:
-        BaseModelError: the weights cannot be loaded, or the composition is for another number of layers.
+        BaseModelError: the weights cannot be loaded.
+        CompositionError: the composition is for another number of layers.
         ExpertError: an adapter does not fit the base, or carries a copy of another base's weight.
         AdapterswapError: the composition cannot be written (a nonlinear one without a bound on its rank).
     """
@@ -109,7 +110,7 @@ def load_subject(
     target = choose_device(device)
     depth = num_layers_in_config(base.config.to_dict())
     if plan is not None and depth not in (None, plan.num_layers):
-        raise BaseModelError(
+        raise CompositionError(
             f"num_layers is {plan.num_layers}, and {base.reference} has {depth} layers",
             "Leave `num_layers` out",
             parameter="num_layers",
