@@ -17,7 +17,7 @@ from pathlib import Path
 from socket import create_connection
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problem
+from adapterswap.errors import AdapterswapError, ArgumentError, DependencyError, RunError
 from adapterswap.files.smallfiles import exists
 from adapterswap.sweeps.cells import Assignment
 from adapterswap.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, agreed
@@ -45,8 +45,10 @@ def over_ray(
         dtype: as for `sweep`.
 
     Raises:
-        AdapterswapError: Ray is not installed; the cluster is not reached, or has less GPUs or CPUs than `workers`; a
-            worker cannot open the sweep, finds other experts or versions, or dies time and again.
+        ArgumentError: the cluster has fewer GPUs or CPUs than `workers`.
+        DependencyError: Ray is not installed.
+        RunError: the cluster cannot be reached; a worker finds other experts or versions, or dies time and again.
+        AdapterswapError: a worker cannot open the sweep.
     """
     ray = _ray()
     own = not ray.is_initialized()
@@ -56,10 +58,18 @@ def over_ray(
         gpus = 0 if device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
         cpus = int(ray.cluster_resources().get("CPU", 0))
         if workers is None and not gpus:
-            raise AdapterswapError("the cluster has no GPU to run a worker on", "Say how many processes: `workers`")
+            raise ArgumentError(
+                "the cluster has no GPU to run a worker on",
+                "Pass `workers`, the number of processes to run on CPUs",
+                parameter="workers",
+            )
         if (workers or 1) > (gpus or cpus):
-            has = f"{gpus} GPUs" if gpus else f"{cpus} CPUs"
-            raise AdapterswapError(f"{workers} workers are asked for, and the cluster has {has}", "Ask for less")
+            available = f"{gpus} GPUs" if gpus else f"{cpus} CPUs"
+            raise ArgumentError(
+                f"`workers` is {workers}, but the cluster has {available}",
+                f"Use at most {gpus or cpus}",
+                parameter="workers",
+            )
         remote = ray.remote(num_gpus=1 if gpus else 0, num_cpus=0 if gpus else 1, max_restarts=0)(_Worker)
         consent = {name: getattr(prepared.settings, name) for name in ("confirm_run_unsafe_code", "trust_task_code")}
         arguments = (_anywhere(prepared.recipe), consent)
@@ -75,7 +85,7 @@ def _ray() -> Any:
     try:
         return import_module("ray")
     except ImportError:
-        raise AdapterswapError("ray is not installed", "pip install 'adapterswap[ray]' installs it") from None
+        raise DependencyError("ray is not installed", "pip install 'adapterswap[ray]' installs it") from None
 
 
 def _connect(address: str, workers: int | None) -> None:
@@ -89,9 +99,11 @@ def _connect(address: str, workers: int | None) -> None:
             create_connection((host, int(port)), timeout=10).close()
         _ray().init(address=address, **quiet)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        told = str(error).splitlines()[0]
-        raise AdapterswapError(
-            f"no Ray cluster is reached at {address}: {told}", "Give the address that `ray start` printed, or local"
+        reason = str(error).splitlines()[0]
+        raise RunError(
+            f"no Ray cluster could be reached at {address}: {reason}",
+            "Pass the address that `ray start` printed, or local",
+            parameter="ray",
         ) from error
 
 
@@ -101,23 +113,23 @@ def _anywhere(recipe: SweepRecipe) -> SweepRecipe:
 
 
 class _Worker:
-    """What runs in a worker; mistakes are handed back as data, since Ray rewords errors."""
+    """What runs in a worker. Errors are returned, not raised, since Ray rewords those that are raised."""
 
     def open(
         self, recipe: SweepRecipe, consent: Mapping[str, bool], device: str, dtype: str
-    ) -> Mapping[str, Any] | list[Problem]:
+    ) -> Mapping[str, Any] | AdapterswapError:
         """Load everything; what the results depend on."""
         try:
             self._judge = LocalJudge(prepare(recipe, **consent), device, dtype)
         except AdapterswapError as error:
-            return list(error.problems)
+            return error
         return self._judge.described
 
-    def judge(self, assignment: Assignment) -> Judged | list[Problem]:
+    def judge(self, assignment: Assignment) -> Judged | AdapterswapError:
         try:
             return next(self._judge.judged([assignment], lambda done, total: None))
         except AdapterswapError as error:
-            return list(error.problems)
+            return error
 
 
 class _Cluster:
@@ -139,7 +151,8 @@ class _Cluster:
         """Judge cells side by side. How far each is, is not known here.
 
         Raises:
-            AdapterswapError: what a worker met; a cell at which workers die time and again.
+            RunError: workers die time and again at a cell.
+            AdapterswapError: what a worker raised.
         """
         self._deaths = Counter()
         waiting, finished, following = deque(range(len(assignments))), dict[int, Judged](), 0
@@ -168,19 +181,20 @@ class _Cluster:
         (reference,), _ = ray.wait(list(self._busy), num_returns=1)
         worker, number = self._busy.pop(reference)
         try:
-            found = ray.get(reference)
+            answer = ray.get(reference)
         except ray.exceptions.RayActorError:
             self._deaths[number] += 1
             if self._deaths[number] == _DEATHS:
-                raise AdapterswapError(
+                raise RunError(
                     f"{_DEATHS} workers died " + ("while they loaded" if number is None else "at the same cell"),
-                    "Most often memory is short: fewer `workers`, a smaller `batch_size`",
+                    "They most likely ran out of memory: use fewer `workers` or a smaller `batch_size`",
+                    parameter="workers",
                 ) from None
             self._start()
             return number, None
-        if isinstance(found, list):
-            raise AdapterswapError(found)
+        if isinstance(answer, AdapterswapError):
+            raise answer
         self._idle.append(worker)
         if number is None:
-            self._known = agreed(self._known, found)
-        return number, found if number is not None else None
+            self._known = agreed(self._known, answer)
+        return number, answer if number is not None else None

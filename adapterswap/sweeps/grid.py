@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import CompositionError, FieldError, Problems
 from adapterswap.files.yamlfiles import validate
 from adapterswap.methods.registry import find_method
 from adapterswap.planning.allocation import BASE
@@ -87,9 +87,10 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int) -> Grid:
         num_layers: the base's.
 
     Raises:
-        AdapterswapError: with every composition that is not sound; nothing is left to judge.
+        FieldError: with every composition whose settings are unsuitable.
+        CompositionError: nothing is left to judge.
     """
-    problems = Problems()
+    problems = Problems(FieldError)
     everything = asked.of(recipe.language_experts)
     cells: dict[str, Cell] = {}
     spaces: list[Space] = []
@@ -141,10 +142,14 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int) -> Grid:
         cell = _make_cell(one.row, *sides, data, dict(one.output), one.short, one.tasks, default=default)
         one.trial.append(add(cell))
     for family, configurations, held in asked_families:
-        found = zip(configurations, held, strict=True)
-        spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in found if ids)))
+        filled = zip(configurations, held, strict=True)
+        spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in filled if ids)))
     if not cells:
-        raise AdapterswapError("nothing is left to judge: all zones overlap", "Lower bottom, top and the transitions")
+        raise CompositionError(
+            f"nothing is left to judge: all zones overlap in {num_layers} layers",
+            "Lower bottom, top and the transitions",
+            parameter="compositions",
+        )
     ordered = sorted(cells.values(), key=lambda cell: _order(cell, everything))
     return Grid(tuple(ordered), left_out, repeated, tuple(spaces))
 
@@ -183,17 +188,18 @@ def _configurations(family: Family) -> Iterator[dict[str, Any]]:
 
 
 def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
-    """`content`, if it is a sound composition."""
-    told = ", ".join(f"{key}={value}" for key, value in content.items())
+    """`content`, if it is a valid composition."""
+    settings = ", ".join(f"{key}={value}" for key, value in content.items())
     name = family.name or content.get("method", "layer_swap")
     allowed = {"allow_negative": True} if family.allow_negative else {}
     composition = validate(
-        {**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {told}" * bool(told)
+        {**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {settings}" * bool(settings)
     )
     if not find_method(composition.method).linear and not family.output:
-        raise AdapterswapError(
-            f"compositions: {name}: what {composition.method} makes is of no low rank, and a sweep judges adapters",
-            "Give the family max_rank (such as the experts' rank, or twice that) or max_error",
+        raise FieldError(
+            f"compositions: {name}: the result of {composition.method} is not of low rank, and a sweep judges adapters",
+            "Set max_rank (such as the experts' rank, or twice that) or max_error in the family",
+            parameter="max_rank",
         )
     return {**content, **allowed}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import RunError
 from adapterswap.processes import Processes
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.preparing import PreparedSweep
@@ -74,14 +74,14 @@ def agreed(known: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, A
     """What one of several judges says that results depend on, where nothing differs from what is known.
 
     Raises:
-        AdapterswapError: something does.
+        RunError: something does.
     """
     differing = [key for key in known if key not in ("recipe", "settings") and known[key] != found[key]]
     differing += [key for key, value in known["settings"].items() if found["settings"][key] != value]
     if differing:
-        raise AdapterswapError(
+        raise RunError(
             f"a worker finds other {', '.join(differing)} than the rest",
-            "Give all machines the same files and the same versions",
+            "Use the same files and the same versions on all machines",
         )
     return found
 

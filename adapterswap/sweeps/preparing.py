@@ -1,6 +1,7 @@
 """Everything that can be known of a sweep before weights are loaded: experts opened, tasks found, every cell planned.
 
-So that all mistakes are told at once, and early. Knows nothing of models in memory or of the folder that is written.
+So that all mistakes are reported at once, and early. Knows nothing of models in memory or of
+the folder that is written.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.bases import Base, open_base
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import (
+    AdapterswapError,
+    BaseModelError,
+    CompositionError,
+    FieldError,
+    Problems,
+    UnsupportedError,
+)
 from adapterswap.evaluation.fingerprints import task_files
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import check_task_names
@@ -85,13 +93,15 @@ def prepare(
         trust_task_code: the task files in `settings.include_path` may run the Python code that they bring.
 
     Raises:
-        AdapterswapError: with all mistakes that can be found together: a base or an expert that cannot be opened, tasks
-            and settings that cannot be meant, compositions that are not sound or do not suit the experts.
+        AdapterswapError: with all mistakes that can be found together, of their closest common class: a base or an
+            expert that cannot be opened (`BaseModelError`, `ExpertError`, `NotFoundError`) or holds modules trained in
+            full (`UnsupportedError`), unknown tasks and settings out of their range (`ArgumentError`, `FieldError`),
+            compositions that do not suit the experts (`CompositionError`).
     """
     listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
     named = dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
     check_task_names(list(named), recipe.settings.include_path)  # before anything that takes longer
-    problems = Problems()
+    problems = Problems(FieldError)
     places = {name: (place, "task") for name, place in recipe.task_experts.items()}
     places |= {name: (place, "language") for name, place in recipe.language_experts.items()}
     for row, adapters in extra_experts(recipe).items():
@@ -99,7 +109,7 @@ def prepare(
     experts: dict[str, Adapter] = {}
     for name, (place, _) in places.items():
         with problems.collect():
-            experts[name] = _open(place)
+            experts[name] = _open(place, _field(name, recipe))
     with problems.collect():
         base = open_base(recipe.base_model)
     problems.raise_if_any()
@@ -124,12 +134,19 @@ def prepare(
     return replace(prepared, described=_describe(prepared))
 
 
-def _open(place: str) -> Adapter:
+def _field(name: str, recipe: SweepRecipe) -> str:
+    """The field of the recipe that names an expert."""
+    fields = {"task_experts": recipe.task_experts, "language_experts": recipe.language_experts}
+    return next((field for field, experts in fields.items() if name in experts), "extra")
+
+
+def _open(place: str, field: str) -> Adapter:
     adapter = open_adapter(place)
     if adapter.saved:
-        raise AdapterswapError(
+        raise UnsupportedError(
             f"{place} holds {next(iter(adapter.saved))} trained in full (modules_to_save), which cannot be switched",
-            "Judge it alone with adapterswap evaluate --adapter, or train it without modules_to_save",
+            "Evaluate it alone with `adapterswap evaluate`, or train it without modules_to_save",
+            parameter=field,
         )
     return adapter
 
@@ -146,13 +163,21 @@ def _plan(cell: Cell, recipe: SweepRecipe, experts: Mapping[str, Adapter], num_l
         raise error.within(cell.short) from None
 
 
-def _num_layers(base: Base, said: int | None) -> int:
-    found = num_layers_in_config(base.config.to_dict())
-    if said is not None and found not in (None, said):
-        raise AdapterswapError(f"num_layers is {said}, and the base has {found} layers", "Leave num_layers out")
-    if said is None and found is None:
-        raise AdapterswapError(f"the config of {base.reference} does not say how many layers it has", "Give num_layers")
-    return said or found or 0
+def _num_layers(base: Base, from_recipe: int | None) -> int:
+    from_config = num_layers_in_config(base.config.to_dict())
+    if from_recipe is not None and from_config not in (None, from_recipe):
+        raise CompositionError(
+            f"num_layers is {from_recipe}, but {base.reference} has {from_config} layers",
+            "Leave num_layers out",
+            parameter="num_layers",
+        )
+    if from_recipe is None and from_config is None:
+        raise BaseModelError(
+            f"the config of {base.reference} does not say how many layers it has",
+            "Add `num_layers:` to the recipe",
+            parameter="num_layers",
+        )
+    return from_recipe or from_config or 0
 
 
 def _describe(prepared: PreparedSweep) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class SweepRecipe(StrictModel):
                 ("language", pair.language, self.language_experts),
             ):
                 if unknown := [name for name in names if name not in known]:
-                    raise ValueError(f"pairs: {unknown[0]!r} is no {side} expert ({', '.join(known)} are)")
+                    raise ValueError(f"pairs: {unknown[0]!r} is not a {side} expert ({', '.join(known)})")
         if not self.compositions and not self.baselines and not self.extra:
             raise ValueError("there is nothing to judge: give compositions, baselines or extra")
         rows = {family.name or "" for family in self.compositions} | {"base", "task expert", "language expert"}
@@ -102,7 +102,8 @@ def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepR
     """Read a recipe (YAML) and apply `key=value` overrides. What exists beside the recipe is taken from there.
 
     Raises:
-        AdapterswapError: with every mistake in it.
+        FieldError: with every mistake in it.
+        AdapterswapError: it cannot be read; see `read_recipe`.
     """
     recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS)
     beside = Path(path).parent

@@ -1,4 +1,4 @@
-"""Write a sweep's folder, a cell at a time, so that it can be killed anywhere and gone on with.
+"""Write a sweep's folder, a cell at a time, so that it can be killed anywhere and resumed.
 
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell whose line is whole is
 finished; a torn last line is cut off, there and in rungs.jsonl. Each is forced to the disk before the next step, so
@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import AdapterswapError, OutputError, Problems, RunError
 from adapterswap.experts.identity import sha256_of
 from adapterswap.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
 from adapterswap.files.sealing import sealed
@@ -48,35 +48,40 @@ def check_out_path(
     """What is known from `folder`; nothing, if there is none. A dry run calls this too; nothing is changed.
 
     Raises:
-        AdapterswapError: it holds something else than a sweep; another sweep than `described`, unless `overwrite`;
-            other files beside a sweep, if `overwrite`; it overlaps an input, or holds the current folder.
+        OutputError: it holds something other than a sweep, or, if `overwrite`, other files beside a sweep; it overlaps
+            an input, or holds the current folder.
+        RunError: without `overwrite`, it holds another sweep than `described`, or lacks samples.
+        DataError: a file in it is damaged; see `read_run`.
     """
     folder = expand(folder)
     check_place(folder, inputs)
     if not exists(folder) or {path.name for path in folder.iterdir()} <= _BEFORE:
         return Findings()
     if not exists(folder / SWEEP):
-        raise AdapterswapError(f"{folder} already exists and is not the folder of a sweep", "Choose another path")
+        raise OutputError(
+            f"{folder} already exists and is not the folder of a sweep", "Choose another path", parameter="out_path"
+        )
     if overwrite:
         refuse_strangers(folder, _strangers(folder))
         return Findings()
     run = read_run(folder, whole=True)
     if run.results and not exists(folder / SAMPLES):
-        raise AdapterswapError(
-            f"{folder} has results and no {SAMPLES}/ beside them, so it cannot be continued",
+        raise RunError(
+            f"{folder} has results but no {SAMPLES}/ beside them, so the sweep cannot be resumed",
             "Restore that folder, or choose another path",
+            parameter="out_path",
         )
     _compare(run.described, described, folder)
     return Findings.of(run.results, run.rungs)
 
 
 def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to go on with another sweep; what `described` does not say yet is not compared.
+    """Refuse to resume another sweep; what `described` does not say yet is not compared.
 
     The recipe may be worded differently, as long as it means the same.
     """
-    mend = "Repeat the first sweep's settings, choose another path, or pass `overwrite=True`"
-    problems = Problems()
+    remedy = "Repeat the first sweep's settings, choose another path, or pass `overwrite=True`"
+    problems = Problems(RunError)
     for key, value in described.items():
         other = value if key == "recipe" else stored.get(key)
         if key in ("settings", "versions", "task_files") and isinstance(other, dict):
@@ -85,7 +90,7 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
         else:
             changed = [] if value == other else [key]
         for name in sorted(changed):
-            problems.add(f"{folder} holds another sweep, begun with other {name}", mend)
+            problems.add(f"{folder} holds another sweep, begun with other {name}", remedy, parameter="out_path")
     problems.raise_if_any()
 
 
@@ -106,12 +111,12 @@ def recording(
         inputs: what is read; the output may not overlap it.
 
     Raises:
-        AdapterswapError: see `check_out_path`; another sweep is writing there; it cannot be written.
+        OutputError: another sweep is writing there, or it cannot be written; see also `check_out_path`.
     """
     folder, inputs = expand(folder), tuple(inputs)
     check_out_path(folder, described, overwrite=overwrite, inputs=inputs)
     with ExitStack() as stack:
-        with _told(folder):
+        with _explained(folder):
             stack.enter_context(_held(folder))
             found = check_out_path(folder, described, overwrite=overwrite, inputs=inputs)  # again, now it is ours
             if overwrite:
@@ -137,7 +142,7 @@ class Recording:
         """Write sweep.json, or compare with the one that is there.
 
         Raises:
-            AdapterswapError: the folder was begun with something else.
+            RunError: the folder was begun with something else.
         """
         if exists(self._folder / SWEEP):
             _compare(read_json(self._folder / SWEEP), described, self._folder)
@@ -168,7 +173,7 @@ class Recording:
             questions: doc_id, prompt and target of each document.
 
         Raises:
-            AdapterswapError: the folder was begun with other prompts or targets, so that scores would not compare.
+            RunError: the folder was begun with other prompts or targets, so that scores would not compare.
         """
         if task in self._checked:
             return
@@ -180,9 +185,10 @@ class Recording:
             prompts = [json.loads(_line(row))["prompt"] for row in questions]
             before = [row.get("prompt") for row in read_questions(self._folder, task) if isinstance(row, dict)]
             part = "prompts" if before != prompts else "targets"
-            raise AdapterswapError(
+            raise RunError(
                 f"{task} has other {part} than those that {self._folder} was begun with",
                 "Restore the task's files, choose another path, or pass `overwrite=True`",
+                parameter="out_path",
             )
         self._checked.add(task)
 
@@ -200,7 +206,7 @@ class Recording:
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
         path, line = self._folder / name, _line(sealed(content)).encode("utf-8", "backslashreplace")
-        with _told(self._folder):
+        with _explained(self._folder):
             made = not exists(path)
             with path.open("ab", buffering=0) as file:
                 before = file.tell()
@@ -216,7 +222,7 @@ class Recording:
 
     def _place(self, path: Path, text: str) -> None:
         """Write a file that is whole or absent."""
-        with _told(self._folder):
+        with _explained(self._folder):
             if not exists(path.parent):
                 path.parent.mkdir()
                 sync_one(path.parent.parent)
@@ -271,13 +277,14 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """Tell errors of the operating system as a user meets them."""
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn errors of the operating system into ours."""
     try:
         yield
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)
-        raise AdapterswapError(
+        raise OutputError(
             f"{folder} cannot be written: {reason}",
-            "Mend that and run the same command again: what is finished stays",
+            "Correct that and run the same command again: what is finished stays",
+            parameter="out_path",
         ) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import DataError, NotFoundError, Problems
 from adapterswap.experts.identity import sha256_of
 from adapterswap.files.sealing import SEAL, is_sealed
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
@@ -41,7 +41,7 @@ __all__ = [
 
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
 FORMAT = 1
-_MEND = "Give the folder that adapterswap sweep wrote"
+_REMEDY = "Pass the folder that `adapterswap sweep` wrote"
 _MEANS = ("exact_match", "acc", "acc_norm")  # metrics that are the mean over documents
 _Line = TypeVar("_Line")
 
@@ -92,16 +92,17 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
         whole: refuse sweeps of older versions, which have no hashes, and folders without prompts.
 
     Raises:
-        AdapterswapError: it is none, is of another format, or a file or line in it is damaged or not as the sweep wrote
-            it: a cell, task or document that was not asked, one that is missing or twice, a score that is no finite
+        NotFoundError: it is not the folder of a sweep.
+        DataError: it is of another format, or a file or line in it is damaged or not as the sweep wrote it: a cell,
+            task or document that was not requested, one that is missing or there twice, a score that is not a finite
             number or not the mean of its documents, samples or prompts that are missing, or any other hash.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
-        raise AdapterswapError(f"{folder} holds no {SWEEP}, so it is no sweep's folder", _MEND)
-    described = read_json(folder / SWEEP, _MEND)
+        raise NotFoundError(f"{folder} holds no {SWEEP}, so it is not a sweep's folder", _REMEDY, parameter="run")
+    described = read_json(folder / SWEEP, _REMEDY)
     if described.get("format") != FORMAT:
-        raise AdapterswapError(
+        raise DataError(
             f"{folder / SWEEP} has the format {described.get('format')!r}, and this version reads {FORMAT}",
             "Read it with the version of adapterswap that wrote it",
         )
@@ -110,11 +111,11 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
         cells = tuple(Cell.from_json(content) for content in described["cells"])
         _check_mappings(described)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise AdapterswapError(
+        raise DataError(
             f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
         ) from None
     if not _as_written(described, whole):
-        raise AdapterswapError(
+        raise DataError(
             f"{folder / SWEEP} is not as the sweep wrote it", "Restore it, or run the sweep again with `overwrite=True`"
         )
     results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
@@ -143,7 +144,7 @@ def _as_written(content: Mapping[str, Any], whole: bool) -> bool:
 
 def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str, Any]], whole: bool) -> None:
     """Refuse lines that the sweep did not write so: they may have been edited, or their samples are gone."""
-    problems = Problems()
+    problems = Problems(DataError)
     known = {cell.cell: cell for cell in run.cells}
     seen: set[str] = set()
     hashes: dict[Path, str | None] = {}
@@ -257,7 +258,7 @@ def _why_not_sampled(run: Run, result: CellResult) -> str | None:
         return None
     if not exists(path):
         return f"{path.name} is missing in {SAMPLES}/"
-    with open_regular(path, _MEND) as file:
+    with open_regular(path, _REMEDY) as file:
         lines = sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
     return None if lines == expected else f"{SAMPLES}/{path.name} holds {lines} documents, not {expected}"
 
@@ -266,25 +267,26 @@ def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[tuple[di
     """The whole lines of a file and what they say, if there is one; what follows the last newline was torn off."""
     if not exists(path):
         return []
-    with open_regular(path, _MEND) as file:
+    with open_regular(path, _REMEDY) as file:
         raw = file.read()
-    found = []
+    lines = []
     for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
         try:
             content = json.loads(line)
-            found.append((content, read(content)))
+            lines.append((content, read(content)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise AdapterswapError(
+            raise DataError(
                 f"{path}: line {number} is damaged: {error!r}", "Delete that line, and run the same sweep again"
             ) from None
-    return found
+    return lines
 
 
 def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
     """The samples of a finished cell: task, doc_id, target, output, answers, scores; task by task, by document.
 
     Raises:
-        AdapterswapError: there is no such file, or it is damaged.
+        DataError: the file is damaged.
+        AdapterswapError: there is no such file, or it cannot be read.
     """
     return _read_lines(Path(folder) / SAMPLES / f"{cell}.jsonl")
 
@@ -310,8 +312,8 @@ def prompts_file(folder: Path, task: str) -> Path:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    with open_regular(path, _MEND) as file:
+    with open_regular(path, _REMEDY) as file:
         try:
             return [json.loads(line) for line in file]
         except ValueError as error:
-            raise AdapterswapError(f"{path} is damaged: {error}", "Run the sweep again with `overwrite=True`") from None
+            raise DataError(f"{path} is damaged: {error}", "Run the sweep again with `overwrite=True`") from None

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adapterswap.errors import AdapterswapError, check_type
+from adapterswap.errors import ArgumentError, check_type
 from adapterswap.processes import Processes
 from adapterswap.shipped import find_recipe
 from adapterswap.sweeps.cells import Assignment, Cell
@@ -89,18 +89,21 @@ def sweep(
         Everything that the folder holds; `adapterswap.report` makes a report of it.
 
     Raises:
+        ArgumentError: `workers` without `ray`, or several processes with it; `overrides` without a file.
         AdapterswapError: see `prepare`, `recording`, `choose_device`, `load_weights`, `LiveComposer.load_expert`,
-            `evaluate`, `batches`, `over_ray` and `lead`; `workers` without `ray`, or several processes with it;
-            `overrides` without a file. What is finished stays.
+            `evaluate`, `batches`, `over_ray` and `lead`. What is finished stays.
     """
     processes = processes or Processes()
     if ray is not None and processes.count > 1:
-        raise AdapterswapError(
-            f"{processes.count} processes were started, and each would judge over Ray",
-            "Start one, or judge without `ray`: all processes judge every cell together",
+        raise ArgumentError(
+            f"{processes.count} processes were started, and each would start a sweep over Ray",
+            "Start one process, or leave out `ray`: then all of them share every cell",
+            parameter="ray",
         )
     if workers is not None and ray is None:
-        raise AdapterswapError("workers are processes over Ray, and no address is given", "Pass `ray=local`")
+        raise ArgumentError(
+            f"`workers` is {workers}, but without `ray` there are no workers", "Pass `ray=local`", parameter="workers"
+        )
     check_type(
         recipe,
         (SweepRecipe, str, Path, PreparedSweep),
@@ -112,7 +115,11 @@ def sweep(
     if isinstance(recipe, str | Path):
         recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), overrides)
     elif overrides:
-        raise AdapterswapError("`overrides` change a recipe's file, and none is read", "Change the recipe itself")
+        raise ArgumentError(
+            "`overrides` change a recipe that is read from a file, and this one is not",
+            "Change the recipe itself",
+            parameter="overrides",
+        )
     if isinstance(recipe, SweepRecipe):
         prepared = prepare(recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
     else:

@@ -16,7 +16,7 @@ from importlib import import_module
 from random import Random
 from typing import Any
 
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import DataError, DependencyError
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.grid import Space, Trial
 from adapterswap.sweeps.preparing import PreparedSweep
@@ -37,7 +37,8 @@ def batches(prepared: PreparedSweep, found: Findings) -> Iterator[list[Assignmen
         found: what is known; before the next list is asked for, all of the last one must be in it.
 
     Raises:
-        AdapterswapError: optuna is not installed; a task to search by has no score of each document.
+        DataError: a task to search by has no score of each document.
+        DependencyError: optuna is not installed.
     """
     cells = {cell.cell: cell for cell in prepared.grid.cells}
     yield [Assignment(cell) for cell in _always(prepared)]
@@ -115,9 +116,10 @@ def _trials(
         scores = [half_value(result, prepared.tasks, "select") for result in results]
         known = [score for score in scores if score is not None]
         if len(known) < len(trial.cells):
-            raise AdapterswapError(
+            raise DataError(
                 f"search: {', '.join(prepared.tasks)}: a target task has no score of each document to choose on",
-                "Give another score in primary, more documents, or leave search out",
+                "Name another score in `primary`, use more documents, or leave `search` out",
+                parameter="primary",
             )
         return sign_of(results, prepared.tasks) * sum(known) / len(known)
 
@@ -145,13 +147,13 @@ def ask(
         rungs: how many documents a trial is asked for before all, each number once; it may be given up after each.
 
     Raises:
-        AdapterswapError: optuna is not installed.
+        DependencyError: optuna is not installed.
     """
     try:
         optuna: Any = import_module("optuna")  # so that types are checked alike where it is not installed
     except ImportError:
-        raise AdapterswapError(
-            "optuna, which searches, is not installed", "pip install 'adapterswap[search]' installs it"
+        raise DependencyError(
+            "a search needs optuna, which is not installed", "pip install 'adapterswap[search]' installs it"
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
-from adapterswap.errors import Problems
+from adapterswap.errors import FieldError, Problems
 from adapterswap.planning.allocation import BASE
 from adapterswap.sweeps.families import EXTRA, Family
 from adapterswap.sweeps.recipe import SweepRecipe
@@ -42,26 +42,29 @@ def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
     """Language expert → the names of its target tasks, as the recipe says them.
 
     Raises:
-        AdapterswapError: a pattern matches no language expert, or none matches one.
+        FieldError: a pattern matches no language expert, or none matches one.
     """
     if isinstance(recipe.tasks, list):
         return dict.fromkeys(recipe.language_experts, recipe.tasks)
-    problems = Problems()
-    found: dict[str, list[str]] = {}
+    problems = Problems(FieldError)
+    groups: dict[str, list[str]] = {}
     for pattern, tasks in recipe.tasks.items():
         matched = fnmatch.filter(recipe.language_experts, pattern)
         if not matched:
             problems.add(
-                f"tasks: {pattern!r} is no language expert and matches none",
-                f"Name them ({', '.join(recipe.language_experts)}), or patterns of their names",
+                f"tasks: {pattern!r} does not match a language expert",
+                f"Use their names ({', '.join(recipe.language_experts)}), or patterns that match them",
+                parameter="tasks",
             )
         for name in matched:
-            found.setdefault(name, []).extend(tasks)
+            groups.setdefault(name, []).extend(tasks)
     for name in recipe.language_experts:
-        if name not in found:
-            problems.add(f"tasks: the language expert {name!r} has no task", f"Add `{name}: [TASK, …]`")
+        if name not in groups:
+            problems.add(
+                f"tasks: the language expert {name!r} has no task", f"Add `{name}: [TASK, …]`", parameter="tasks"
+            )
     problems.raise_if_any()
-    return found
+    return groups
 
 
 def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:

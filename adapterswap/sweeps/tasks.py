@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, Problems
+from adapterswap.errors import FieldError, Problems
 from adapterswap.evaluation.fingerprints import task_fingerprint
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import load_tasks, split_shots
@@ -38,12 +38,13 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dic
     """The tasks that a recipe names, and which of them each language expert's pairs are judged on.
 
     Raises:
-        AdapterswapError: see `load_tasks` and `target_groups`; a task that is both a target and retention; a primary
-            score of a task that is not asked for, or that it does not have; targets of which one is better with more
-            of its score and another with less.
+        FieldError: a task that is both a target and retention; a primary score of a task that is not among them, or
+            that it does not have; targets of which one is better with more of its score and another with less; see also
+            `target_groups`.
+        AdapterswapError: see `load_tasks`.
     """
     groups = target_groups(recipe)
-    problems = Problems()
+    problems = Problems(FieldError)
     loaded: dict[str, dict[str, Any]] = {}  # the names that the recipe gives, joined → tasks
 
     def load(names: list[str]) -> tuple[str, ...]:
@@ -56,19 +57,25 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dic
     target = {language: load(names) for language, names in groups.items()}
     retention = load(recipe.retention) if recipe.retention else ()
     problems.raise_if_any()
-    found = {name: task for tasks in loaded.values() for name, task in tasks.items()}
+    known = {name: task for tasks in loaded.values() for name, task in tasks.items()}
     targets = dict.fromkeys(task for tasks in target.values() for task in tasks)
     for name in retention:
         if name in targets:
-            problems.add(f"the task {name} is both in tasks and in retention", "Name it in one of them")
+            problems.add(
+                f"the task {name} is both in tasks and in retention", "Name it in one of them", parameter="retention"
+            )
     for name in recipe.primary:
-        if name not in found:
-            problems.add(f"primary: {name!r} is not among the tasks ({', '.join(found)})", "Name one of them")
+        if name not in known:
+            problems.add(
+                f"primary: {name!r} is not among the tasks ({', '.join(known)})",
+                "Name one of them",
+                parameter="primary",
+            )
     infos = {}
     for name in (*targets, *retention):
         role = "target" if name in targets else "retention"
         with problems.collect():
-            infos[name] = _describe(name, found[name], role, recipe.primary.get(name), settings, recipe.selection)
+            infos[name] = _describe(name, known[name], role, recipe.primary.get(name), settings, recipe.selection)
     problems.raise_if_any()
     _check_directions([info for info in infos.values() if info.role == "target"])
     return AskedTasks(target, retention), infos
@@ -78,10 +85,11 @@ def _check_directions(targets: Sequence[TaskInfo]) -> None:
     """Refuse targets whose scores are better in opposite directions: configurations are chosen by the mean of both."""
     higher, lower = ([task.name for task in targets if task.higher_is_better is more] for more in (True, False))
     if higher and lower:
-        raise AdapterswapError(
+        raise FieldError(
             f"tasks: more is better in {', '.join(higher)}, and less is better in {', '.join(lower)}, so "
             "their mean says nothing",
-            "Name one kind in `retention`, or judge them in sweeps of their own",
+            "Move one kind to `retention`, or use a sweep for each",
+            parameter="tasks",
         )
 
 
@@ -104,15 +112,15 @@ def _better(task: Any) -> Mapping[str, bool]:
     return task.higher_is_better() or {}
 
 
-def _primary(name: str, task: Any, asked: str | None) -> tuple[str, str]:
+def _primary(name: str, task: Any, requested: str | None) -> tuple[str, str]:
     """The score that counts: what the recipe says; else `normalized`, where there is such a filter; else the first."""
     metrics = list(task.aggregation())
     filters = [ensemble.name for ensemble in task._filters]
-    if not asked:
+    if not requested:
         return metrics[0], _OURS if _OURS in filters else filters[0]
-    metric, _, filter_name = asked.partition(",")
+    metric, _, filter_name = requested.partition(",")
     filter_name = filter_name or (_OURS if _OURS in filters else filters[0])
     if metric not in metrics or filter_name not in filters:
         known = ", ".join(f"{one},{other}" for one in metrics for other in filters)
-        raise AdapterswapError(f"primary: {name} has no score {asked!r}", f"Give one of {known}")
+        raise FieldError(f"primary: {name} has no score {requested!r}", f"Use one of {known}", parameter="primary")
     return metric, filter_name

@@ -50,12 +50,12 @@ def fill(work: Callable[[], None], folder: Path, steps: list[int]) -> dict[str, 
         def limited(size: int = size) -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-            from adapterswap import AdapterswapError
+            from adapterswap.errors import AdapterswapError, OutputError
 
             try:
                 work()
             except AdapterswapError as error:
-                os._exit(3 if "cannot be written: " in str(error) else 4)
+                os._exit(3 if type(error) is OutputError else 4)
 
         code = result(forked(limited))
         raw = (folder / "cells.jsonl").read_bytes() if (folder / "cells.jsonl").exists() else b""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adapterswap import AdapterswapError
+from adapterswap.errors import DataError, FieldError
 from adapterswap.sweeps import Progress, SweepRecipe, prepare, summarize, sweep
 from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
@@ -19,6 +19,7 @@ from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.search import ask, batches
 from adapterswap.sweeps.settings import Search
 from adapterswap.sweeps.values import CellResult, Findings, TaskValue
+from tests.refusals import refused
 
 from .conftest import plain
 
@@ -121,11 +122,11 @@ def test_only_the_documents_to_choose_on_are_looked_at(searching: Callable[..., 
     assert order(prepared, 1, 1) == order(prepared, 1, -9)
     assert order(prepared, 1, 1) != order(prepared, -1, 1)
     blind = replace(prepared, tasks={task.name: replace(task, select=())})
-    with pytest.raises(AdapterswapError, match="no score of each document to choose on"):
+    with refused(DataError, "primary"):
         order(blind, 1, 1)
 
 
-def test_gone_on_with_it_asks_the_same_questions(searching: Callable[..., SweepRecipe], tmp_path: Path) -> None:
+def test_resumed_it_asks_the_same_questions(searching: Callable[..., SweepRecipe], tmp_path: Path) -> None:
     prepared = prepare(searching(search={"trials": 6}))
     sweep(prepared, tmp_path / "peace", device="cpu")
     sweep(prepared, tmp_path / "killed", device="cpu")
@@ -140,7 +141,7 @@ def test_gone_on_with_it_asks_the_same_questions(searching: Callable[..., SweepR
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reason"),
     [
         ({"search": {}, "compositions": [{"bottom": 1}]}, "no family of compositions has a list of values"),
         ({"search": {"family": "soup"}, "compositions": {"swap": ZONES}}, "'soup' names no family with a list"),
@@ -148,14 +149,13 @@ def test_gone_on_with_it_asks_the_same_questions(searching: Callable[..., SweepR
         ({"search": {"trials": 0}, "compositions": {"swap": ZONES}}, "search.trials"),
     ],
 )
-def test_a_search_that_cannot_be_meant_is_refused(
-    changes: dict[str, Any], told: str, content: Content, tmp_path: Path
+def test_an_impossible_search_is_refused(
+    changes: dict[str, Any], reason: str, content: Content, tmp_path: Path
 ) -> None:
     import yaml
 
     from adapterswap.sweeps import read_sweep_recipe
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content(**changes)))
-    with pytest.raises(AdapterswapError) as error:
+    with pytest.raises(FieldError, match=reason):
         read_sweep_recipe(tmp_path / "recipe.yaml")
-    assert told in str(error.value)
