@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from test_blends import deltas, handmade
 from tolerances import near, tolerance
@@ -20,7 +21,6 @@ from tolerances import near, tolerance
 import adapterswap
 from adapterswap.checking.verifying import Verification, verify
 from adapterswap.errors import ArgumentError, ExpertError
-from tests.refusals import refused
 
 ZONES = ["--bottom", 2, "--top", 1, "--bottom-transition", 1]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -13,9 +13,11 @@ import pytest
 import torch
 import transformers
 from click.testing import Result
+from conftest import load_base, merged_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from scipy.linalg import subspace_angles
 from tolerances import close, near, tolerance
@@ -28,8 +30,6 @@ from adapterswap.errors import DataError
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.opening import open_expert
-from tests.conftest import load_base, merged_weights
-from tests.refusals import refused
 
 ARCHITECTURES = ["llama", "gpt2", "neox"]
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from conftest import load_base, merged_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import PeftModel
+from refusals import refused
 from tolerances import near, tolerance
 
 from adapterswap import AdapterswapError, Composition, open_adapter
@@ -23,8 +25,6 @@ from adapterswap.errors import DataError, ExpertError, UnsupportedError
 from adapterswap.live import load_experts
 from adapterswap.planning.composing import soup
 from adapterswap.planning.plan import Plan
-from tests.conftest import load_base, merged_weights
-from tests.refusals import refused
 
 KINDS = ("attention", "mlp")
 

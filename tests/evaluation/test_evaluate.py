@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from refusals import refused
 
 from adapterswap import AdapterswapError, LiveComposer, layer_swap, write_adapter
 from adapterswap.errors import ArgumentError, RunError
@@ -20,7 +21,6 @@ from adapterswap.evaluation import EvaluationResult, Sample, Score, Settings, Ta
 from adapterswap.evaluation.mgsm import mgsm_task
 from adapterswap.evaluation.preview import preview
 from adapterswap.live import load_experts
-from tests.refusals import refused
 
 from .conftest import byte_tokenizer, pico_model
 

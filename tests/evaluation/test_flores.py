@@ -11,12 +11,12 @@ import pyarrow
 import pytest
 import sacrebleu
 from pyarrow import parquet
+from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.flores import FLORES_PATH, flores_metrics, is_flores
 from adapterswap.evaluation.tasks import load_tasks
-from tests.refusals import refused
 
 from .conftest import byte_tokenizer, pico_model
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from tolerances import near
 
 from adapterswap.errors import ArgumentError
@@ -18,7 +19,6 @@ from adapterswap.evaluation.flores import is_flores
 from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.tasks import load_tasks
-from tests.refusals import refused
 
 from .conftest import LAYERS
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from click.testing import Result
 from launching import launch
+from refusals import refused
 
 from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import Settings
 from adapterswap.evaluation.batches import in_batches
 from adapterswap.evaluation.preview import preview
 from adapterswap.processes import joined
-from tests.refusals import refused
 
 from .in_processes import judge
 from .test_evaluate import Model, memorizer

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
+from refusals import refused
 from tolerances import near
 
 from adapterswap.errors import ArgumentError
@@ -28,7 +29,6 @@ from adapterswap.evaluation.shipped_tasks import build_shipped_task
 from adapterswap.evaluation.tasks import _resolve, load_tasks
 from adapterswap.evaluation.tydiqa import LooseAnswer, read_tydiqa, score_answer, tydiqa_prompt, tydiqa_task_names
 from adapterswap.evaluation.xcopa import read_xcopa, xcopa_choices, xcopa_prompt
-from tests.refusals import refused
 
 from .conftest import LAYERS, byte_tokenizer, pico_model
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError, Problems
 from adapterswap.evaluation import Settings, evaluate
@@ -17,7 +18,6 @@ from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.task_code import harness_folder, refuse_task_code
 from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.sweeps import SweepRecipe
-from tests.refusals import refused
 
 Model = tuple[Any, Any]
 Call = Callable[..., Result]

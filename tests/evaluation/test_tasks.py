@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from tolerances import near
 
 from adapterswap.errors import ArgumentError, DataError, DependencyError, NotFoundError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.mgsm import LANGUAGES
 from adapterswap.evaluation.tasks import load_tasks
-from tests.refusals import refused
 
 from .conftest import LAYERS
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from refusals import refused
 
 from adapterswap.errors import ArgumentError, DataError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.preview import preview
 from adapterswap.evaluation.tasks import check_task_names, load_tasks
 from adapterswap.evaluation.texts import broken_texts
-from tests.refusals import refused
 
 Model = tuple[Any, Any]
 Call = Callable[..., Result]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from refusals import refused
 
 from adapterswap.errors import ArgumentError
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
-from tests.refusals import refused
 
 from .conftest import byte_tokenizer, pico_model
 

@@ -11,13 +11,13 @@ import torch
 import transformers
 from conftest import load_base
 from peft import PeftModel
+from refusals import refused
 from tolerances import close, near
 
 from adapterswap.bases import quiet_peft
 from adapterswap.checking.verifying import verify
 from adapterswap.errors import UnsupportedError
 from adapterswap.extracting import Extraction, extract
-from tests.refusals import refused
 
 from .conftest import changed, deltas, weights
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from conftest import LAYERS, load_base, logits, merged_weights
 from peft import PeftModel
+from refusals import refused
 from safetensors.torch import save_file
 from tolerances import close, near
 
 import adapterswap
 from adapterswap.errors import UnsupportedError
 from adapterswap.extracting import extract
-from tests.refusals import refused
 
 from .conftest import Checkpoint, changed, deltas, random_model, weights
 

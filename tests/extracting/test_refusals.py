@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
 from adapterswap.extracting import extract
-from tests.refusals import refused
 
 from .conftest import Checkpoint, changed, random_model
 

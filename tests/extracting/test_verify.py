@@ -12,13 +12,13 @@ import pytest
 import torch
 from click.testing import Result
 from huggingface_hub import constants
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from test_sources import files_of, repository
 
 from adapterswap.checking.verifying import verify
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError
 from adapterswap.extracting import extract
-from tests.refusals import refused
 
 from .conftest import Checkpoint, changed, random_model
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import LAYERS, logits
+from refusals import refused
 from tolerances import close
 from torch._dynamo.testing import CompileCounter
 
 from adapterswap.errors import ArgumentError, CompositionError, UnsupportedError
 from adapterswap.live import LiveComposer
 from live.conftest import assert_same_tensors, state_of, tensors_of
-from tests.refusals import refused
 
 Composers = Callable[..., LiveComposer]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import LAYERS, load_base, logits, merged_weights
 from peft import LoraConfig, PeftModel, get_peft_model
+from refusals import refused
 from test_equivalence import algorithm_1
 from tolerances import close
 
@@ -19,7 +20,6 @@ from adapterswap import Composition
 from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, UnsupportedError
 from adapterswap.live import LiveComposer
 from live.conftest import assert_same_tensors, state_of, tensors_of
-from tests.refusals import refused
 
 Composers = Callable[..., LiveComposer]
 Folders = Callable[..., dict[str, Path]]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import LAYERS, load_base, logits
 from peft import PeftModel
+from refusals import refused
 from safetensors.torch import load_file
 from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,7 +23,6 @@ from adapterswap.changes import copies
 from adapterswap.errors import ExpertError, UnsupportedError
 from adapterswap.live import LiveComposer, load_expert
 from live.conftest import assert_same_tensors, state_of, tensors_of, written_files
-from tests.refusals import refused
 
 Make = Callable[..., Path]
 TARGETS = ["embed_tokens", "lm_head", "q_proj"]

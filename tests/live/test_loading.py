@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import LAYERS, load_base, logits
 from peft import PeftModel
+from refusals import refused
 from safetensors.torch import load_file
 from tolerances import close, rounded_once
 
@@ -20,7 +21,6 @@ from adapterswap import AdapterswapError, Composition
 from adapterswap.errors import ArgumentError, CompositionError, ExpertError, UnsupportedError
 from adapterswap.live import LiveComposer, load_expert
 from live.conftest import EXPERTS, assert_same_tensors, state_of, tensors_of, written_files
-from tests.refusals import refused
 
 Composers = Callable[..., LiveComposer]
 Folders = Callable[..., dict[str, Path]]

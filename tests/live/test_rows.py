@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS
+from refusals import refused
 from tolerances import close, rounded_once
 
 from adapterswap.errors import ArgumentError, CompositionError, UnsupportedError
 from adapterswap.live import LiveComposer
 from live.conftest import state_of
-from tests.refusals import refused
 
 Composers = Callable[..., LiveComposer]
 

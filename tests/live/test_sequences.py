@@ -25,13 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
+from refusals import refused
 from tolerances import close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapterswap.errors import AdapterswapError, CompositionError
 from adapterswap.live import LiveComposer
 from live.conftest import state_of
-from tests.refusals import refused
 
 LAYERS = 4
 TOKENS = torch.arange(6).reshape(2, 3)

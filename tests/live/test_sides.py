@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from conftest import load_base, logits
 from peft import PeftModel
+from refusals import refused
 from tolerances import close
 
 import adapterswap
 from adapterswap import Composition
 from adapterswap.errors import UnsupportedError
 from adapterswap.live import LiveComposer
-from tests.refusals import refused
 
 TASK, LANGUAGE = ("math", "telugu"), ("swahili", "math")
 

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
@@ -22,7 +23,6 @@ from adapterswap.sweeps import summarize
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.results import read_run
 from adapterswap.sweeps.values import RungResult
-from tests.refusals import refused
 
 from .conftest import Written
 from .crafting import craft, recipe

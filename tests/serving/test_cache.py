@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from adapterswap.errors import ExpertError, OutputError
 from adapterswap.serving import Cache
 from adapterswap.serving.memo import Memo
-from tests.refusals import refused
 
 # A process that uses the cache; `make` takes a while and leaves a line in a log.
 _PROCESS = """

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from refusals import refused
 from tolerances import close
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,6 @@ from adapterswap.changes import copies
 from adapterswap.changes.copies import is_one_weight
 from adapterswap.errors import BaseModelError, ExpertError, RunError, UnsupportedError
 from adapterswap.serving import Cache, Manifest, NamedComposer, UnknownNameError, read_manifest
-from tests.refusals import refused
 
 from .cases import COMPOSITIONS, PROMPTS
 from .conftest import LAYERS, Reference, load, make_expert

@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from adapterswap import AdapterswapError, parse_composition
 from adapterswap.errors import ArgumentError, FieldError, NotFoundError
 from adapterswap.serving import UnknownNameError, read_manifest
 from adapterswap.serving.names import composition_of
-from tests.refusals import refused
 
 EXPERTS = {"math", "swahili", "v1.2-b"}
 

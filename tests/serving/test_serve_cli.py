@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from refusals import refused
 
 from adapterswap.errors import ArgumentError, RunError
 from adapterswap.serving import Cache, NamedComposer, plugin, read_manifest
 from adapterswap.serving.launch import plan_launch, value_of
 from adapterswap.serving.middleware import ManifestOnly
-from tests.refusals import refused
 
 from .conftest import make_expert
 

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import Result
+from refusals import refused
 
 from adapterswap.errors import ArgumentError, DependencyError, RunError
 from adapterswap.sweeps import Progress, SweepRecipe, prepare, sweep
 from adapterswap.sweeps.cluster import _Cluster, over_ray
-from tests.refusals import refused
 
 from .conftest import plain
 

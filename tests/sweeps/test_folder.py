@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from safetensors.torch import load, save
 
 from adapterswap import AdapterswapError
@@ -20,7 +21,6 @@ from adapterswap.evaluation.tasks import _load
 from adapterswap.sweeps import Run, SweepRecipe, prepare, read_prompts, read_run, read_samples, sweep
 from adapterswap.sweeps.recording import Recording, recording
 from adapterswap.sweeps.values import Findings
-from tests.refusals import refused
 
 from .conftest import SETTINGS, plain
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from adapterswap.errors import CompositionError, FieldError
 from adapterswap.evaluation import Settings
@@ -26,7 +27,6 @@ from adapterswap.sweeps.grid import Grid, composition_of, make_cells
 from adapterswap.sweeps.settings import DocumentSplit, SweepSettings
 from adapterswap.sweeps.sides import AskedTasks, target_groups
 from adapterswap.sweeps.tasks import language_of
-from tests.refusals import refused
 
 SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from adapterswap.errors import DataError, FieldError
 from adapterswap.sweeps import Progress, SweepRecipe, prepare, summarize, sweep
@@ -19,7 +20,6 @@ from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.search import ask, batches
 from adapterswap.sweeps.settings import Search
 from adapterswap.sweeps.values import CellResult, Findings, TaskValue
-from tests.refusals import refused
 
 from .conftest import plain
 

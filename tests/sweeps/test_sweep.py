@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refused
 from safetensors.numpy import load_file
 
 from adapterswap import AdapterswapError, write_adapter
@@ -28,7 +29,6 @@ from adapterswap.sweeps import (
 )
 from adapterswap.sweeps.judging import is_live
 from adapterswap.sweeps.preparing import PreparedSweep
-from tests.refusals import refused
 
 from .conftest import SETTINGS
 

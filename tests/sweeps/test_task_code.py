@@ -11,10 +11,10 @@ import pytest
 import yaml
 from click.testing import Result
 from evaluation.test_task_code import Tasks
+from refusals import refused
 
 from adapterswap.errors import ArgumentError
 from adapterswap.sweeps import SweepRecipe, prepare, sweep
-from tests.refusals import refused
 
 Content = Callable[..., dict[str, Any]]
 

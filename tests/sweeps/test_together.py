@@ -12,12 +12,12 @@ import psutil
 import pytest
 import yaml
 from launching import started
+from refusals import refused
 
 from adapterswap.errors import ArgumentError, RunError
 from adapterswap.processes import Processes
 from adapterswap.sweeps import SweepRecipe, read_run, sweep
 from adapterswap.sweeps.judging import agreed
-from tests.refusals import refused
 
 from .conftest import plain
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS
+from refusals import refused
 from safetensors.torch import load_file
 from tolerances import close_after_adam, near
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adapterswap.errors import FieldError
 from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.training import TrainRecipe, estimate, train
-from tests.refusals import refused
 
 from .conftest import echo_rows, word_tokenizer
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from adapterswap.errors import AdapterswapError, DataError, NotFoundError
 from adapterswap.evaluation.mgsm import LANGUAGES, read_mgsm
@@ -22,7 +23,6 @@ from adapterswap.training.hygiene import Screen, looks_like_math
 from adapterswap.training.loading import SourceCounts
 from adapterswap.training.recipe import DatasetSource, Hygiene
 from adapterswap.training.rows import load_rows
-from tests.refusals import refused
 
 from .conftest import echo_rows, write_jsonl
 

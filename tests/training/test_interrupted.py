@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load, save
 
 from adapterswap.errors import AdapterswapError, OutputError, RunError
 from adapterswap.training import TrainRecipe, train
-from tests.refusals import refused
 
 from .conftest import echo_rows, two_sides, write_jsonl
 from .spying import spied

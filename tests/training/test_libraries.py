@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS
+from refusals import refused
 from safetensors.torch import load_file
 from tolerances import near
 
 from adapterswap.errors import DependencyError, FieldError
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.training import TrainRecipe, estimate, train
-from tests.refusals import refused
 
 from .conftest import echo_rows
 

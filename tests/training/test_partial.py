@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import merged_weights
 from peft import PeftModel
+from refusals import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +25,6 @@ from adapterswap.training import TrainRecipe, estimate, train
 from adapterswap.training.base import open_trainable
 from adapterswap.training.targets import find_targets
 from adapterswap.writing import write_adapter
-from tests.refusals import refused
 
 MakeRecipe = Callable[..., TrainRecipe]
 

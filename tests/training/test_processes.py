@@ -12,13 +12,13 @@ import pytest
 import yaml
 from conftest import LAYERS
 from launching import launch
+from refusals import refused
 from safetensors.torch import load_file
 from tolerances import near
 
 from adapterswap.errors import RunError
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.training import TrainRecipe, train
-from tests.refusals import refused
 
 from .conftest import echo_rows, two_sides
 from .test_turns import is_language_in_a

@@ -12,13 +12,13 @@ import jinja2
 import pyarrow
 import pyarrow.parquet
 import pytest
+from refusals import refused
 
 from adapterswap.errors import AdapterswapError, BaseModelError, DataError, FieldError, NotFoundError
 from adapterswap.training.loading import SourceCounts
 from adapterswap.training.recipe import DatasetSource
 from adapterswap.training.rendering import Example
 from adapterswap.training.rows import load_rows
-from tests.refusals import refused
 
 from .conftest import write_jsonl
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refused
 from transformers import get_scheduler
 
 from adapterswap.errors import FieldError
 from adapterswap.training.recipe import TrainingOptions
 from adapterswap.training.schedule import choose_schedule, total_steps
-from tests.refusals import refused
 
 
 def rates(options: TrainingOptions, steps: int) -> list[float]:

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.tasks import TaskManager
 from peft import PeftModel
+from refusals import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -30,7 +31,6 @@ from adapterswap.evaluation.mgsm import mgsm_task_names
 from adapterswap.shipped import shipped_recipes
 from adapterswap.training import TrainRecipe, TrainReport, estimate, judging, train
 from adapterswap.training.selection import JudgedCheckpoint, SelectionOptions, best_first, is_judged, worn_out
-from tests.refusals import refused
 
 from .conftest import echo_rows, word_tokenizer
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refused
 
 from adapterswap.errors import DataError, FieldError
 from adapterswap.training.templates import Template
-from tests.refusals import refused
 
 
 def test_fields_are_filled_and_braces_can_be_written() -> None:

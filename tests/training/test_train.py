@@ -19,6 +19,7 @@ import torch
 import transformers
 from conftest import LAYERS
 from peft import LoraConfig, PeftModel, get_peft_model
+from refusals import refused
 from safetensors.torch import load_file
 from tolerances import close, close_after_adam, near
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,6 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.training import TrainRecipe, estimate, train
-from tests.refusals import refused
 
 from .conftest import echo_rows, word_tokenizer
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from adapterswap.bases import open_base
 from adapterswap.errors import DataError, FieldError
@@ -21,7 +22,6 @@ from adapterswap.training.data import load_data
 from adapterswap.training.recipe import TrainingOptions
 from adapterswap.training.schedule import simultaneous_steps
 from adapterswap.training.turns import RowsInTurns, side_of_step
-from tests.refusals import refused
 
 from .conftest import WORDS, two_sides
 from .spying import spied
