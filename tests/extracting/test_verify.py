@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from experts.test_sources import files_of, repository
 from huggingface_hub import constants
 from refusals import refused
 from safetensors.torch import load_file, save_file
-from test_sources import files_of, repository
 
 from adapterswap.checking.verifying import verify
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError

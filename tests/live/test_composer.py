@@ -12,8 +12,8 @@ import torch
 from conftest import LAYERS, load_base, logits, merged_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 from refusals import refused
-from test_equivalence import algorithm_1
 from tolerances import close
+from writing.test_equivalence import algorithm_1
 
 import adapterswap
 from adapterswap import Composition

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_sides import METHODS, combined, label
+from planning.test_sides import METHODS, combined, label
 from tolerances import close, near
 
 import adapterswap

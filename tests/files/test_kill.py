@@ -14,7 +14,7 @@ import pytest
 from crafting import adapter, snapshot, tensors
 
 Crashing = Callable[..., dict[str, Any]]
-CRASHING = Path(__file__).with_name("crashing.py")
+CRASHING = Path(__file__).parents[1] / "crashing.py"
 
 
 @pytest.fixture

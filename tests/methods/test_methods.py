@@ -20,8 +20,8 @@ from hypothesis.extra import numpy as hnp
 from peft import PeftModel
 from refusals import refused
 from safetensors.torch import load_file, save_file
-from test_blends import deltas, handmade
 from tolerances import close, near, tolerance
+from writing.test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import Composition

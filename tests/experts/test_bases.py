@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import transformers
 from click.testing import Result
+from planning.test_plan import rewritten
 from refusals import refused
-from test_plan import rewritten
 
 import adapterswap
 from adapterswap import Composition

@@ -15,8 +15,8 @@ import torch
 from click.testing import Result
 from refusals import refused
 from safetensors.torch import load_file, save_file
-from test_blends import deltas, handmade
 from tolerances import near, tolerance
+from writing.test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap.checking.verifying import Verification, verify

@@ -15,8 +15,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from refusals import refused
 from safetensors.torch import save_file
-from test_equivalence import algorithm_1
 from tolerances import close
+from writing.test_equivalence import algorithm_1
 
 import adapterswap
 from adapterswap.errors import UnsupportedError

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from click.testing import Result
 from refusals import refused
-from test_blends import deltas, handmade
 from tolerances import close
+from writing.test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import Composition

@@ -16,7 +16,7 @@ from adapterswap.shipped import find_recipe, shipped_recipes
 from adapterswap.sweeps.recipe import read_sweep_recipe
 from adapterswap.training import read_train_recipe
 
-PAGE = (Path(__file__).parent.parent / "docs" / "reproducing.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reproducing.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(bash|yaml)\n(.*?)```", PAGE, flags=re.DOTALL)
 LINES = [
     line
