@@ -22,9 +22,9 @@ from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.identity import hashed, sha256_of
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import measure
-from adapterswap.extracting.pairing import Matrix, Selection, pair
+from adapterswap.extracting.pairing import Selection, WeightMatrix, pair
 from adapterswap.files.numbers import open_files
-from adapterswap.records.record import Asked, ExtractionRecord, shards_source
+from adapterswap.records.record import ExtractionRecord, ExtractionRequest, shards_source
 
 __all__ = ["verify_extracted"]
 
@@ -109,7 +109,7 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
     return tuple(odd)
 
 
-def _open(asked: Asked, given: Mapping[str, str | Path], base_model: str | None) -> dict[str, Checkpoint]:
+def _open(asked: ExtractionRequest, given: Mapping[str, str | Path], base_model: str | None) -> dict[str, Checkpoint]:
     """The checkpoints that are given or on the Hub, by their names in the record."""
     problems = Problems(ArgumentError)
     for name in given.keys() - {_FULL}:
@@ -161,7 +161,7 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
         return [name for name in names if not as_recorded(name)]
 
 
-def _factors(adapter: Adapter, matrix: Matrix, files: Mapping[Path, int]) -> Iterator[Factors]:
+def _factors(adapter: Adapter, matrix: WeightMatrix, files: Mapping[Path, int]) -> Iterator[Factors]:
     """The adapter's factors of a weight; once more for each head that is tied to it, the other way round."""
     file = files[adapter.file.path]
     yield read_factors(adapter.name, file, adapter.modules[matrix.weight.name])

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Trial", "try_in_peft"]
+__all__ = ["PeftTrial", "try_in_peft"]
 
 
-class Trial(NamedTuple):
+class PeftTrial(NamedTuple):
     """How PEFT loaded an adapter.
 
     Attributes:
@@ -27,7 +27,7 @@ class Trial(NamedTuple):
     dropped: tuple[str, ...]
 
 
-def try_in_peft(model: Any, config: Any, tensors: Mapping[str, Any]) -> Trial | None:
+def try_in_peft(model: Any, config: Any, tensors: Mapping[str, Any]) -> PeftTrial | None:
     """Load an adapter into a model on torch's meta device; None if PEFT refuses.
 
     Args:
@@ -47,7 +47,7 @@ def try_in_peft(model: Any, config: Any, tensors: Mapping[str, Any]) -> Trial | 
         except Exception:  # PEFT has no class of error for what it refuses
             return None
     modules = adapted.base_model.model.named_modules()
-    return Trial(
+    return PeftTrial(
         frozenset(name for name, module in modules if isinstance(module, BaseTunerLayer)),
         tuple(key for key in outcome.missing_keys if ".lora_" in key),
         tuple(outcome.unexpected_keys),

@@ -18,7 +18,7 @@ from adapterswap.experts.identity import hashed
 from adapterswap.extracting.cutting import CutForm, cut, norm_of_change
 from adapterswap.extracting.loadable import leave_out_unloadable
 from adapterswap.extracting.output import Spool, write_folder
-from adapterswap.extracting.pairing import Pair, Selection, pair
+from adapterswap.extracting.pairing import Selection, WeightPair, pair
 from adapterswap.extracting.result import Extracted, Extraction, Lost
 from adapterswap.files.dtypes import FLOAT_NAMES
 from adapterswap.files.folders import atomic_folder, check_target
@@ -115,7 +115,9 @@ def _device(name: str) -> Any:
     return "cpu" if device.type == "mps" else device
 
 
-def _carry_out(matched: Pair, form: CutForm, spool: Spool | None, progress: Callable[[int, int], None]) -> Extraction:
+def _carry_out(
+    matched: WeightPair, form: CutForm, spool: Spool | None, progress: Callable[[int, int], None]
+) -> Extraction:
     names = (matched.full.name, matched.base.name)
     total = len(matched.matrices) + len(matched.left_out)
     extracted, unchanged, lost = [], [], []

@@ -21,7 +21,7 @@ from adapterswap.changes.reading import read_difference
 from adapterswap.errors import ArgumentError, Problems
 from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.anatomy import AdaptableWeight
-from adapterswap.extracting.pairing import LeftOut, Matrix
+from adapterswap.extracting.pairing import LeftOutWeight, WeightMatrix
 from adapterswap.files.numbers import decode, finite_bytes, read_elements
 
 __all__ = ["Cut", "CutForm", "cut", "measure", "name_tensors", "norm_of_change"]
@@ -79,7 +79,7 @@ class Cut:
         factors: A (rank×in) and B (out×rank), with numbers that `dtype` holds.
     """
 
-    matrix: Matrix
+    matrix: WeightMatrix
     rank: int
     norm: float
     error: float
@@ -100,7 +100,7 @@ def name_tensors(weight: AdaptableWeight, a: _Array, b: _Array) -> Iterator[tupl
         yield factor_key(head, "B", embedding=False), a.T
 
 
-def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[str, str]) -> Cut | None:
+def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: tuple[str, str]) -> Cut | None:
     """Cut a weight's ΔW; None if the fine-tune did not change it.
 
     Args:
@@ -125,7 +125,7 @@ def cut(matrix: Matrix, form: CutForm, files: Mapping[Path, int], names: tuple[s
 
 
 def measure(
-    matrix: Matrix, factors: Factors | None, files: Mapping[Path, int], names: tuple[str, str]
+    matrix: WeightMatrix, factors: Factors | None, files: Mapping[Path, int], names: tuple[str, str]
 ) -> tuple[float, float]:
     """‖ΔW‖ of a weight, and ‖ΔW - B·A‖ of factors that stand for it; none are a B·A of zero.
 
@@ -137,7 +137,7 @@ def measure(
     return norm, norm if factors is None else _distance(delta, factors, "cpu")
 
 
-def norm_of_change(left_out: LeftOut, files: Mapping[Path, int], names: tuple[str, str]) -> float:
+def norm_of_change(left_out: LeftOutWeight, files: Mapping[Path, int], names: tuple[str, str]) -> float:
     """‖W_full - W_base‖ of a parameter that is left out; rows that only one of them has count whole.
 
     Raises:
@@ -165,7 +165,7 @@ def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.floa
     return [blocks[0][:common] - blocks[1][:common], longer[common:]]
 
 
-def _change(matrix: Matrix, files: Mapping[Path, int], names: tuple[str, str]) -> npt.NDArray[np.float32]:
+def _change(matrix: WeightMatrix, files: Mapping[Path, int], names: tuple[str, str]) -> npt.NDArray[np.float32]:
     """ΔW, out×in."""
     delta = read_difference(names, matrix.full, matrix.base, files)
     return np.ascontiguousarray(delta.T) if matrix.weight.transposed else delta

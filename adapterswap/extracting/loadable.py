@@ -20,12 +20,12 @@ from adapterswap.errors import UnsupportedError
 from adapterswap.experts.anatomy import AdaptableWeight, build_empty
 from adapterswap.experts.peft_trial import try_in_peft
 from adapterswap.extracting.cutting import name_tensors
-from adapterswap.extracting.pairing import LeftOut, Pair
+from adapterswap.extracting.pairing import LeftOutWeight, WeightPair
 
 __all__ = ["leave_out_unloadable", "loadable"]
 
 
-def leave_out_unloadable(pair: Pair) -> Pair:
+def leave_out_unloadable(pair: WeightPair) -> WeightPair:
     """The pair without the matrices that PEFT cannot adapt; they are among what is left out.
 
     Raises:
@@ -41,7 +41,7 @@ def leave_out_unloadable(pair: Pair) -> Pair:
             parameter="modules",
         )
     left_out = [
-        LeftOut(f"{matrix.weight.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
+        LeftOutWeight(f"{matrix.weight.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
         for matrix in unloadable
     ]
     every = sorted([*pair.left_out, *left_out], key=lambda each: each.name)

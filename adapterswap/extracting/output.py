@@ -18,7 +18,7 @@ from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import public_name
 from adapterswap.extracting.cutting import Cut, CutForm
-from adapterswap.extracting.pairing import Pair, Selection
+from adapterswap.extracting.pairing import Selection, WeightPair
 from adapterswap.extracting.result import Extracted, Extraction, shortened
 from adapterswap.files.numbers import encode
 from adapterswap.files.smallfiles import write_json
@@ -27,9 +27,9 @@ from adapterswap.files.yamltext import dump_yaml
 from adapterswap.records.cards import escaped
 from adapterswap.records.record import (
     FORMAT,
-    Asked,
     ExtractedModule,
     ExtractionRecord,
+    ExtractionRequest,
     LeftOut,
     SliceRecord,
     shards_source,
@@ -79,7 +79,7 @@ class Spool:
 
 
 def write_folder(
-    folder: Path, pair: Pair, form: CutForm, selection: Selection, found: Extraction, spool: Spool,
+    folder: Path, pair: WeightPair, form: CutForm, selection: Selection, found: Extraction, spool: Spool,
     hashes: list[dict[str, str]], base_model: str,
 ) -> None:  # fmt: skip
     """Fill the empty `folder`.
@@ -104,7 +104,7 @@ def write_folder(
         base_model=base,
         num_layers=pair.num_layers,
         sha256={name: sha256_of(folder / name) for name in (WEIGHTS, CONFIG)},
-        extraction=Asked(
+        extraction=ExtractionRequest(
             full=shards_source(pair.full, hashes[0]),
             base=shards_source(pair.base, hashes[1]),
             rank=form.rank,
@@ -125,7 +125,7 @@ def write_folder(
     (folder / CARD).write_text(_card(pair, found, base), encoding="utf-8")
 
 
-def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:
+def _config(pair: WeightPair, found: Extraction, base_model: str) -> dict[str, Any]:
     """PEFT's config: α = √r gives rsLoRA's scale α/√r = 1 for every module, exactly, so that B·A is ΔW itself."""
     ranks = {m.name: m.rank for m in found.modules}
     weights = [matrix.weight for matrix in pair.matrices if matrix.weight.name in ranks]
@@ -146,7 +146,7 @@ def _config(pair: Pair, found: Extraction, base_model: str) -> dict[str, Any]:
     )
 
 
-def _card(pair: Pair, found: Extraction, base: str | None) -> str:
+def _card(pair: WeightPair, found: Extraction, base: str | None) -> str:
     """The model card: what it was cut out of, how near it comes, what is missing."""
     front = {
         **({"base_model": base} if base and "/" in base else {}),

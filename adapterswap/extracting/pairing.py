@@ -20,7 +20,7 @@ from adapterswap.experts.shapes import compare_shapes
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import selects
 
-__all__ = ["LeftOut", "Matrix", "Pair", "Reason", "Selection", "pair"]
+__all__ = ["LeftOutWeight", "Reason", "Selection", "WeightMatrix", "WeightPair", "pair"]
 
 # Why an adapter does not hold a parameter, in the words that users read.
 Reason = Literal[
@@ -55,7 +55,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WeightMatrix:
     """A weight whose ΔW the adapter is to hold, and where both versions of it lie."""
 
     weight: AdaptableWeight
@@ -70,7 +70,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOutWeight:
     """A parameter that the adapter does not hold, though both models have it."""
 
     name: str
@@ -80,7 +80,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Pair:
+class WeightPair:
     """A fine-tune and its base that belong together.
 
     Attributes:
@@ -93,11 +93,11 @@ class Pair:
     full: Checkpoint
     base: Checkpoint
     num_layers: int
-    matrices: tuple[Matrix, ...]
-    left_out: tuple[LeftOut, ...]
+    matrices: tuple[WeightMatrix, ...]
+    left_out: tuple[LeftOutWeight, ...]
 
 
-def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
+def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair:
     """Match the parameters of a fine-tune with its base's.
 
     Raises:
@@ -139,11 +139,11 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
                     kind=UnsupportedError,
                 )
             else:
-                left_out.append(LeftOut(name, "vocabulary", *both))
+                left_out.append(LeftOutWeight(name, "vocabulary", *both))
         elif weight is not None and selection.wants(weight):
-            matrices.append(Matrix(weight, *both))
+            matrices.append(WeightMatrix(weight, *both))
         else:
-            left_out.append(LeftOut(name, _reason(name, weight, one), *both))
+            left_out.append(LeftOutWeight(name, _reason(name, weight, one), *both))
     words = ({name: "×".join(map(str, held[name].tensor.shape)) for name in odd} for held in (ours, theirs))
     compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
@@ -156,7 +156,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> Pair:
             parameter="layers",
         )
     matrices.sort(key=lambda m: (-1 if m.weight.layer is None else m.weight.layer, m.weight.name))
-    return Pair(full, base, num_layers, tuple(matrices), tuple(left_out))
+    return WeightPair(full, base, num_layers, tuple(matrices), tuple(left_out))
 
 
 def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from adapterswap.lab.lexicon import VOCABULARY
 from adapterswap.lab.scenes import Scene, pretraining_rows
-from adapterswap.lab.tasks import Example
+from adapterswap.lab.tasks import LabRow
 from adapterswap.lab.tokenizer import BOS, EOS, PAD, ids_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 
-def _row(example: Example) -> _Row:
+def _row(example: LabRow) -> _Row:
     """Ids and labels; the prompt's labels are ignored, and so is `<s>`."""
     prompt, completion = [BOS, *ids_of(example.prompt)], [*ids_of(example.completion), EOS]
     return prompt + completion, [_IGNORED] * len(prompt) + completion

@@ -12,12 +12,12 @@ from random import Random
 
 from adapterswap.lab import tasks
 from adapterswap.lab.lexicon import word
-from adapterswap.lab.tasks import Example
+from adapterswap.lab.tasks import LabRow
 from adapterswap.lab.world import WordProblem, draw_problem
 
 __all__ = ["SCENES", "Scene", "draw_problems", "language_rows", "math_rows", "pretraining_rows"]
 
-_Kind = Callable[[Random], Example]
+_Kind = Callable[[Random], LabRow]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ _NO_GAP = replace(
 SCENES = {scene.name: scene for scene in (_GAP, _NO_GAP)}
 
 
-def pretraining_rows(scene: Scene, seed: int) -> list[Example]:
+def pretraining_rows(scene: Scene, seed: int) -> list[LabRow]:
     """The base's rows: English, some xx, translation, code-switched text, and word problems mostly left unsolved."""
     rng = Random(f"{scene.name} pretraining {seed}")
     kinds = _kinds(scene)
@@ -102,13 +102,13 @@ def pretraining_rows(scene: Scene, seed: int) -> list[Example]:
     return rows
 
 
-def math_rows(scene: Scene, seed: int) -> list[Example]:
+def math_rows(scene: Scene, seed: int) -> list[LabRow]:
     """The math expert's rows: English word problems, worked out."""
     rng = Random(f"{scene.name} math {seed}")
     return [tasks.word_problem(rng, "en", two_steps=scene.two_steps) for _ in range(scene.math_rows)]
 
 
-def language_rows(scene: Scene, seed: int) -> list[Example]:
+def language_rows(scene: Scene, seed: int) -> list[LabRow]:
     """The language expert's rows: generic tasks in xx with its full vocabulary, and no word problem."""
     rng = Random(f"{scene.name} language {seed}")
     kinds = _kinds(scene)

@@ -21,7 +21,7 @@ from adapterswap.lab.lexicon import LANGUAGES
 from adapterswap.lab.pretraining import NUM_LAYERS
 from adapterswap.lab.scenes import Scene, draw_problems, language_rows, math_rows
 from adapterswap.lab.scoring import Questions, exact_match
-from adapterswap.lab.tasks import Example
+from adapterswap.lab.tasks import LabRow
 from adapterswap.live import LiveComposer, load_experts
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.composing import layer_swap, soup, task_arithmetic
@@ -133,7 +133,7 @@ def run_seed(
     losses["language"] = _train(folder, "language", language_rows(scene, seed), seed)
     tell("development set", compositions)
     with isolated():
-        judge = _Judge(folder)
+        judge = _LoadedPair(folder)
         asked = Questions(draw_problems(scene, "development", sizes.development), "xx")
         grid = {zone: judge.accuracy(judge.swap(*zone), asked) for zone in ZONES}
         scales = {scale: judge.accuracy(judge.sum(scale), asked) for scale in SCALES}
@@ -152,7 +152,7 @@ def run_seed(
     return SeedResult(seed, grid, scales, bottom, top, scale, right, unfamiliar, losses)
 
 
-def _train(folder: Path, name: str, rows: Iterable[Example], seed: int) -> float:
+def _train(folder: Path, name: str, rows: Iterable[LabRow], seed: int) -> float:
     """Train the expert `name` of the base in `folder`, and give its last training loss."""
     from adapterswap.training import TrainRecipe, train
 
@@ -170,7 +170,7 @@ def _train(folder: Path, name: str, rows: Iterable[Example], seed: int) -> float
     return train(recipe, out_path=folder / name, progress=False).train_losses[-1][1]
 
 
-class _Judge:
+class _LoadedPair:
     """A base with both experts loaded, and the plans and scores of their compositions."""
 
     def __init__(self, folder: Path) -> None:

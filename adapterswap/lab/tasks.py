@@ -1,6 +1,6 @@
 """The kinds of training examples: questions, stories, counting, translation, code-switched text, word problems.
 
-Each kind is a function of a random generator and a language (or two) that draws one `Example`. Knows nothing of the
+Each kind is a function of a random generator and a language (or two) that draws one `LabRow`. Knows nothing of the
 shares in which a scene mixes them, and nothing of tokenizers or models.
 """
 
@@ -13,7 +13,7 @@ from adapterswap.lab.lexicon import ADJECTIVES, LARGEST, NAMES, OBJECTS, PLACES,
 from adapterswap.lab.world import Fact, draw_fact, draw_problem, number_word
 
 __all__ = [
-    "Example",
+    "LabRow",
     "code_switched",
     "code_switched_question",
     "counting",
@@ -27,7 +27,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Example:
+class LabRow:
     """A row of training data. An empty prompt is plain text: the loss is on all of it, else on the completion only."""
 
     prompt: str
@@ -38,14 +38,14 @@ class Example:
         return frozenset(f"{self.prompt} {self.completion}".split())
 
 
-def question(rng: Random, language: str) -> Example:
+def question(rng: Random, language: str) -> LabRow:
     """A question about one of two facts; the answer is a name, a number in digits, or a word of the language."""
     kinds = (more_or_fewer, read_off, _who_has, _where_is, _which)
     kind = rng.choices(kinds, (3, 1, 1, 1, 1))[0]  # whether a verb means more or fewer is the hardest to learn
     return kind(rng, language)
 
 
-def read_off(rng: Random, language: str) -> Example:
+def read_off(rng: Random, language: str) -> LabRow:
     """How many objects somebody has: the number in digits."""
     who, other = rng.sample(NAMES, 2)
     fact = Fact("has", who, rng.choice(tuple(OBJECTS)), rng.randint(1, LARGEST))
@@ -53,26 +53,26 @@ def read_off(rng: Random, language: str) -> Example:
     return _ask(rng, facts, Fact("how many", who, fact.object), language, digit(fact.count))
 
 
-def more_or_fewer(rng: Random, language: str) -> Example:
+def more_or_fewer(rng: Random, language: str) -> LabRow:
     """Whether somebody has more or fewer objects after a change."""
     problem = draw_problem(rng, part="train")
     asked = Fact("more or fewer", object=problem.facts[0].object).tell(language)
     answer = "more" if problem.signs == ("+",) else "fewer"
-    return Example(f"{problem.story(language)} {asked}", word(answer, language))
+    return LabRow(f"{problem.story(language)} {asked}", word(answer, language))
 
 
-def _who_has(rng: Random, language: str) -> Example:
+def _who_has(rng: Random, language: str) -> LabRow:
     fact, other = _two_have(rng)
     return _ask(rng, [fact, other], Fact("who has", object=fact.object), language, fact.who)
 
 
-def _where_is(rng: Random, language: str) -> Example:
+def _where_is(rng: Random, language: str) -> LabRow:
     who, place = rng.sample(NAMES, 2), rng.sample(tuple(PLACES), 2)
     facts = [Fact("is in", who[0], place=place[0]), Fact("is in", who[1], place=place[1])]
     return _ask(rng, facts, Fact("where is", who[0]), language, word(place[0], language))
 
 
-def _which(rng: Random, language: str) -> Example:
+def _which(rng: Random, language: str) -> LabRow:
     who, adjective = rng.sample(NAMES, 2), rng.sample(tuple(ADJECTIVES), 2)
     thing = rng.choice(tuple(OBJECTS))
     facts = [Fact("likes", who[0], thing, adjective=adjective[0]), Fact("likes", who[1], thing, adjective=adjective[1])]
@@ -85,33 +85,33 @@ def _two_have(rng: Random) -> tuple[Fact, Fact]:
     return one, other
 
 
-def _ask(rng: Random, facts: list[Fact], asked: Fact, language: str, answer: str) -> Example:
+def _ask(rng: Random, facts: list[Fact], asked: Fact, language: str, answer: str) -> LabRow:
     rng.shuffle(facts)
-    return Example(" ".join(fact.tell(language) for fact in (*facts, asked)), answer)
+    return LabRow(" ".join(fact.tell(language) for fact in (*facts, asked)), answer)
 
 
-def story(rng: Random, language: str) -> Example:
+def story(rng: Random, language: str) -> LabRow:
     """Two to four facts as plain text."""
-    return Example("", _tell(_draw_facts(rng, rng.randint(2, 4)), language))
+    return LabRow("", _tell(_draw_facts(rng, rng.randint(2, 4)), language))
 
 
-def translation(rng: Random, source: str, target: str) -> Example:
+def translation(rng: Random, source: str, target: str) -> LabRow:
     """One or two facts in `source`, the tag of the target language, and the same facts in `target`."""
     facts = _draw_facts(rng, rng.choice((1, 1, 2)))
-    return Example(f"{_tell(facts, source)} <{target}>", _tell(facts, target))
+    return LabRow(f"{_tell(facts, source)} <{target}>", _tell(facts, target))
 
 
-def code_switched(rng: Random) -> Example:
+def code_switched(rng: Random) -> LabRow:
     """A story in which some words are the other language's, as plain text: it ties the vocabularies together."""
     language = rng.choice(("en", "xx"))
-    return Example("", _switch(rng, story(rng, language).completion, language))
+    return LabRow("", _switch(rng, story(rng, language).completion, language))
 
 
-def code_switched_question(rng: Random) -> Example:
+def code_switched_question(rng: Random) -> LabRow:
     """A question in which some words are the other language's; the answer is in the question's own."""
     language = rng.choice(("en", "xx"))
     asked = question(rng, language)
-    return Example(_switch(rng, asked.prompt, language), asked.completion)
+    return LabRow(_switch(rng, asked.prompt, language), asked.completion)
 
 
 def _switch(rng: Random, text: str, language: str, share: float = 0.4) -> str:
@@ -119,18 +119,18 @@ def _switch(rng: Random, text: str, language: str, share: float = 0.4) -> str:
     return " ".join(other[token] if token in other and rng.random() < share else token for token in text.split())
 
 
-def counting(rng: Random, language: str) -> Example:
+def counting(rng: Random, language: str) -> LabRow:
     """Five numbers in a row, each as its word and in digits: `three #3 four #4 …`."""
     first = rng.randint(1, LARGEST - 4)
     pairs = [f"{number_word(number, language)} {digit(number)}" for number in range(first, first + 5)]
-    return Example(pairs[0], " ".join(pairs[1:]))
+    return LabRow(pairs[0], " ".join(pairs[1:]))
 
 
-def word_problem(rng: Random, language: str, *, worked: float = 1.0, two_steps: float = 0.0) -> Example:
+def word_problem(rng: Random, language: str, *, worked: float = 1.0, two_steps: float = 0.0) -> LabRow:
     """A problem of the training part; a share `worked` of the answers is right, the others repeat the first number."""
     problem = draw_problem(rng, part="train", two_steps=two_steps)
     answer = problem.answer if rng.random() < worked else digit(problem.facts[0].count)
-    return Example(problem.prompt(language), answer)
+    return LabRow(problem.prompt(language), answer)
 
 
 def _draw_facts(rng: Random, number: int) -> list[Fact]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from adapterswap.errors import BaseModelError, CompositionError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import format_layers
-from adapterswap.live.inventory import Inventory, Origin, is_unloaded
+from adapterswap.live.inventory import Inventory, LoadedFrom, is_unloaded
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.switching import Switch, make_switch
 from adapterswap.planning.allocation import BASE, Rule
@@ -44,12 +44,12 @@ class Catalogue:
     def __init__(self, model: PeftModel) -> None:
         self.inventory = Inventory(model, {})
         self._model = model
-        self._origins: dict[str, Origin] = {}
+        self._origins: dict[str, LoadedFrom] = {}
         self._switches: dict[str, Switch] = {}
 
     def add(self, name: str, adapter: Adapter) -> None:
         """Note that the adapter `name` in the model was loaded from `adapter`."""
-        self._origins[name] = Origin(adapter, self._model.peft_config[name])
+        self._origins[name] = LoadedFrom(adapter, self._model.peft_config[name])
         self._look()
 
     def refresh(self) -> None:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 __all__ = [
-    "Factors",
     "Inventory",
-    "Origin",
+    "LoadedFactors",
+    "LoadedFrom",
     "factors",
     "find_layers",
     "is_unloaded",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Origin:
+class LoadedFrom:
     """The opened adapter that a loaded expert came from, and PEFT's config of that load (another load has another)."""
 
     adapter: Adapter
@@ -46,7 +46,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Factors:
+class LoadedFactors:
     """The tensors A (rank×in) and B (out×rank) of an adapter at a layer; of an embedding, see `LoraModule`."""
 
     a: torch.Tensor
@@ -54,12 +54,12 @@ class Factors:
     embedding: bool
 
 
-def factors(layer: Any, name: str) -> Factors | None:
+def factors(layer: Any, name: str) -> LoadedFactors | None:
     """An adapter's tensors at a LoRA layer; None where it has none."""
     if name in layer.lora_embedding_A:
-        return Factors(layer.lora_embedding_A[name], layer.lora_embedding_B[name], True)
+        return LoadedFactors(layer.lora_embedding_A[name], layer.lora_embedding_B[name], True)
     if name in layer.lora_A:
-        return Factors(layer.lora_A[name].weight, layer.lora_B[name].weight, False)
+        return LoadedFactors(layer.lora_A[name].weight, layer.lora_B[name].weight, False)
     return None
 
 
@@ -112,7 +112,7 @@ class Inventory:
         ArgumentError: the model is not a PeftModel, or has no LoRA layers.
     """
 
-    def __init__(self, model: PeftModel, origins: Mapping[str, Origin]) -> None:
+    def __init__(self, model: PeftModel, origins: Mapping[str, LoadedFrom]) -> None:
         from peft import PeftModel
         from peft.utils import AuxiliaryTrainingWrapper
 

@@ -30,10 +30,10 @@ from adapterswap.planning.slicing import sliced_layers
 
 __all__ = [
     "FORMAT",
-    "Asked",
     "CompositionRecord",
     "ExtractedModule",
     "ExtractionRecord",
+    "ExtractionRequest",
     "LeftOut",
     "SliceRecord",
     "SourceRecord",
@@ -214,7 +214,7 @@ class LeftOut(BaseModel):
     norm: float = Field(gt=0)
 
 
-class Asked(BaseModel):
+class ExtractionRequest(BaseModel):
     """What was asked of `extract`, and of what."""
 
     model_config = ConfigDict(strict=True)
@@ -237,7 +237,7 @@ class ExtractionRecord(_Written):
     base_model: str | None = None
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     sha256: dict[str, str] = Field(description="Of the adapter's own files.")
-    extraction: Asked
+    extraction: ExtractionRequest
     extracted: dict[str, ExtractedModule]
     unchanged: list[str] = []
     left_out: dict[str, LeftOut] = {}

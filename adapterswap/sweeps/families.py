@@ -14,7 +14,7 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Method, Partition
 from adapterswap.planning.names import fits_peft, fits_short_names
 
-__all__ = ["BASELINES", "EXTRA", "GRID_FIELDS", "Baseline", "Families", "Family", "Name", "Pair", "as_list"]
+__all__ = ["BASELINES", "EXTRA", "GRID_FIELDS", "Baseline", "ExpertPair", "Families", "Family", "Name", "as_list"]
 
 Baseline = Literal["base", "task", "language", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
 BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,7 +122,7 @@ GRID_FIELDS = (
 """The fields of a `Family` that take lists, in the order in which a grid runs through them: the last one fastest."""
 
 
-class Pair(StrictModel):
+class ExpertPair(StrictModel):
     """A task expert and a language expert; several names on a side are averaged first."""
 
     task: Values[str]

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from adapterswap.experts.layers import MAX_LAYERS
 from adapterswap.files.smallfiles import exists, expand
 from adapterswap.files.yamlfiles import StrictModel, read_recipe
-from adapterswap.sweeps.families import Baseline, Families, Name, Pair, as_list
+from adapterswap.sweeps.families import Baseline, ExpertPair, Families, Name, as_list
 from adapterswap.sweeps.settings import DocumentSplit, Search, SweepSettings
 
 __all__ = ["SWEEP_PATHS", "SweepRecipe", "read_sweep_recipe", "with_places"]
@@ -30,7 +30,7 @@ class SweepRecipe(StrictModel):
     )
     task_experts: dict[Name, str] = Field(min_length=1, description="Name → folder or Hub id of an adapter.")
     language_experts: dict[Name, str] = Field(min_length=1, description="Likewise.")
-    pairs: Annotated[list[Pair], Field(min_length=1)] | None = Field(
+    pairs: Annotated[list[ExpertPair], Field(min_length=1)] | None = Field(
         default=None, description="{task: NAME, language: NAME}; default: each task expert with each language expert."
     )
     soup_sides: bool = Field(

@@ -19,7 +19,7 @@ from adapterswap.errors import BaseModelError, DataError
 from adapterswap.planning.partitions import SIDES
 from adapterswap.training.hygiene import Screen
 from adapterswap.training.recipe import DatasetSource, TrainingOptions, TrainRecipe
-from adapterswap.training.report import Rows
+from adapterswap.training.report import RowCounts
 from adapterswap.training.rows import load_rows
 from adapterswap.training.tokens import TokenCounts, Tokens, tokenize
 
@@ -38,7 +38,7 @@ class Data:
     train: Tokens
     parts: tuple[int, ...]
     validation: Tokens | None
-    rows: Rows
+    rows: RowCounts
 
 
 def load_data(recipe: TrainRecipe, base: Base) -> Data:
@@ -73,7 +73,7 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
         held_out = joined.take(np.concatenate([group[:share] for group in groups]))
         groups = [group[share:] for group in groups]
     train = joined.take(np.concatenate(groups))
-    rows = Rows(
+    rows = RowCounts(
         sources=[asdict(source) for source in sources],
         train=len(train),
         validation=len(held_out) if held_out else 0,

@@ -8,11 +8,11 @@ from typing import Any
 
 from adapterswap.training.selection import CheckpointSelection
 
-__all__ = ["Rows", "TrainEstimate", "TrainReport"]
+__all__ = ["RowCounts", "TrainEstimate", "TrainReport"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowCounts:
     """What became of the rows.
 
     Attributes:
@@ -110,7 +110,7 @@ class TrainReport:
     resumed_from: int | None
     train_losses: list[tuple[int, float]]
     eval_losses: list[tuple[int, float]]
-    rows: Rows
+    rows: RowCounts
     tokens: int
     seconds: float
     trainable_parameters: int
@@ -147,7 +147,7 @@ class TrainEstimate:
     base_parameters: int
     steps: int
     tokens: int
-    rows: Rows
+    rows: RowCounts
     memory: dict[str, int]
     device: str
     dtype: str

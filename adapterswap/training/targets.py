@@ -63,11 +63,11 @@ def find_targets(model: Any, recipe: TrainRecipe, config: Any) -> TrainingTarget
             projections are not recognised, or a side of a partition without a module.
         BaseModelError: a partition, where the model does not say how many layers it has.
     """
-    choice = _Choice(model, recipe, config)
+    choice = _Targeted(model, recipe, config)
     return choice.weights() if recipe.adapter.method == "none" else choice.adapters()
 
 
-class _Choice:
+class _Targeted:
     """The modules of one model, among which one recipe chooses."""
 
     def __init__(self, model: Any, recipe: TrainRecipe, config: Any) -> None:
