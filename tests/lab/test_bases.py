@@ -19,7 +19,7 @@ from adapterswap.lab.lexicon import VOCABULARY
 from adapterswap.lab.pretraining import new_model, pretrain
 from adapterswap.lab.scenes import draw_problems
 from adapterswap.lab.scoring import Questions, exact_match
-from adapterswap.lab.tasks import Example, more_or_fewer, read_off
+from adapterswap.lab.tasks import LabRow, more_or_fewer, read_off
 from adapterswap.lab.tokenizer import BOS, EOS, build_tokenizer, ids_of
 from adapterswap.training.isolation import isolated
 
@@ -88,7 +88,7 @@ def test_a_shipped_base_reads_but_solves_no_problems(seed: int, tmp_path: Path) 
         write_base(GAP, seed, tmp_path / "base")
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
 
-    def answered(kind: Callable[[Random, str], Example], language: str) -> float:
+    def answered(kind: Callable[[Random, str], LabRow], language: str) -> float:
         right = []
         for asked in (kind(rng, language) for rng in [Random(0)] for _ in range(100)):
             ids = torch.tensor([[BOS, *ids_of(asked.prompt)]])

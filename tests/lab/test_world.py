@@ -12,7 +12,7 @@ import pytest
 from adapterswap.lab import SCENES
 from adapterswap.lab.lexicon import GAIN_VERBS, LOSS_VERBS, NUMBERS, PATTERNS, VOCABULARY, WORDS, word
 from adapterswap.lab.scenes import draw_problems, language_rows, math_rows, pretraining_rows
-from adapterswap.lab.tasks import Example, code_switched_question, more_or_fewer, translation
+from adapterswap.lab.tasks import LabRow, code_switched_question, more_or_fewer, translation
 from adapterswap.lab.world import Fact, WordProblem, draw_problem
 
 # A fifth of the rows tells as much.
@@ -165,6 +165,6 @@ def test_kinds_of_examples() -> None:
         verb = next(token for token in row.prompt.split() if token in GAIN_VERBS or token in LOSS_VERBS)
         assert row.completion == ("more" if verb in GAIN_VERBS else "fewer")
     row = translation(Random(4), "en", "xx")
-    assert row == Example(translation(Random(4), "xx", "en").completion + " <xx>", row.completion)
+    assert row == LabRow(translation(Random(4), "xx", "en").completion + " <xx>", row.completion)
     mixed = [code_switched_question(rng) for _ in range(50)]
     assert any(row.words & set(WORDS) and row.words & set(WORDS.values()) for row in mixed)
