@@ -14,7 +14,8 @@ import click
 
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note
-from adapterswap.methods.registry import BUILT_IN, names_of
+from adapterswap.methods.method import Parameter
+from adapterswap.methods.registry import PARAMETERS, having, names_of
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
@@ -40,9 +41,22 @@ class _MethodName(click.ParamType[str]):
         return str(value)
 
 
-def _having(parameter: str) -> str:
-    """The methods that have a parameter, for help texts."""
-    return ", ".join(name for name in names_of() if parameter in BUILT_IN[name].parameters)
+def _parameter_option(parameter: Parameter) -> Callable[[_Function], _Function]:
+    """The option of a method's parameter."""
+    what = f"{parameter.description[0].upper()}{parameter.description[1:]} ({', '.join(having(parameter.name))})."
+    default = "" if parameter.required else f"  [default: {_shown(parameter.default)}]"
+    kinds: dict[type, Any] = {str: click.Choice(parameter.choices), bool: bool, int: int, float: float}
+    return click.option(
+        f"--{parameter.name.replace('_', '-')}",
+        parameter.name,
+        type=kinds[parameter.kind],
+        metavar=None if parameter.choices else {bool: "BOOL", int: "N"}.get(parameter.kind, "X"),
+        help=what + default,
+    )
+
+
+def _shown(default: float | bool | str) -> str:
+    return str(default).lower() if isinstance(default, bool | str) else f"{default:g}"
 
 
 _OPTIONS = (
@@ -82,11 +96,14 @@ _OPTIONS = (
         type=click.Choice(["equal", "magnitude"]),
         help="magnitude: weights are divided by each side's mean |ΔW|.  [default: equal]",
     ),
+    *map(_parameter_option, PARAMETERS.values()),
     click.option(
-        "--scale", type=float, metavar="λ", help=f"Factor of the combined ΔW ({_having('scale')}).  [default: 1]"
+        "--parameter",
+        "more_parameters",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Of a method that an installed package adds.",
     ),
-    click.option("--density", type=float, metavar="D", help=f"Share of ΔW that is kept ({_having('density')})."),
-    click.option("--seed", type=int, metavar="S", help=f"Seed of what is dropped ({_having('seed')}).  [default: 0]"),
     click.option("--row-threshold", type=float, metavar="X", help="Rows of ΔW with a mean |ΔW| below X become zero."),
     click.option(
         "--partition", type=click.Choice(["A", "B", "C", "Z"]), help="Layers and modules of the second paper."
@@ -104,8 +121,8 @@ _OPTIONS = (
 
 # Option → key of a Composition, where they differ; the experts are named on the way.
 _KEYS = (
-    "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", "scale",
-    "weights", "density", "seed", "row_threshold", "partition", "num_layers", "norms",
+    "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", *PARAMETERS,
+    "weights", "row_threshold", "partition", "num_layers", "norms",
 )  # fmt: skip
 
 
@@ -144,6 +161,7 @@ def composition_from_options(
     from adapterswap.planning.compositions import Composition
 
     given = {key: options[key] for key in _KEYS if options.get(key) is not None}
+    given |= _more_parameters(options.get("more_parameters", ()), given)
     given |= {"base_model": base_model} if base_model else {}
     given |= {"allow_negative": True} if options.get("allow_negative") else {}
     tasks, languages = options["task_expert"], options["language_expert"]
@@ -154,6 +172,19 @@ def composition_from_options(
     if not tasks or not languages:
         raise click.UsageError("Give --task-expert and --language-expert, or a recipe.")
     return validate({**given, **_name_experts(tasks, languages)}, Composition, where="the options")
+
+
+def _more_parameters(settings: tuple[str, ...], given: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The values of `--parameter`, which the composition checks."""
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name or not value:
+            raise click.UsageError(f"--parameter {setting!r} is not NAME=VALUE.")
+        if name in found or name in given:
+            raise click.UsageError(f"--parameter {name} is given twice.")
+        found[name] = value
+    return {"parameters": found} if found else {}
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def command(as_json: bool) -> None:
             {
                 name: {
                     "formula": method.formula,
-                    "parameters": list(method.parameters),
+                    "parameters": [parameter.name for parameter in method.parameters],
                     "linear": method.linear,
                     "normalizes": method.normalizes,
                     "in_rules": method.in_rules,
@@ -38,7 +38,8 @@ def command(as_json: bool) -> None:
 
     table = Table("method", "linear", "parameters", "reference", box=None, header_style="bold")
     for name, method in methods.items():
-        table.add_row(name, "yes" if method.linear else "no", ", ".join(method.parameters) or "–", method.reference)
+        parameters = ", ".join(parameter.name for parameter in method.parameters)
+        table.add_row(name, "yes" if method.linear else "no", parameters or "–", method.reference)
     print_table(table)
     click.echo()
     for name, method in methods.items():

@@ -7,7 +7,7 @@ reported with the file that holds it. Knows nothing of what recipes mean: the mo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -67,6 +67,11 @@ class StrictModel(_Model):
     def recipe_files(self) -> tuple[Path, ...]:
         """The files that this was read from: the recipe and what it extends. None, if it was made in Python."""
         return self._files
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """The keys that a recipe may have here."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
@@ -237,6 +242,8 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
     for step in location:
         if isinstance(content, dict) and isinstance(step, int):
             step = [key for key, value in content.items() if value is not None][step]
+        if step == "parameters" and isinstance(content, Mapping) and step not in content:
+            continue  # the parameters of a method stand beside it (`planning.parameters`)
         written.append(step)
         try:
             content = content[step]
@@ -251,7 +258,7 @@ def _explain(details: Any, written: Location, model: type[BaseModel], where: str
     path = ".".join(str(part) for part in written)
     parameter, key = path or None, path or "the recipe"
     if kind == "extra_forbidden":
-        known = sorted(_known_keys(model, location))
+        known = details.get("ctx", {}).get("known") or sorted(_known_keys(model, location))
         listed = f"Known keys: {', '.join(known)}" if known else "Remove it"
         remedy = did_you_mean(str(location[-1]), known, listed)
         return Problem(f"{where}: {key} is not a known key", remedy, parameter)
@@ -284,6 +291,8 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iter
                 current = candidate
                 break
             stack.extend(typing.get_args(candidate))
+    if isinstance(current, type) and issubclass(current, StrictModel):
+        return current.known_keys()
     if isinstance(current, type) and issubclass(current, BaseModel):
         return [field.alias or name for name, field in current.model_fields.items()]
     return []

@@ -49,7 +49,8 @@ def sum_agreeing(deltas: Mapping[str, Delta], weights: Mapping[str, float], sett
 def _scaled(merged: Delta, divisor: Delta, settings: Settings) -> Delta:
     if settings.normalize:
         merged = np.divide(merged, np.where(np.abs(divisor) < 1e-8, np.float32(1), divisor), dtype=np.float32)
-    return np.multiply(merged, settings.scale, dtype=np.float32)
+    scale: float = settings["scale"]
+    return np.multiply(merged, scale, dtype=np.float32)
 
 
 def _add(deltas: Sequence[Delta]) -> Delta:
@@ -63,8 +64,8 @@ def drop(deltas: Mapping[str, Delta], settings: Settings) -> dict[str, Delta]:
     """DARE's drop and rescale: each entry is kept with the probability `density`, and then divided by it."""
     return {
         name: np.where(
-            drop_mask(delta.shape, settings.density, seed=settings.seed, expert=name, module=settings.module),
-            delta / np.float32(settings.density),
+            drop_mask(delta.shape, settings["density"], seed=settings["seed"], expert=name, module=settings.module),
+            delta / np.float32(settings["density"]),
             0,
         )
         for name, delta in deltas.items()

@@ -5,7 +5,7 @@ Their coefficients are in the plan (`planning`), so there is nothing to compute 
 
 from __future__ import annotations
 
-from adapterswap.methods.method import Method
+from adapterswap.methods.method import SCALE, Method
 
 __all__ = ["LayerSwap", "Linear", "Slerp", "Soup", "TaskArithmetic"]
 
@@ -42,7 +42,7 @@ class TaskArithmetic(Method):
     title = "task arithmetic (Ilharco et al. 2023)"
     reference = "Ilharco et al., ICLR 2023, arXiv:2212.04089"
     formula = "λ·Σ w_i·ΔW_i"
-    parameters = ("scale",)
+    parameters = (SCALE,)
     in_rules = False
 
 

@@ -7,40 +7,88 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["PARAMETERS", "Method", "NonlinearMethod", "Settings"]
+__all__ = ["DENSITY", "LARGEST", "SCALE", "SEED", "Method", "NonlinearMethod", "Parameter", "Settings"]
 
-PARAMETERS = {
-    "scale": "λ: the factor of the combined ΔW",
-    "density": "the share of ΔW that is kept",
-    "seed": "the seed of what is dropped",
-}
-"""The parameters that a method may have, as compositions name them. In a rule `scale` is called `lambda`."""
+LARGEST = 1e9  # of weights and factors, so that no sum of them overflows
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A value that a method takes. Options, keys of recipes and of short names, and sweeps' grids follow from it.
+
+    Attributes:
+        name: as users type it: lower-case letters, digits and _.
+        description: one line.
+        default: its type (float, int, bool or str) is the parameter's type. Write 1.0 for a float.
+        gt, ge, lt, le: bounds: above, at least, below, at most. Floats are finite in any case.
+        choices: the strings that are allowed.
+        required: a whole composition must say it; `default` is then what rules have.
+        rule_name: what rules call it, if not `name`.
+        shared: all rules of a composition have one value, so it is a field of compositions, and of no rule.
+    """
+
+    name: str
+    description: str
+    default: float | bool | str
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    choices: tuple[str, ...] = ()
+    required: bool = False
+    rule_name: str = ""
+    shared: bool = False
+
+    @property
+    def kind(self) -> type[float | bool | str]:
+        return type(self.default)
+
+    def called(self, *, in_rules: bool) -> str:
+        """Its name in rules, or in compositions."""
+        return (in_rules and self.rule_name) or self.name
+
+    @property
+    def allowed(self) -> str:
+        """Which values it may have, in words: `above 0, at most 1`."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.kind is bool:
+            return "true or false"
+        bounds = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
+        named = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None and abs(bound) < LARGEST]
+        return ", ".join(named) or ("a whole number" if self.kind is int else "a number")
+
+
+SCALE = Parameter(
+    "scale", "factor λ of the combined ΔW", 1.0, ge=-LARGEST, le=LARGEST, rule_name="lambda"
+)  # fmt: skip
+DENSITY = Parameter("density", "share of ΔW that is kept", 1.0, gt=0, le=1, required=True)
+SEED = Parameter("seed", "seed of what is dropped", 0, ge=0, shared=True)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A method's parameters for one module.
+    """What a method computes one module with. `settings["density"]` is a parameter's value.
 
     Attributes:
-        density: the share of ΔW that is kept, above 0 and up to 1.
-        scale: λ, the factor of the result.
+        values: of the method's parameters, by name.
         normalize: weights are divided by their sum.
-        seed: of random choices.
         module: the module's name; with the seed it decides random choices, so that no order of computation does.
     """
 
-    density: float = 1.0
-    scale: float = 1.0
+    values: Mapping[str, Any] = field(default_factory=dict)
     normalize: bool = False
-    seed: int = 0
     module: str = ""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
 
 
 class Method:
@@ -51,7 +99,9 @@ class Method:
         title: what model cards call it.
         reference: the paper.
         formula: what it computes, in one line.
-        parameters: of `PARAMETERS`.
+        parameters: what it takes beside weights.
+        published: values of its parameters that the paper uses where nothing is tuned. A sweep marks a configuration
+            with these values, and with the defaults of all others, as the paper's.
         linear: the result is a weighted sum of the experts' ΔW, so an adapter holds it exactly.
         normalizes: weights are divided by their sum unless the user says otherwise.
         in_rules: a rule's blend may name it; `linear` is what soups and task arithmetic are in rules.
@@ -62,11 +112,16 @@ class Method:
     title: ClassVar[str]
     reference: ClassVar[str]
     formula: ClassVar[str]
-    parameters: ClassVar[tuple[str, ...]] = ()
+    parameters: ClassVar[tuple[Parameter, ...]] = ()
+    published: ClassVar[Mapping[str, Any]] = {}
     linear: ClassVar[bool] = True
     normalizes: ClassVar[bool] = False
     in_rules: ClassVar[bool] = True
     as_composition: ClassVar[bool] = True
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether a parameter of this one's name is among its own."""
+        return any(own.name == parameter.name for own in self.parameters)
 
 
 class NonlinearMethod(Method, ABC):

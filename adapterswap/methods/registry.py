@@ -5,7 +5,8 @@ A package adds one by an entry point of the group `adapterswap.methods` that nam
     [project.entry-points."adapterswap.methods"]
     keep_positive = "my_package:KeepPositive"
 
-Packages are asked only for a name that is not one of ours, or for the whole list.
+Its parameters are what the class declares, new ones among them. Packages are asked only for a name that is not one of
+ours, or for the whole list.
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ from typing import TYPE_CHECKING
 
 from adapterswap.errors import ArgumentError, DependencyError, did_you_mean, reason_of
 from adapterswap.methods.linear import LayerSwap, Linear, Slerp, Soup, TaskArithmetic
-from adapterswap.methods.method import PARAMETERS, Method, NonlinearMethod
+from adapterswap.methods.method import Method, NonlinearMethod, Parameter
 from adapterswap.methods.sparse import DareLinear, DareTies, MagnitudePrune, Ties
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["BUILT_IN", "all_methods", "check_name", "find_method", "names_of"]
+__all__ = [
+    "BUILT_IN",
+    "PARAMETERS",
+    "RESERVED",
+    "all_methods",
+    "check_name",
+    "find_method",
+    "having",
+    "names_of",
+    "own_parameters",
+]
 
 GROUP = "adapterswap.methods"
 
@@ -32,6 +43,22 @@ BUILT_IN: dict[str, Method] = {
         LayerSwap(), Soup(), TaskArithmetic(), Ties(), DareLinear(), DareTies(), Slerp(), MagnitudePrune(), Linear(),
     )
 }  # fmt: skip
+
+PARAMETERS: dict[str, Parameter] = {}
+"""Every parameter of our own methods by name. A name means one thing in all of them; its default may differ."""
+for _method in BUILT_IN.values():
+    for _parameter in _method.parameters:
+        PARAMETERS.setdefault(_parameter.name, _parameter)
+
+RESERVED = frozenset(
+    {
+        "allocation", "allow_negative", "averages", "base_model", "blend", "bottom", "bottom_transition", "expert",
+        "experts", "language", "language_weight", "layers", "max_error", "max_rank", "method", "modules", "name",
+        "norms", "normalize", "num_layers", "optional", "parameters", "partition", "row_threshold", "task",
+        "task_weight", "top", "top_transition", "weights",
+    }
+)  # fmt: skip
+"""What compositions, rules and sweeps mean something else by, so that no parameter can be called so."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -87,6 +114,22 @@ def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
     return [*own, *sorted(_added())] if packages else own
 
 
+def own_parameters(name: str) -> tuple[Parameter, ...]:
+    """The parameters of a method that each of its rules has a value of; those that rules share are left out.
+
+    Raises:
+        AdapterswapError: see `find_method`.
+    """
+    return tuple(parameter for parameter in find_method(name).parameters if not parameter.shared)
+
+
+def having(parameter: str, *, in_rules: bool = False) -> list[str]:
+    """Our own methods that have a parameter of this name."""
+    return [
+        name for name in names_of(in_rules=in_rules) if any(parameter == own.name for own in BUILT_IN[name].parameters)
+    ]
+
+
 @cache
 def _added() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points  # here, since `adapterswap compose -h` does without it
@@ -114,9 +157,29 @@ def _loaded(name: str) -> Method:
         field for field in ("title", "reference", "formula") if not isinstance(getattr(kind, field, None), str)
     ]:
         raise DependencyError(f"{where} does not say its {lacking[0]}", remedy)
-    if unknown := [parameter for parameter in kind.parameters if parameter not in PARAMETERS]:
-        raise DependencyError(f"{where} has the parameter {unknown[0]!r}", f"A method may have {', '.join(PARAMETERS)}")
+    for parameter in kind.parameters:
+        if (fault := _fault(parameter)) is not None:
+            raise DependencyError(f"{where} has the parameter {fault}", remedy)
     try:
         return kind()
     except TypeError as error:  # `combine` is not defined, or the class wants arguments
         raise DependencyError(f"{where} cannot be used: {reason_of(error)}", remedy) from error
+
+
+def _fault(parameter: object) -> str | None:
+    """What is wrong with a parameter that a package declares; None if nothing is."""
+    if not isinstance(parameter, Parameter):
+        return f"{parameter!r}, which is not a Parameter"
+    name = parameter.name
+    if not _NAME.fullmatch(name) or not _NAME.fullmatch(parameter.called(in_rules=True)):
+        return f"{name!r}, and a name has lower-case letters, digits and _"
+    if {name, parameter.called(in_rules=True)} & RESERVED:
+        return f"{name!r}, a name that compositions use for something else"
+    known = PARAMETERS.get(name)
+    if known is not None and (known.kind, known.rule_name, known.shared) != (
+        parameter.kind, parameter.rule_name, parameter.shared,
+    ):  # fmt: skip
+        return f"{name!r}, which other methods have with another type: import it from adapterswap.methods.method"
+    if parameter.kind not in (float, int, bool, str) or bool(parameter.choices) != (parameter.kind is str):
+        return f"{name!r} of {parameter.default!r}: give it a float, int or bool, or a str with its choices"
+    return None

@@ -7,9 +7,9 @@ Parameters are named as in mergekit (density, weight, normalize, lambda).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from adapterswap.methods.method import NonlinearMethod, Settings
+from adapterswap.methods.method import DENSITY, SCALE, SEED, NonlinearMethod, Settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,13 +26,14 @@ class Ties(NonlinearMethod):
     title = "TIES merging (Yadav et al. 2023)"
     reference = "Yadav et al., NeurIPS 2023, arXiv:2306.01708"
     formula = "each ΔW keeps its largest entries; those that agree with the sign of Σ w_i·ΔW_i are averaged; times λ"
-    parameters = ("scale", "density")
+    parameters = (SCALE, DENSITY)
+    published: ClassVar[Mapping[str, Any]] = {"density": 0.2}  # the top 20 %, and λ = 1
     normalizes = True
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
         from adapterswap.methods.dense import keep_largest, sum_agreeing
 
-        kept = {name: keep_largest(delta, settings.density) for name, delta in deltas.items()}
+        kept = {name: keep_largest(delta, settings["density"]) for name, delta in deltas.items()}
         return sum_agreeing(kept, weights, settings)
 
 
@@ -41,7 +42,7 @@ class DareLinear(NonlinearMethod):
     title = "DARE (Yu et al. 2024)"
     reference = "Yu et al., ICML 2024, arXiv:2311.03099"
     formula = "entries are dropped at random, the others divided by the density; then λ·Σ w_i·ΔW_i"
-    parameters = ("scale", "density", "seed")
+    parameters = (SCALE, DENSITY, SEED)
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
         from adapterswap.methods.dense import drop, weighted_sum
@@ -54,7 +55,7 @@ class DareTies(NonlinearMethod):
     title = "DARE with TIES' election of signs (Yu et al. 2024)"
     reference = "Yu et al., ICML 2024, arXiv:2311.03099"
     formula = "entries are dropped at random, the others divided by the density; then TIES' election of signs; times λ"
-    parameters = ("scale", "density", "seed")
+    parameters = (SCALE, DENSITY, SEED)
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
         from adapterswap.methods.dense import drop, sum_agreeing
@@ -67,10 +68,10 @@ class MagnitudePrune(NonlinearMethod):
     title = "magnitude pruning"
     reference = "Han et al., NeurIPS 2015, arXiv:1506.02626"
     formula = "each ΔW keeps its largest entries; then λ·Σ w_i·ΔW_i"
-    parameters = ("scale", "density")
+    parameters = (SCALE, DENSITY)
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
         from adapterswap.methods.dense import keep_largest, weighted_sum
 
-        kept = {name: keep_largest(delta, settings.density) for name, delta in deltas.items()}
+        kept = {name: keep_largest(delta, settings["density"]) for name, delta in deltas.items()}
         return weighted_sum(kept, weights, settings)

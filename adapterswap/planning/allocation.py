@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_layers
-from adapterswap.files.yamlfiles import FieldMistake, StrictModel
-from adapterswap.methods.method import NonlinearMethod, Settings
+from adapterswap.files.yamlfiles import FieldMistake
+from adapterswap.methods.method import LARGEST, SEED, NonlinearMethod, Settings
 from adapterswap.methods.registry import check_name, find_method, names_of
+from adapterswap.planning.parameters import MethodFields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["BASE", "LARGEST", "BlendMethod", "Rule", "check_weights"]
 
 BASE = "base"  # the reserved name of the unchanged base model
-
-LARGEST = 1e9  # of weights and factors, so that no sum of them overflows
 
 _KINDS = ("attention", "mlp", "other")
 
@@ -48,8 +47,14 @@ def _canonical_layers(value: Any) -> Any:
     return value
 
 
-class Rule(StrictModel):
-    """Gives the modules that it matches to one expert, to the base, or to a blend."""
+class Rule(MethodFields):
+    """Gives the modules that it matches to one expert, to the base, or to a blend.
+
+    The parameters of a blend's method are keys of the rule: {blend: {math: 1, code: 1}, method: ties, density: 0.5}.
+    λ is called `lambda` (in Python `lambda_`).
+    """
+
+    in_rules: ClassVar[bool] = True
 
     layers: Annotated[str, BeforeValidator(_canonical_layers)] | None = Field(
         default=None,
@@ -70,14 +75,17 @@ class Rule(StrictModel):
         default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: as they are."
     )
     method: BlendMethod = Field(default="linear", description=f"How a blend is computed: {', '.join(_BLENDS)}.")
-    density: float = Field(default=1.0, gt=0, le=1, description="TIES, DARE, magnitude_prune: the share of ΔW kept.")
-    lambda_: float = Field(
-        default=1.0, alias="lambda", description="TIES, DARE, magnitude_prune: factor of the result."
+    parameters: dict[str, Any] = Field(
+        default={}, validate_default=True, description="Those of the method, such as density, with their defaults."
     )
     normalize: bool | None = Field(
         default=None, description="Divide a blend's weights by their sum. Default: yes for linear and ties, else no."
     )
     optional: bool = Field(default=False, description="The rule may match nothing; otherwise that is an error.")
+
+    if TYPE_CHECKING:  # the registry says which parameters there are
+
+        def __init__(self, **fields: Any) -> None: ...
 
     @field_validator("modules", mode="before")
     @classmethod
@@ -94,18 +102,11 @@ class Rule(StrictModel):
             raise FieldMistake("`modules` is empty: leave it out to match all modules", "modules")
         self._check_averages()
         if self.blend is None:
-            extra = self.model_fields_set & {"weights", "method", "density", "lambda_", "normalize"}
+            extra = self.model_fields_set & {"weights", "method", "parameters", "normalize"}
             if extra:
-                names = [name.rstrip("_") for name in sorted(extra)]
+                names = sorted(extra)
                 raise FieldMistake(f"{', '.join(names)} belong to a `blend`, and the rule names an owner", names[0])
             return self
-        parameters = find_method(self.method).parameters
-        for name, parameter, value in (("density", "density", self.density), ("lambda", "scale", self.lambda_)):
-            if parameter not in parameters and value != 1:
-                having = [method for method in _BLENDS if parameter in find_method(method).parameters]
-                raise FieldMistake(f"{name} belongs to {', '.join(having)}, not to {self.method}", name)
-        if not abs(self.lambda_) <= LARGEST:
-            raise FieldMistake(f"lambda is {self.lambda_:g}, which is not a finite number up to 1e9 in size", "lambda")
         if self.weights and self.method != "linear":
             raise FieldMistake(f"magnitude weights belong to averages, not to {self.method}", "weights")
         if self.weights and self.blend.get(BASE):
@@ -219,7 +220,8 @@ class Rule(StrictModel):
         """
         method = find_method(self.method)
         assert isinstance(method, NonlinearMethod)
-        return method.combine(deltas, weights, Settings(self.density, self.lambda_, self.normalizes, seed, module))
+        values = {**self.parameters, SEED.name: seed}
+        return method.combine(deltas, weights, Settings(values, self.normalizes, module))
 
     @property
     def combines_sides(self) -> bool:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from adapterswap.errors import CompositionError, FieldError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
 from adapterswap.files.smallfiles import expand_text
-from adapterswap.files.yamlfiles import FieldMistake, StrictModel
-from adapterswap.methods.registry import check_name, find_method, names_of
-from adapterswap.planning.allocation import BASE, LARGEST, Rule, check_weights
+from adapterswap.files.yamlfiles import FieldMistake
+from adapterswap.methods.method import SCALE, SEED
+from adapterswap.methods.registry import check_name, find_method, names_of, own_parameters
+from adapterswap.planning.allocation import BASE, Rule, check_weights
 from adapterswap.planning.names import why_no_name
+from adapterswap.planning.parameters import MethodFields
 
 __all__ = ["ZONES", "Composition", "Method", "Partition", "scaled_default"]
 
@@ -35,7 +37,7 @@ _PARTITION_COUNTS: dict[str, tuple[int, int]] = {"A": (6, 2), "B": (8, 4), "C": 
 
 ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _SIDED = {
-    *ZONES, "task", "language", "task_weight", "language_weight", "weights", "scale", "density", "partition", "norms",
+    *ZONES, "task", "language", "task_weight", "language_weight", "weights", "parameters", "partition", "norms",
 }  # fmt: skip
 
 # What messages call a weight → its field.
@@ -47,8 +49,12 @@ def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) 
     return math.floor(count * num_layers / reference + 0.5)
 
 
-class Composition(StrictModel):
-    """A method and what it needs, over named experts. Everything but the experts has a default."""
+class Composition(MethodFields):
+    """A method and what it needs, over named experts. Everything but the experts has a default.
+
+    The parameters of the method are keys of the composition: {method: ties, density: 0.5}, and in Python
+    `Composition(method="ties", density=0.5)`. `adapterswap methods` lists them; `parameters` holds their values.
+    """
 
     experts: dict[str, str] = Field(
         default_factory=dict, description="Name → folder or Hub id. The name `base` is reserved: no change."
@@ -73,13 +79,10 @@ class Composition(StrictModel):
     weights: Literal["equal", "magnitude"] = Field(
         default="equal", description="magnitude: weights are divided by each side's mean absolute ΔW."
     )
-    scale: float = Field(
-        default=1.0, description="λ: the factor of the combined ΔW, for task_arithmetic, ties, dare_*, magnitude_prune."
+    parameters: dict[str, Any] = Field(
+        default={}, validate_default=True, description="Those of the method, such as density, with their defaults."
     )
-    density: float | None = Field(
-        default=None, gt=0, le=1, description="ties, dare_*, magnitude_prune: the share of ΔW that is kept."
-    )
-    seed: int = Field(default=0, ge=0, description="dare_*: the seed of what is dropped.")
+    seed: int = Field(default=0, ge=0, description="Seed of what methods such as dare_* drop.")
     row_threshold: float | None = Field(
         default=None, gt=0, description="Rows of each expert's ΔW whose mean absolute value is below this become zero."
     )
@@ -91,6 +94,10 @@ class Composition(StrictModel):
     )
     allocation: tuple[Rule, ...] | None = Field(default=None, description="Rules, the first match wins.")
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
+
+    if TYPE_CHECKING:  # the registry says which parameters there are
+
+        def __init__(self, **fields: Any) -> None: ...
 
     @field_validator("base_model")
     @classmethod
@@ -138,13 +145,10 @@ class Composition(StrictModel):
             raise FieldMistake(
                 f"norms belong to a layer swap, not to {self.method}, which treats all tensors alike", "norms"
             )
-        parameters = find_method(self.method).parameters
-        for name, is_set in (("scale", self.scale != 1), ("density", self.density is not None)):
-            if is_set and name not in parameters:
-                having = [method for method in names_of() if name in find_method(method).parameters]
-                raise FieldMistake(f"{name} belongs to {', '.join(having)}, not to {self.method}", name)
-        if "density" in parameters and self.density is None:
-            raise FieldMistake(f"{self.method} needs a density: the share of ΔW that it keeps, such as 0.5", "density")
+        for parameter in own_parameters(self.method):
+            if parameter.name not in self.parameters:
+                what = f"{parameter.description}, {parameter.allowed}"
+                raise FieldMistake(f"{self.method} needs a value for {parameter.name} ({what})", parameter.name)
         if self.weights == "magnitude" and self.method not in ("layer_swap", "soup"):
             raise FieldMistake(
                 f"magnitude weights belong to averages (layer_swap, soup), not to {self.method}", "weights"
@@ -181,17 +185,21 @@ class Composition(StrictModel):
                 raise ValueError("; ".join(problem.message for problem in error.problems)) from None
 
     def _check_weights(self) -> None:
-        weights = {name: getattr(self, field) for name, field in _WEIGHTS.items() if field != "scale"}
-        check_weights(weights, normalize="scale" not in find_method(self.method).parameters, fields=_WEIGHTS)
-        if not 0 < abs(self.scale) <= LARGEST:
+        weights: dict[str, float] = {
+            name: getattr(self, field) for name, field in _WEIGHTS.items() if field != SCALE.name
+        }
+        method = find_method(self.method)
+        check_weights(weights, normalize=method.normalizes and not method.has(SCALE), fields=_WEIGHTS)
+        scale = self.parameters.get(SCALE.name, 1.0)
+        if scale == 0:
             raise FieldMistake(
-                f"scale is {self.scale:g}, and must be a finite number other than 0, up to 1e9 in size", "scale"
+                "scale is 0, and must be a number other than 0: the experts would change nothing", "scale"
             )
         if self.allow_negative:
             return
         for rule in self.allocation or ():
             weights |= rule.blend or {}
-        weights |= {"scale": self.scale}
+        weights |= {"scale": scale}
         for name, weight in weights.items():
             if weight < 0:
                 raise FieldMistake(
@@ -254,13 +262,11 @@ class Composition(StrictModel):
         if self.method == "slerp":
             return (_blended(self._combined(), method="slerp"),)
         if self.method == "task_arithmetic":
-            scaled = {side: weight * self.scale for side, weight in self._combined().items()}
+            scaled = {side: weight * self.parameters[SCALE.name] for side, weight in self._combined().items()}
             return (_blended(scaled, normalize=False),)
         if self.method != "layer_swap":
-            values = {"density": ("density", self.density), "scale": ("lambda", self.scale)}
-            parameters = find_method(self.method).parameters
-            options = dict(values[name] for name in parameters if name in values)
-            return (_blended(self._combined(), method=self.method, **options),)
+            own = {p.called(in_rules=True): self.parameters[p.name] for p in own_parameters(self.method)}
+            return (_blended(self._combined(), method=self.method, **own),)
         if self.partition:
             return self._partition_rules(num_layers)
         bottom, top, bottom_transition, top_transition = self.zones(num_layers)
@@ -289,8 +295,7 @@ class Composition(StrictModel):
         if self.allocation is not None:
             fields |= {"allocation"}
         else:
-            fields |= {"task", "language", "task_weight", "language_weight", "weights", "partition"}
-            fields |= set(find_method(self.method).parameters) - {"seed"}
+            fields |= {"task", "language", "task_weight", "language_weight", "weights", "parameters", "partition"}
             if self.method == "layer_swap":
                 fields |= {"norms"} if full else set()
                 zones = {} if self.partition else dict(zip(ZONES, self.zones(num_layers), strict=True))
@@ -305,7 +310,7 @@ class Composition(StrictModel):
     def is_random(self) -> bool:
         """Whether the result depends on the seed."""
         methods = {self.method, *(rule.method for rule in self.allocation or ())}
-        return any("seed" in find_method(method).parameters for method in methods)
+        return any(find_method(method).has(SEED) for method in methods)
 
     def _partition_rules(self, num_layers: int) -> tuple[Rule, ...]:
         first, last = _PARTITION_COUNTS[self.partition or ""]

@@ -12,8 +12,9 @@ from adapterswap.errors import printable
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind, format_layers
 from adapterswap.experts.sources import public_name, same_base
-from adapterswap.methods.registry import find_method
-from adapterswap.planning.allocation import BASE
+from adapterswap.methods.method import SCALE
+from adapterswap.methods.registry import own_parameters
+from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
@@ -202,9 +203,16 @@ def blend_of(slot: Slot) -> str:
     if rule is None:
         return text
     if slot.method != "linear":
-        kept = f" at density {rule.density:g}" if "density" in find_method(slot.method).parameters else ""
-        text = f"{slot.method}({text}){kept}"
+        text = f"{slot.method}({text}){_parameters_text(rule)}"
     return f"{text}, weighted by magnitude" if rule.weights else text
+
+
+def _parameters_text(rule: Rule) -> str:
+    """The density, and every other parameter that is not λ and differs from its default: ` at density 0.5`."""
+    own = [parameter for parameter in own_parameters(rule.method) if parameter.name != SCALE.name]
+    values = [(p, rule.parameters[p.name]) for p in own if p.required or rule.parameters[p.name] != p.default]
+    listed = [f"{p.name} {value:g}" if p.kind is float else f"{p.name} {value}" for p, value in values]
+    return f" at {', '.join(listed)}" if listed else ""
 
 
 def error_text(error: float) -> str:

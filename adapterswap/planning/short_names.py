@@ -10,12 +10,16 @@ from typing import Any
 
 from adapterswap.errors import ArgumentError, FieldError, check_type, did_you_mean
 from adapterswap.files.yamlfiles import validate
+from adapterswap.methods.registry import names_of, own_parameters
 from adapterswap.planning.compositions import ZONES, Composition
 from adapterswap.planning.names import SHORT_NAME
+from adapterswap.planning.parameters import parameter_keys
 
 __all__ = ["as_composition", "parse_composition"]
 
-_SHORT_KEYS = (*ZONES, "task_weight", "language_weight", "weights", "scale", "density", "seed", "method", "partition")
+_SHORT_KEYS = (
+    *ZONES, "task_weight", "language_weight", "weights", *parameter_keys(), "seed", "method", "partition",
+)  # fmt: skip
 
 
 def as_composition(composition: Composition | str) -> Composition:
@@ -42,10 +46,15 @@ def parse_composition(name: str) -> Composition:
     if match is None:
         raise ArgumentError(f"{name!r} is not the short name of a composition", form, parameter="name")
     content: dict[str, Any] = {"task": match[1], "language": match[2]}
-    for item in filter(None, (match[3] or "").split(",")):
+    items = [item for item in (match[3] or "").split(",") if item]
+    added = next((item for item in items if item.startswith("method=")), "").removeprefix("method=")
+    known = {*_SHORT_KEYS}
+    if added not in names_of() and added in names_of(packages=True):
+        known |= {parameter.name for parameter in own_parameters(added)}
+    for item in items:
         key, _, value = item.partition("=")
-        if key not in _SHORT_KEYS:
-            remedy = did_you_mean(key, _SHORT_KEYS, form)
+        if key not in known:
+            remedy = did_you_mean(key, known, form)
             raise FieldError(f"{name!r}: unknown setting {key!r}", remedy, parameter=key or None)
         if not value:
             raise FieldError(f"{name!r}: {key} has no value", f"Write {key}=VALUE", parameter=key)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from adapterswap.methods.registry import find_method, own_parameters
 from adapterswap.planning.compositions import Composition, scaled_default
 
 __all__ = ["default_of", "overlaps"]
-
-_PAPER_TIES_DENSITY = 0.2  # Yadav et al. 2023 keep the top 20 % and take λ = 1 where nothing is tuned
 
 
 def default_of(configurations: Sequence[Composition], num_layers: int) -> int | None:
     """Which of the configurations that one pair has in one row of a table is the papers' default: its index.
 
-    A layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, no transitions. TIES: density 0.2, λ = 1. The others:
-    whatever leaves nothing to choose. Weights are equal in all of them; a single configuration without zones is the
+    A layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, no transitions. Methods: the values that their paper
+    published, and else their parameters' defaults (`Method.published`). The others: whatever leaves nothing to choose.
+    Weights are equal in all of them; a single configuration without zones is the
     default. None if no configuration is, or more than one (partitions A and B, TIES at two ranks).
     """
     alone = len(configurations) == 1
@@ -27,13 +27,14 @@ def default_of(configurations: Sequence[Composition], num_layers: int) -> int | 
 
 
 def _is_default(composition: Composition, num_layers: int, *, alone: bool) -> bool:
-    free = {"task_weight", "language_weight", "weights", "scale", "row_threshold", "seed"}
+    free = {"task_weight", "language_weight", "weights", "row_threshold", "seed"}
     changed = composition.model_dump(exclude_defaults=True).keys() & free
     if _has_zones(composition):
         return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
     if alone:
         return True
-    return not changed and composition.density == (_PAPER_TIES_DENSITY if composition.method == "ties" else None)
+    defaults = {p.name: None if p.required else p.default for p in own_parameters(composition.method)}
+    return not changed and composition.parameters == {**defaults, **find_method(composition.method).published}
 
 
 def overlaps(composition: Composition, num_layers: int) -> bool:

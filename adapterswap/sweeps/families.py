@@ -5,14 +5,17 @@ Knows what values a field may have; whether they make a sound composition, `Comp
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
 
 from adapterswap.files.yamlfiles import StrictModel
+from adapterswap.methods.method import Parameter
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Method, Partition
 from adapterswap.planning.names import fits_peft, fits_short_names
+from adapterswap.planning.parameters import MethodFields, kind_of
 
 __all__ = ["BASELINES", "EXTRA", "GRID_FIELDS", "Baseline", "ExpertPair", "Families", "Family", "Name", "as_list"]
 
@@ -64,11 +67,21 @@ Values = Annotated[tuple[_Value, ...], BeforeValidator(as_list), AfterValidator(
 Count = Annotated[int, Field(ge=0)]
 
 
-class Family(StrictModel):
+@cache
+def _values_of(parameter: Parameter) -> TypeAdapter[Any]:
+    kind: Any = tuple[kind_of(parameter), ...]  # type: ignore[misc]
+    return TypeAdapter(Annotated[kind, BeforeValidator(as_list), AfterValidator(_distinct)])
+
+
+class Family(MethodFields):
     """Compositions that belong together: fields of a composition, each with a value or a list of values.
+
+    So have the parameters of its methods: {method: ties, density: [0.2, 0.5]}.
 
     All combinations are judged, with every pair. Zones that need more layers than there are, are left out and counted.
     """
+
+    as_lists: ClassVar[bool] = True
 
     name: str | None = Field(
         default=None,
@@ -87,8 +100,7 @@ class Family(StrictModel):
     task_weight: Values[float] = ()
     language_weight: Values[float] = ()
     weights: Values[Literal["equal", "magnitude"]] = ()
-    scale: Values[float] = ()
-    density: Values[float] = ()
+    parameters: dict[str, Any] = Field(default={}, description="Those of the methods; each has its list of values.")
     seed: Values[Count] = ()
     row_threshold: Values[float] = ()
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
@@ -106,7 +118,19 @@ class Family(StrictModel):
     @property
     def has_choice(self) -> bool:
         """Whether there is more than one configuration."""
-        return any(len(getattr(self, field)) > 1 for field in GRID_FIELDS)
+        return any(len(values) > 1 for values in self.grid.values())
+
+    @property
+    def grid(self) -> dict[str, tuple[Any, ...]]:
+        """The values of each field and parameter that has any, in the order of `GRID_FIELDS`."""
+        grid: dict[str, tuple[Any, ...]] = {}
+        for field in GRID_FIELDS:
+            grid |= self.parameters if field == "parameters" else {field: getattr(self, field)}
+        return {field: values for field, values in grid.items() if values}
+
+    @classmethod
+    def _read(cls, parameter: Parameter, value: Any) -> Any:
+        return _values_of(parameter).validate_python(value)
 
     @model_validator(mode="after")
     def _one_bound(self) -> Family:
@@ -117,7 +141,7 @@ class Family(StrictModel):
 
 GRID_FIELDS = (
     "method", "bottom", "top", "bottom_transition", "top_transition", "partition", "task_weight", "language_weight",
-    "weights", "scale", "density", "seed", "row_threshold",
+    "weights", "parameters", "seed", "row_threshold",
 )  # fmt: skip
 """The fields of a `Family` that take lists, in the order in which a grid runs through them: the last one fastest."""
 

@@ -19,7 +19,7 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.planning.compositions import Composition
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.defaults import default_of, overlaps
-from adapterswap.sweeps.families import BASELINES, GRID_FIELDS, Family
+from adapterswap.sweeps.families import BASELINES, Family
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.sides import AskedTasks, extra_experts, pairs_of
 
@@ -182,9 +182,9 @@ def _families(recipe: SweepRecipe) -> list[Family]:
 
 def _configurations(family: Family) -> Iterator[dict[str, Any]]:
     """The grid: every combination of the values that the family gives."""
-    given = {field: getattr(family, field) for field in GRID_FIELDS if getattr(family, field)}
-    for values in product(*given.values()):
-        yield dict(zip(given, values, strict=True))
+    grid = family.grid
+    for values in product(*grid.values()):
+        yield dict(zip(grid, values, strict=True))
 
 
 def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -18,26 +18,31 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition, Rule
-from adapterswap.errors import ArgumentError
-from adapterswap.methods.method import PARAMETERS, NonlinearMethod
-from adapterswap.methods.registry import BUILT_IN, find_method, names_of
+from adapterswap.cli.compose import command as compose_command
+from adapterswap.errors import ArgumentError, FieldError
+from adapterswap.methods.method import DENSITY, NonlinearMethod
+from adapterswap.methods.registry import BUILT_IN, PARAMETERS, RESERVED, find_method, names_of
+from adapterswap.planning.parameters import parameter_keys
+from adapterswap.sweeps.families import GRID_FIELDS, Family
 
 PACKAGE = """
-from adapterswap.methods.method import NonlinearMethod
+from adapterswap.methods.method import SCALE, NonlinearMethod, Parameter
 
 class Largest(NonlinearMethod):
     name = "largest"
     title = "the larger entry"
     reference = "a test"
     formula = "of each entry, the one of largest absolute value"
-    parameters = ("scale",)
+    parameters = (SCALE, Parameter("floor", "entries below this become zero", 0.0, ge=0, lt=1))
 
     def combine(self, deltas, weights, settings):
         import numpy as np
 
         stacked = np.stack([weights[name] * delta for name, delta in deltas.items()])
         places = np.abs(stacked).argmax(axis=0)
-        return (np.take_along_axis(stacked, places[None], axis=0)[0] * settings.scale).astype(np.float32)
+        largest = np.take_along_axis(stacked, places[None], axis=0)[0]
+        largest = np.where(np.abs(largest) < settings["floor"], 0, largest)
+        return (largest * settings["scale"]).astype(np.float32)
 
 class Wrong:
     name = "wrong"
@@ -45,6 +50,18 @@ class Wrong:
 class Unfinished(NonlinearMethod):
     name = "unfinished"
     title = reference = formula = ""
+
+class Older(Largest):
+    name = "older"
+    parameters = ("scale",)
+
+class Taken(Largest):
+    name = "taken"
+    parameters = (Parameter("bottom", "what a composition means zones by", 1),)
+
+class Otherwise(Largest):
+    name = "otherwise"
+    parameters = (Parameter("density", "of another type", 1),)
 """
 
 
@@ -57,6 +74,7 @@ def package(tmp_path: Path) -> dict[str, str]:
     (site / "larger-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: larger\nVersion: 1.0\n")
     (site / "larger-1.0.dist-info" / "entry_points.txt").write_text(
         "[adapterswap.methods]\nlargest = larger:Largest\nwrong = larger:Wrong\nunfinished = larger:Unfinished\n"
+        "older = larger:Older\ntaken = larger:Taken\notherwise = larger:Otherwise\n"
         "absent = larger:Absent\nties = larger:Largest\n"
     )
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
@@ -73,15 +91,79 @@ def test_every_method_says_what_it_is(name: str) -> None:
     assert method.title
     assert method.reference
     assert method.formula
-    assert set(method.parameters) <= PARAMETERS.keys()
+    for parameter in method.parameters:
+        assert parameter.description
+        assert parameter.kind is PARAMETERS[parameter.name].kind
+    assert method.published.keys() <= {parameter.name for parameter in method.parameters}
     assert isinstance(method, NonlinearMethod) is not method.linear
     assert method.in_rules or method.as_composition
+
+
+def test_parameters_are_keys_everywhere() -> None:
+    """Fields of compositions, rules and families are in the way of none, and every parameter has its option."""
+    fields = {*Composition.model_fields, *Rule.model_fields, *Family.model_fields}
+    assert fields - {"seed"} == RESERVED
+    assert not PARAMETERS.keys() & RESERVED
+    options = [option.name for option in compose_command.params]
+    assert sorted(options) == sorted(set(options))
+    assert PARAMETERS.keys() <= set(options)
+    assert {*parameter_keys(), "parameters"} <= {*Composition.known_keys(), *GRID_FIELDS}
+    assert "lambda" in Rule.known_keys()
+    assert "scale" not in Rule.known_keys()
+
+
+def test_a_parameter_is_read_and_written_beside_its_method() -> None:
+    content = {"method": "ties", "density": 0.5}
+    composition = Composition(**content, scale="2")
+    assert composition.parameters == {"scale": 2.0, "density": 0.5}
+    assert composition == Composition(method="ties", parameters={"scale": 2, "density": 0.5})
+    assert composition.model_dump(exclude_defaults=True) == {**content, "scale": 2.0}
+    assert Composition.model_validate(composition.model_dump(exclude_defaults=True)) == composition
+    rule = Rule(blend={"a": 1, "b": 1}, method="ties", lambda_=2)
+    assert rule == Rule.model_validate({"blend": {"a": 1, "b": 1}, "method": "ties", "lambda": 2, "density": 1})
+    assert rule.parameters == {"scale": 2.0, "density": 1.0}
+    assert rule.as_data() == {"blend": {"a": 1.0, "b": 1.0}, "method": "ties", "lambda": 2.0}
+    family = Family.model_validate({"method": ["ties", "dare_ties"], "density": [0.2, 0.5, 0.2], "scale": 1})
+    assert family.grid == {"method": ("ties", "dare_ties"), "scale": (1.0,), "density": (0.2, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"density": 2}, "density is 2"),
+        ({"density": "much"}, "density is 'much'"),
+        ({"density": 0.5, "scale": float("nan")}, "scale is nan"),
+        ({"density": 0.5, "scale": 1e10}, "scale is"),
+        ({"densty": 0.5}, "densty is not a known key"),
+        ({"density": 0.5, "lambda": 2}, "lambda is not a known key"),
+        ({"method": "soup", "density": 0.5}, "density is 0.5"),
+        ({}, "density"),
+    ],
+)
+def test_a_wrong_parameter_is_named(content: dict[str, object], key: str) -> None:
+    for wanted in ({"method": "ties", **content}, {"parameters": content, "method": content.get("method", "ties")}):
+        if "method" in content and "parameters" in wanted:
+            continue
+        with pytest.raises(FieldError) as caught:
+            Composition.model_validate(wanted)
+        assert key in caught.value.problems[0].message
+
+
+def test_mistakes_in_parameters_are_reported_with_the_others() -> None:
+    with pytest.raises(FieldError) as caught:
+        Composition.model_validate({"method": "ties", "density": 2, "bottm": 3, "row_threshold": -1})
+    assert len(caught.value.problems) == 3
+    near = next(problem for problem in caught.value.problems if "bottm" in problem.message)
+    assert "'bottom'" in near.remedy
+    with pytest.raises(FieldError) as caught:
+        Family.model_validate({"method": "ties", "density": [0.5, 2], "scal": 1})
+    assert len(caught.value.problems) == 2
 
 
 def test_what_may_be_named_where() -> None:
     fields = {"density": 0.5}
     for name in names_of():
-        given = fields if "density" in find_method(name).parameters else {}
+        given = fields if find_method(name).has(DENSITY) else {}
         assert Composition.model_validate({"method": name, **given}).method == name
     for name in names_of(in_rules=True):
         assert Rule.model_validate({"blend": {"a": 1, "b": 1}, "method": name}).method == name
@@ -118,7 +200,23 @@ def test_a_package_adds_a_method(package: dict[str, str], math: Path, swahili: P
         return np.asarray(scale * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"])
 
     one, other = delta(math), delta(swahili)
-    close(delta(tmp_path / "out"), 2 * np.where(np.abs(one) >= np.abs(other), one, other))
+    larger = np.where(np.abs(one) >= np.abs(other), one, other)
+    close(delta(tmp_path / "out"), 2 * larger)
+    floor = float(np.median(np.abs(larger)))
+    more = ["--method", "largest", "--parameter", f"floor={floor}", "-o", tmp_path / "floored"]
+    done = adapterswap_in(package, "compose", *options, *more)
+    assert done.returncode == 0, done.stderr
+    close(delta(tmp_path / "floored"), 2 * np.where(np.abs(larger) < floor, 0, larger))
+    recorded = json.loads((tmp_path / "floored" / "adapterswap.json").read_text())["composition"]
+    assert (recorded["floor"], recorded["scale"]) == (floor, 2.0)
+    sources = [f"--expert={place.name}={place}" for place in (math, swahili)]
+    assert adapterswap_in(package, "verify", tmp_path / "floored", *sources).returncode == 0
+    for wrong in ("floor=1", "flor=0.5", "floor", "floor="):
+        refused = adapterswap_in(
+            package, "compose", *options, "--method", "largest", "--parameter", wrong, "-o", tmp_path / "no"
+        )
+        assert refused.returncode in (1, 2)
+        assert not (tmp_path / "no").exists()
     listed = adapterswap_in(package, "compose", "-t", math, "-l", swahili, "--method", "largst", "-o", tmp_path / "no")
     assert listed.returncode == 2
     assert not (tmp_path / "no").exists()
@@ -126,7 +224,7 @@ def test_a_package_adds_a_method(package: dict[str, str], math: Path, swahili: P
     assert without.returncode == 2
 
 
-@pytest.mark.parametrize("name", ["wrong", "unfinished", "absent"])
+@pytest.mark.parametrize("name", ["wrong", "unfinished", "absent", "older", "taken", "otherwise"])
 def test_a_method_that_is_not_sound_is_refused(name: str, package: dict[str, str]) -> None:
     program = (
         "from adapterswap import AdapterswapError, Composition\n"
@@ -140,6 +238,19 @@ def test_a_method_that_is_not_sound_is_refused(name: str, package: dict[str, str
     program = "from adapterswap.methods.registry import find_method; print(find_method('ties').title)"
     own = subprocess.run([sys.executable, "-c", program], env=package, capture_output=True, text=True, check=True)
     assert own.stdout.startswith("TIES")
+
+
+def test_a_packages_parameter_is_a_key_of_short_names_and_grids(package: dict[str, str]) -> None:
+    program = (
+        "from adapterswap import parse_composition\n"
+        "from adapterswap.sweeps.families import Family\n"
+        "print(parse_composition('a+b@floor=0.25,method=largest').parameters)\n"
+        "print(Family.model_validate({'method': 'largest', 'floor': [0, 0.5]}).grid)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=package, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "{'scale': 1.0, 'floor': 0.25}", "{'method': ('largest',), 'floor': (0.0, 0.5)}",
+    ], done.stderr  # fmt: skip
 
 
 def test_an_unknown_method_names_a_near_one() -> None:

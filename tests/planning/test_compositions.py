@@ -94,7 +94,7 @@ def test_souped_sides_share_their_weight() -> None:
         ({"method": "soup", "bottom": 3}, "bottom", "belongs to a layer swap"),
         ({"partition": "A", "top": 3}, "top", "belongs to a layer swap"),
         ({"partition": "A", "method": "soup"}, "partition", "a partition is a layer swap"),
-        ({"scale": 0.5}, "scale", "scale belongs to task_arithmetic"),
+        ({"scale": 0.5}, "scale", "belongs to task_arithmetic"),
         ({"bottom": -1}, "bottom", "greater than or equal to 0"),
         ({"experts": {"base": "x"}}, "experts", "reserved"),
         ({"allocation": []}, "allocation", "no rule"),
