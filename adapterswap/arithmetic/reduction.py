@@ -40,6 +40,15 @@ def must_reduce(module: Slot, form: Form) -> bool:
 def check_form(plan: Plan, form: Form) -> None:
     """Raise an `UnsupportedError` where a nonlinear plan is to be written without a bound on its rank or error."""
     nonlinear = next((module for module in plan.modules.values() if module.terms and not module.is_linear), None)
+    whole = next(
+        (slot for slot in plan.modules.values() if slot.terms and slot.rule and slot.rule.acts_on_weights), None
+    )
+    if whole is not None:
+        raise UnsupportedError(
+            f"{whole.method} combines whole weights, the base's part included, and an adapter holds ΔW alone",
+            "Write full weights with `adapterswap merge`, or use a method on ΔW (`adapterswap methods` lists them)",
+            parameter="method",
+        )
     if nonlinear is not None and form.max_rank is None and form.max_error is None:
         raise UnsupportedError(
             f"{nonlinear.method} gives {nonlinear.name} a ΔW of full rank, and an adapter has a low one",

@@ -1,4 +1,4 @@
-"""What a plan can say only after a look at the tensors: magnitude weights, SLERP's angles, rows under a threshold.
+"""What a plan can say only after a look at the tensors: magnitude weights, angles, rows under a threshold.
 
 A plan is made from headers alone and leaves these open; executors call `resolve` first. Reads the experts' files, a
 part at a time; writes nothing.
@@ -17,7 +17,6 @@ from adapterswap.arithmetic.lowrank import concatenate, inner
 from adapterswap.arithmetic.magnitudes import sides_magnitudes
 from adapterswap.changes.deltas import Factors, row_magnitudes
 from adapterswap.changes.reading import FactorReader, factor_reader
-from adapterswap.methods.dense import slerp_share, slerp_weights
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot, reweighted
@@ -74,7 +73,7 @@ def resolve(plan: Plan) -> Resolved:
 
 
 def _has_angle(slot: Slot) -> bool:
-    return slot.method == "slerp" and not slot.is_stored and not slot.in_full
+    return slot.has_span and not slot.in_full and bool(slot.terms)
 
 
 def side_factors(
@@ -111,20 +110,19 @@ def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *,
     if rule.weights:
         weights = _magnitude_weights(rule, slot.weights, magnitudes)
     else:
-        weights = dict(zip(rule.blend or {}, _slerp(slot, rule, read), strict=True))
+        weights = rule.coefficients_of(_gram(slot, rule, read))
     settled = replace(slot, terms=reweighted(slot.terms, rule, weights, apart=apart), weights=weights)
     # A stored tensor whose rule waits for magnitudes needs the base; from now on its coefficients say whether.
     return replace(settled, rule=rule.model_copy(update={"weights": None})) if slot.is_stored else settled
 
 
-def _slerp(slot: Slot, rule: Rule, read: FactorReader) -> tuple[float, float]:
-    """SLERP's weights; t is the second side's share of them.
-
-    Where a side lacks the module, the straight line between the two ΔW is taken.
-    """
-    t = slerp_share(list((rule.blend or {}).values()))
+def _gram(slot: Slot, rule: Rule, read: FactorReader) -> npt.NDArray[np.float64]:
+    """⟨ΔW_i, ΔW_j⟩ of the blend's sides; zeros where a side lacks the module."""
     sides = side_factors(slot, read)
-    if len(sides) < 2:
-        return 1 - t, t
-    one, other = (sides[side] for side in rule.blend or {})
-    return slerp_weights(t, inner(one, other), inner(one, one), inner(other, other))
+    names = list(rule.blend or {})
+    gram = np.zeros((len(names), len(names)))
+    for i, one in enumerate(names):
+        for j, other in enumerate(names[: i + 1]):
+            if one in sides and other in sides:
+                gram[i, j] = gram[j, i] = inner(sides[one], sides[other])
+    return gram

@@ -128,7 +128,7 @@ class Catalogue:
         self._check_names(composition.expert_names)
         plan = make_plan(composition, self.inventory.experts(composition.expert_names), num_layers=num_layers)
         rules = [slot.rule for slot in plan if slot.rule is not None]
-        if any(rule.weights or rule.method == "slerp" for rule in rules):
+        if any(rule.weights or rule.spans for rule in rules):
             with plan_on_disk(plan, self.inventory) as resident:  # their coefficients depend on the tensors
                 return make_switch(resident, self.inventory)
         return make_switch(plan, self.inventory)

@@ -20,10 +20,9 @@ from adapterswap.errors import UnsupportedError
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
 from adapterswap.files.numbers import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
 from adapterswap.merging.blocks import Block, Part
-from adapterswap.methods.dense import slerp_share, slerp_weights
 from adapterswap.planning.slots import Slot, Term
 
-__all__ = ["Done", "Rows", "compute", "needs_torch", "slerp_coefficients"]
+__all__ = ["Done", "Rows", "compute", "needs_torch"]
 
 Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW stay
 
@@ -178,58 +177,40 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
 
 
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
-    """W_base and what the method makes of the experts' dense ΔW, of the whole tensor."""
+    """The whole tensor: W_base plus what the method makes of the dense ΔW, or what it makes of whole weights."""
     slot, place = block.work.slot, block.work.place
-    assert block.base is not None
-    base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
+    rule = slot.rule
+    assert rule is not None
+    base = np.zeros(place.shape, np.float32)
+    if block.base is not None:
+        base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
+    on_weights = rule.acts_on_weights
     across = any(term.low_rank.transposed for term in slot.low_rank)  # then all ΔW are turned to out×in
-    sides = slot.rule.sides if slot.rule else {}
     found: dict[str, Delta] = {}
+    if on_weights:  # what of a side is no expert's whole weights is the base's
+        turned = base.T if across else base
+        for side, share in slot.whole_shares.items():
+            if share < 1:
+                found[side] = turned if share == 0 else np.float32(1 - share) * turned
 
     def enter(term: Term, delta: Delta) -> None:
-        share = sides[term.side][term.expert]
+        share = rule.sides[term.side][term.expert]
         delta = delta if share == 1 else np.float32(share) * delta
         found[term.side] = found[term.side] + delta if term.side in found else delta
 
     with np.errstate(all="ignore"):  # what overflows is found by `finite_bytes`
         for whole, part in zip(slot.whole, block.whole, strict=True):
-            delta = decode(part.raw, part.tensor.dtype, place.shape) - base
+            delta = decode(part.raw, part.tensor.dtype, place.shape)
+            delta = delta if on_weights else delta - base
             enter(whole, delta.T if across else delta)
         for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
             a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
             factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
             rows = kept_rows.get((term.side, term.lora.name))
             enter(term, (factors if rows is None else factors.masked(rows)).rows())
-        merged = _combine(slot, found, seed)
-        return finite_bytes(base + (merged.T if across else merged), place.dtype, slot.name)
-
-
-def _combine(slot: Slot, found: Mapping[str, Delta], seed: int) -> Delta:
-    """What the method makes of the sides' dense ΔW."""
-    rule = slot.rule
-    assert rule is not None
-    deltas = {side: found[side] for side in slot.weights if side in found}
-    if slot.method == "slerp":
-        coefficients = slerp_coefficients(slot, found)
-        merged = np.zeros_like(next(iter(deltas.values())))
-        for side, delta in deltas.items():
-            merged += np.float32(coefficients[side]) * delta
-        return merged
-    name = slot.module if slot.name.endswith(".weight") else slot.name
-    return rule.combine(deltas, slot.weights, seed=seed, module=name)
-
-
-def slerp_coefficients(slot: Slot, deltas: Mapping[str, Delta]) -> dict[str, float]:
-    """SLERP's coefficients for dense ΔW by side; t is the second side's share of the weights.
-
-    The straight line is taken where a side does not change the tensor, as for adapters.
-    """
-    rule = slot.rule
-    assert rule is not None
-    first, second = rule.blend or {}
-    t = slerp_share(list((rule.blend or {}).values()))
-    if len(deltas) < 2:
-        return {first: 1 - t, second: t}
-    one, other = (deltas[name].reshape(-1).astype(np.float64) for name in (first, second))
-    weights = slerp_weights(t, float(one @ other), float(one @ one), float(other @ other))
-    return dict(zip((first, second), weights, strict=True))
+        # In the order of the rule: methods that go from one expert to another depend on it.
+        deltas = {side: found[side] for side in slot.weights if side in found}
+        name = slot.module if slot.name.endswith(".weight") else slot.name
+        merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
+        merged = merged.T if across else merged
+        return finite_bytes(merged if on_weights else base + merged, place.dtype, slot.name)

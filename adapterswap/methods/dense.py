@@ -1,14 +1,11 @@
-"""Arithmetic on dense ΔW: keeping the largest entries, dropping at random, electing signs; SLERP's weights.
+"""Arithmetic on dense ΔW: keeping the largest entries, dropping at random, electing signs, inner products.
 
 What `methods` is made of. Knows arrays, nothing of adapters.
-
-TIES: Yadav et al. 2023, arXiv:2306.01708. DARE: Yu et al. 2024, arXiv:2311.03099. SLERP: Shoemake 1985.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,9 +13,20 @@ import numpy.typing as npt
 
 from adapterswap.methods.method import Settings
 
-__all__ = ["drop", "drop_mask", "keep_largest", "slerp_share", "slerp_weights", "sum_agreeing", "weighted_sum"]
+__all__ = [
+    "drop",
+    "drop_mask",
+    "gram_of",
+    "keep_between",
+    "keep_largest",
+    "keep_ranked",
+    "ranked_chances",
+    "sum_agreeing",
+    "summed",
+    "weighted_sum",
+]
 
-_ALIKE = 0.9995  # |cosine| from which two directions count as one
+_BLOCK = 2**20  # entries whose products are summed at once
 
 Delta = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -83,8 +91,52 @@ def keep_largest(delta: Delta, density: float) -> Delta:
     return kept.reshape(delta.shape)
 
 
-def drop_mask(shape: tuple[int, ...], density: float, *, seed: int, expert: str, module: str) -> Mask:
-    """DARE's random choice of what is kept: independent for each entry, with probability `density`.
+def keep_between(delta: Delta, density: float, gamma: float) -> Delta:
+    """Breadcrumbs' masks: without the `gamma` share of largest entries, the `density` share of the largest that remain.
+
+    Where both together are more than all, less of the largest is taken away.
+    """
+    if density >= 1:
+        return delta
+    size = delta.size
+    count = int(density * size)
+    start = max(0, size - count - int(gamma * size))
+    cuts = sorted({place for place in (start, start + count) if place < size})
+    ascending = np.argpartition(np.abs(delta), cuts, axis=None) if cuts else np.arange(size)
+    places = ascending[start : start + count]
+    kept = np.zeros(size, delta.dtype)
+    kept[places] = delta.reshape(-1)[places]
+    return kept.reshape(delta.shape)
+
+
+def ranked_chances(delta: Delta, density: float, epsilon: float) -> Delta:
+    """DELLA's probability with which each entry is kept: density - ε for the smallest of its row, density + ε for the
+    largest, evenly by rank between them. A row is what the last axis runs through."""
+    rows = np.abs(delta).reshape(-1, delta.shape[-1] if delta.ndim else 1)
+    ranks = np.empty(rows.shape, np.float32)
+    width = rows.shape[1]
+    np.put_along_axis(ranks, np.argsort(rows, axis=1, kind="stable"), np.arange(width, dtype=np.float32)[None], axis=1)
+    share = ranks / np.float32(width - 1) if width > 1 else np.full_like(ranks, 0.5)
+    return np.asarray(np.float32(density - epsilon) + share * np.float32(2 * epsilon), np.float32).reshape(delta.shape)
+
+
+def keep_ranked(delta: Delta, chances: Delta, drawn: Mask, rescale: str) -> Delta:
+    """DELLA's drop and rescale: `drawn` says what is kept.
+
+    `l1` gives what is left the sum of absolute values that there was; `probability` divides each entry by its chance.
+    """
+    kept = np.where(drawn, delta, np.float32(0))
+    if rescale == "probability":
+        return np.asarray(kept / chances, np.float32)
+    if rescale == "l1":
+        before, after = (float(np.abs(part).sum(dtype=np.float64)) for part in (delta, kept))
+        if after > 0:
+            kept *= np.float32(before / after)
+    return kept
+
+
+def drop_mask(shape: tuple[int, ...], density: float | Delta, *, seed: int, expert: str, module: str) -> Mask:
+    """A random choice of what is kept: independent for each entry, with probability `density`.
 
     Drawn from the seed, the expert's name (that of an average of several is one name) and the module's, so that it
     depends on no order of computation.
@@ -93,24 +145,19 @@ def drop_mask(shape: tuple[int, ...], density: float, *, seed: int, expert: str,
     return np.random.default_rng(int.from_bytes(digest, "little")).random(shape, np.float32) < density
 
 
-def slerp_share(weights: Sequence[float]) -> float:
-    """t, the second side's share of the weights of a SLERP."""
-    first, second = weights
-    return second / (first + second)
+def gram_of(arrays: Sequence[Delta]) -> npt.NDArray[np.float64]:
+    """⟨X_i, X_j⟩ of all pairs, in float64, a block of entries at a time."""
+    flat = [array.reshape(-1) for array in arrays]
+    gram = np.zeros((len(flat), len(flat)))
+    for start in range(0, flat[0].size, _BLOCK):
+        block = np.stack([part[start : start + _BLOCK] for part in flat]).astype(np.float64)
+        gram += block @ block.T
+    return gram
 
 
-def slerp_weights(t: float, product: float, square: float, other_square: float) -> tuple[float, float]:
-    """SLERP's weights sin((1-t)Ω)/sin Ω and sin(tΩ)/sin Ω of two ΔW, X and Y, with Ω the angle between them.
-
-    Where they point (almost) the same or opposite ways, or one is zero, the straight line's: 1-t and t.
-
-    Args:
-        t: the share of the way from X to Y.
-        product, square, other_square: ⟨X, Y⟩, ‖X‖² and ‖Y‖².
-    """
-    norms = math.sqrt(square * other_square)
-    cosine = product / norms if norms else 1.0
-    if abs(cosine) > _ALIKE:
-        return 1 - t, t
-    angle = math.acos(cosine)
-    return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+def summed(arrays: Sequence[Delta], coefficients: Sequence[float]) -> Delta:
+    """Σ c_i·X_i in float32."""
+    total = np.zeros_like(arrays[0])
+    for coefficient, array in zip(coefficients, arrays, strict=True):
+        total += np.float32(coefficient) * array
+    return total

@@ -1,4 +1,4 @@
-"""Methods whose result is a weighted sum of the experts' ΔW, and the layer swap, which combines nothing itself.
+"""Weighted sums whose coefficients need no tensor, and the layer swap, which combines nothing itself.
 
 Their coefficients are in the plan (`planning`), so there is nothing to compute here but what they are.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from adapterswap.methods.method import SCALE, Method
 
-__all__ = ["LayerSwap", "Linear", "Slerp", "Soup", "TaskArithmetic"]
+__all__ = ["AdaMergeX", "LayerSwap", "Linear", "Soup", "TaskArithmetic"]
 
 
 class LayerSwap(Method):
@@ -46,9 +46,10 @@ class TaskArithmetic(Method):
     in_rules = False
 
 
-class Slerp(Method):
-    name = "slerp"
-    title = "spherical interpolation of ΔW (SLERP)"
-    reference = "Shoemake, SIGGRAPH 1985"
-    formula = "sin((1-t)Ω)/sin Ω·ΔW_1 + sin(tΩ)/sin Ω·ΔW_2, with t = w_2/(w_1 + w_2) and Ω the angle between the two"
-    normalizes = True
+class AdaMergeX(Method):
+    name = "adamergex"
+    title = "AdaMergeX (Zhao et al. 2024)"
+    reference = "Zhao et al., NAACL 2025, arXiv:2402.18913"
+    formula = "w·ΔW_task + λ·(ΔW_target - ΔW_source), with the language experts in the order target, source"
+    parameters = (SCALE,)
+    in_rules = False

@@ -6,15 +6,17 @@ Written so that listing methods costs no import of numpy. Knows nothing of rules
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["DENSITY", "LARGEST", "SCALE", "SEED", "Method", "NonlinearMethod", "Parameter", "Settings"]
+    Arrays = Mapping[str, npt.NDArray[np.float32]]
+
+__all__ = ["DENSITY", "LARGEST", "SCALE", "SEED", "Method", "NonlinearMethod", "Parameter", "Settings", "SpanMethod"]
 
 LARGEST = 1e9  # of weights and factors, so that no sum of them overflows
 
@@ -104,6 +106,10 @@ class Method:
             with these values, and with the defaults of all others, as the paper's.
         linear: the result is a weighted sum of the experts' ΔW, so an adapter holds it exactly.
         normalizes: weights are divided by their sum unless the user says otherwise.
+        acts_on: `delta` combines ΔW; `weights` combines whole weights W, so only full weights can hold the result.
+        weighted: experts may have weights; otherwise all count the same.
+        sides: how many experts (averages count as one) it combines at least and at most; None is any number.
+        counts_absent: an expert that does not change a module enters with ΔW = 0. Otherwise it is left out.
         in_rules: a rule's blend may name it; `linear` is what soups and task arithmetic are in rules.
         as_composition: a whole composition may name it.
     """
@@ -116,6 +122,10 @@ class Method:
     published: ClassVar[Mapping[str, Any]] = {}
     linear: ClassVar[bool] = True
     normalizes: ClassVar[bool] = False
+    acts_on: ClassVar[Literal["delta", "weights"]] = "delta"
+    weighted: ClassVar[bool] = True
+    sides: ClassVar[tuple[int, int | None]] = (1, None)
+    counts_absent: ClassVar[bool] = False
     in_rules: ClassVar[bool] = True
     as_composition: ClassVar[bool] = True
 
@@ -123,27 +133,76 @@ class Method:
         """Whether a parameter of this one's name is among its own."""
         return any(own.name == parameter.name for own in self.parameters)
 
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raise ValueError if the values of the parameters do not go together."""
+
+    def spans(self, values: Mapping[str, Any]) -> bool:
+        """Whether the result is a weighted sum whose coefficients depend on the experts' inner products alone."""
+        return False
+
+    def exact_in_adapters(self, values: Mapping[str, Any]) -> bool:
+        """Whether an adapter holds the result as it is, with these values of the parameters."""
+        return self.linear
+
 
 class NonlinearMethod(Method, ABC):
-    """A method that needs the dense ΔW of a module: its result has full rank, and is exact in full weights alone."""
+    """A method that needs the dense ΔW of a module: an adapter holds its result as far as a rank allows.
+
+    Where `acts_on` is `weights`, W stands for ΔW below.
+    """
 
     linear: ClassVar[bool] = False
 
     @abstractmethod
     def combine(
         self,
-        deltas: Mapping[str, npt.NDArray[np.float32]],
+        deltas: Arrays,
         weights: Mapping[str, float],
         settings: Settings,
     ) -> npt.NDArray[np.float32]:
         """The merged ΔW of one module.
 
         Args:
-            deltas: the ΔW of each side (an expert, or the average of several), by name; out×in, float32, of one shape.
-                They must not be changed in place.
+            deltas: the ΔW of each side (an expert, or the average of several), by name; float32, of one shape: out×in,
+                or that of a stored tensor of any number of axes. They must not be changed in place.
             weights: w_i, by the same names.
             settings: see `Settings`.
 
         Returns:
             An array of the same shape, float32.
         """
+
+
+class SpanMethod(Method, ABC):
+    """A method whose result is a weighted sum of the ΔW, with coefficients found from their inner products.
+
+    So an adapter holds the result exactly, and no dense ΔW is formed for it.
+    """
+
+    counts_absent: ClassVar[bool] = True
+
+    def spans(self, values: Mapping[str, Any]) -> bool:
+        return True
+
+    def exact_in_adapters(self, values: Mapping[str, Any]) -> bool:
+        return self.spans(values)
+
+    @abstractmethod
+    def coefficients(
+        self, gram: npt.NDArray[np.float64], weights: Sequence[float], settings: Settings
+    ) -> Sequence[float]:
+        """The coefficient of each side's ΔW.
+
+        Args:
+            gram: ⟨ΔW_i, ΔW_j⟩ of all sides, n×n.
+            weights: w_i, in the same order.
+            settings: see `Settings`.
+        """
+
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> npt.NDArray[np.float32]:
+        """The same of dense ΔW; see `NonlinearMethod.combine`."""
+        from adapterswap.methods.dense import gram_of, summed
+
+        listed = list(deltas.values())
+        coefficients = self.coefficients(gram_of(listed), [weights[name] for name in deltas], settings)
+        return summed(listed, coefficients)

@@ -1,6 +1,7 @@
 """The methods that there are: our own, and those that installed packages add.
 
-A package adds one by an entry point of the group `adapterswap.methods` that names a subclass of `NonlinearMethod`:
+A package adds one by an entry point of the group `adapterswap.methods` that names a subclass of `NonlinearMethod` or
+`SpanMethod`:
 
     [project.entry-points."adapterswap.methods"]
     keep_positive = "my_package:KeepPositive"
@@ -16,14 +17,26 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from adapterswap.errors import ArgumentError, DependencyError, did_you_mean, reason_of
-from adapterswap.methods.linear import LayerSwap, Linear, Slerp, Soup, TaskArithmetic
-from adapterswap.methods.method import Method, NonlinearMethod, Parameter
-from adapterswap.methods.sparse import DareLinear, DareTies, MagnitudePrune, Ties
+from adapterswap.methods.linear import AdaMergeX, LayerSwap, Linear, Soup, TaskArithmetic
+from adapterswap.methods.method import Method, NonlinearMethod, Parameter, SpanMethod
+from adapterswap.methods.selecting import ArceeFusion, NearSwap, Sce
+from adapterswap.methods.sparse import (
+    Breadcrumbs,
+    BreadcrumbsTies,
+    DareLinear,
+    DareTies,
+    Della,
+    DellaLinear,
+    MagnitudePrune,
+    Ties,
+)
+from adapterswap.methods.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp, Slerp
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 __all__ = [
+    "ALIASES",
     "BUILT_IN",
     "PARAMETERS",
     "RESERVED",
@@ -41,8 +54,13 @@ BUILT_IN: dict[str, Method] = {
     method.name: method
     for method in (
         LayerSwap(), Soup(), TaskArithmetic(), Ties(), DareLinear(), DareTies(), Slerp(), MagnitudePrune(), Linear(),
+        AdaMergeX(), Della(), DellaLinear(), Breadcrumbs(), BreadcrumbsTies(), Sce(), NuSlerp(), MultiSlerp(),
+        ModelStock(), NearSwap(), Karcher(), ArceeFusion(),
     )
 }  # fmt: skip
+
+ALIASES = {"cat": "task_arithmetic"}
+"""Other names of our own methods: CAT (arXiv:2410.13025) with given weights is a weighted sum of ΔW."""
 
 PARAMETERS: dict[str, Parameter] = {}
 """Every parameter of our own methods by name. A name means one thing in all of them; its default may differ."""
@@ -64,24 +82,25 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def find_method(name: str) -> Method:
-    """The method called `name`.
+    """The method called `name`, or of which it is an alias.
 
     Raises:
         ArgumentError: there is none.
         DependencyError: the package that adds it does not add a sound one.
     """
+    name = ALIASES.get(name, name)
     if name in BUILT_IN:
         return BUILT_IN[name]
     added = _added()
     if name not in added:
-        known = [*BUILT_IN, *added]
+        known = [*BUILT_IN, *ALIASES, *added]
         remedy = did_you_mean(name, known, f"Choose among {', '.join(known)}")
         raise ArgumentError(f"There is no method {name!r}", remedy, parameter="method")
     return _loaded(name)
 
 
 def check_name(name: str, *, in_rules: bool) -> str:
-    """`name`, if it is a method of rules, or of whole compositions.
+    """The method's own name, if it is a method of rules, or of whole compositions.
 
     Raises:
         ValueError: it is not; as validators of fields raise.
@@ -93,7 +112,7 @@ def check_name(name: str, *, in_rules: bool) -> str:
     if not (method.in_rules if in_rules else method.as_composition):
         where = "rules" if in_rules else "whole compositions"
         raise ValueError(f"{name!r} is not a method of {where}: choose among {', '.join(names_of(in_rules=in_rules))}")
-    return name
+    return method.name
 
 
 def all_methods() -> dict[str, Method]:
@@ -108,10 +127,10 @@ def all_methods() -> dict[str, Method]:
 def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
     """The names that a composition may give as its method, or with `in_rules` a rule's blend.
 
-    `packages` adds what installed packages call theirs, which are not loaded for it.
+    `packages` adds aliases, and what installed packages call theirs, which are not loaded for it.
     """
     own = [name for name, method in BUILT_IN.items() if (method.in_rules if in_rules else method.as_composition)]
-    return [*own, *sorted(_added())] if packages else own
+    return [*own, *ALIASES, *sorted(_added())] if packages else own
 
 
 def own_parameters(name: str) -> tuple[Parameter, ...]:
@@ -146,8 +165,8 @@ def _loaded(name: str) -> Method:
         kind = entry.load()
     except Exception as error:  # whatever a package's own code raises
         raise DependencyError(f"{where} cannot be loaded: {reason_of(error)}", remedy) from error
-    if not (isinstance(kind, type) and issubclass(kind, NonlinearMethod)):
-        raise DependencyError(f"{where} is not a subclass of NonlinearMethod", remedy)
+    if not (isinstance(kind, type) and issubclass(kind, NonlinearMethod | SpanMethod)):
+        raise DependencyError(f"{where} is not a subclass of NonlinearMethod or SpanMethod", remedy)
     if getattr(kind, "name", None) != name or not _NAME.fullmatch(name):
         raise DependencyError(
             f"{where} has the name {getattr(kind, 'name', None)!r}",

@@ -1,4 +1,4 @@
-"""TIES, DARE and magnitude pruning: methods that keep a share of each ΔW.
+"""TIES, DARE, DELLA, Breadcrumbs and magnitude pruning: methods that keep a share of each ΔW.
 
 They act on the ΔW of a module, never on A and B apart: pruning the factors is pruning nothing that the papers speak of.
 Parameters are named as in mergekit (density, weight, normalize, lambda).
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from adapterswap.methods.method import DENSITY, SCALE, SEED, NonlinearMethod, Settings
+from adapterswap.methods.method import DENSITY, SCALE, SEED, NonlinearMethod, Parameter, Settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     Deltas = Mapping[str, npt.NDArray[np.float32]]
     Delta = npt.NDArray[np.float32]
 
-__all__ = ["DareLinear", "DareTies", "MagnitudePrune", "Ties"]
+__all__ = ["Breadcrumbs", "BreadcrumbsTies", "DareLinear", "DareTies", "Della", "DellaLinear", "MagnitudePrune", "Ties"]
+
+EPSILON = Parameter("epsilon", "how far the chance to be kept goes below and above the density", 0.15, ge=0, lt=1)
+RESCALE = Parameter(
+    "rescale",
+    "what is kept gets the L1 norm of all (l1), or is divided by its chance as in the paper",
+    "l1",
+    choices=("l1", "probability", "none"),
+)
+GAMMA = Parameter("gamma", "share of the largest entries that is dropped", 0.01, ge=0, lt=1)
 
 
 class Ties(NonlinearMethod):
@@ -75,3 +84,87 @@ class MagnitudePrune(NonlinearMethod):
 
         kept = {name: keep_largest(delta, settings["density"]) for name, delta in deltas.items()}
         return weighted_sum(kept, weights, settings)
+
+
+class _Della(NonlinearMethod):
+    reference = "Deep et al. 2024, arXiv:2406.11617"
+    parameters = (SCALE, DENSITY, EPSILON, RESCALE, SEED)
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        density, epsilon = values["density"], values["epsilon"]
+        if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
+            raise ValueError(
+                f"density is {density:g} and epsilon {epsilon:g}, and density - epsilon and density + epsilon must lie "
+                "between 0 and 1"
+            )
+
+    def _kept(self, deltas: Deltas, settings: Settings) -> Deltas:
+        from adapterswap.methods.dense import drop_mask, keep_ranked, ranked_chances
+
+        if settings["density"] >= 1:
+            return deltas
+        kept = {}
+        for name, delta in deltas.items():
+            chances = ranked_chances(delta, settings["density"], settings["epsilon"])
+            drawn = drop_mask(delta.shape, chances, seed=settings["seed"], expert=name, module=settings.module)
+            kept[name] = keep_ranked(delta, chances, drawn, settings["rescale"])
+        return kept
+
+
+class Della(_Della):
+    name = "della"
+    title = "DELLA (Deep et al. 2024)"
+    formula = (
+        "entries are dropped at random, small ones of a row more often, and rescaled; then TIES' election; times λ"
+    )
+    normalizes = True
+
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+        from adapterswap.methods.dense import sum_agreeing
+
+        return sum_agreeing(self._kept(deltas, settings), weights, settings)
+
+
+class DellaLinear(_Della):
+    name = "della_linear"
+    title = "DELLA without an election of signs (Deep et al. 2024)"
+    formula = "entries are dropped at random, small ones of a row more often, and rescaled; then λ·Σ w_i·ΔW_i"
+
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+        from adapterswap.methods.dense import weighted_sum
+
+        return weighted_sum(self._kept(deltas, settings), weights, settings)
+
+
+class Breadcrumbs(NonlinearMethod):
+    name = "breadcrumbs"
+    title = "Model Breadcrumbs (Davari & Belilovsky 2024)"
+    reference = "Davari & Belilovsky, ECCV 2024, arXiv:2312.06795"
+    formula = "each ΔW loses its γ share of largest entries and keeps the density share below them; then λ·Σ w_i·ΔW_i"
+    parameters = (SCALE, DENSITY, GAMMA)
+
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+        from adapterswap.methods.dense import weighted_sum
+
+        return weighted_sum(_between(deltas, settings), weights, settings)
+
+
+class BreadcrumbsTies(NonlinearMethod):
+    name = "breadcrumbs_ties"
+    title = "Model Breadcrumbs with TIES' election of signs"
+    reference = "Davari & Belilovsky, ECCV 2024, arXiv:2312.06795"
+    formula = (
+        "each ΔW loses its γ share of largest entries, keeps the density share below them; TIES' election; times λ"
+    )
+    parameters = (SCALE, DENSITY, GAMMA)
+
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+        from adapterswap.methods.dense import sum_agreeing
+
+        return sum_agreeing(_between(deltas, settings), weights, settings)
+
+
+def _between(deltas: Deltas, settings: Settings) -> Deltas:
+    from adapterswap.methods.dense import keep_between
+
+    return {name: keep_between(delta, settings["density"], settings["gamma"]) for name, delta in deltas.items()}

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_layers
 from adapterswap.files.yamlfiles import FieldMistake
-from adapterswap.methods.method import LARGEST, SEED, NonlinearMethod, Settings
+from adapterswap.methods.method import LARGEST, SEED, NonlinearMethod, Settings, SpanMethod
 from adapterswap.methods.registry import check_name, find_method, names_of
 from adapterswap.planning.parameters import MethodFields
 
@@ -113,15 +113,30 @@ class Rule(MethodFields):
             raise FieldMistake(
                 "magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights", "weights"
             )
-        if self.method == "slerp":
-            if len(self.blend) != 2 or BASE in self.blend:
-                raise FieldMistake("slerp turns from one expert to another: name exactly two", "blend")
-            if min(self.blend.values()) < 0 or self.normalize is False:
-                raise FieldMistake(
-                    "slerp's weights are shares of the way: not negative, and always divided by their sum", "blend"
-                )
+        self._check_method(self.blend)
         check_weights(self.blend, normalize=self.normalizes)
         return self
+
+    def _check_method(self, blend: Mapping[str, float]) -> None:
+        method = find_method(self.method)
+        method.check(self.parameters)
+        least, most = method.sides
+        if least == most == 2 and (len(blend) != 2 or BASE in blend):
+            raise FieldMistake(f"{self.method} goes from one expert to another: name exactly two", "blend")
+        if len(blend) < least:
+            message = f"{self.method} needs at least {least} experts, and the blend names {len(blend)}"
+            raise FieldMistake(message, "blend")
+        if method.counts_absent and BASE in blend:
+            raise FieldMistake(f"{self.method} combines experts, and the blend names the base: leave it out", "blend")
+        if not method.weighted and (odd := [name for name, weight in blend.items() if weight != 1]):
+            message = f"{self.method} takes no weights, and that of {odd[0]} is {blend[odd[0]]:g}: set each to 1"
+            raise FieldMistake(message, "blend")
+        if self.method == "slerp" and (min(blend.values()) < 0 or self.normalize is False):
+            raise FieldMistake(
+                "slerp's weights are shares of the way: not negative, and always divided by their sum", "blend"
+            )
+        if self.method == "nuslerp" and self.normalize is False:
+            raise FieldMistake("nuslerp's weights are shares of the way, and always divided by their sum", "normalize")
 
     def _check_averages(self) -> None:
         named = {self.expert} if self.blend is None else self.blend.keys()
@@ -213,15 +228,35 @@ class Rule(MethodFields):
         """What the rule's method makes of the sides' dense ΔW of a module, where that is not a weighted sum.
 
         Args:
-            deltas: by side, out×in.
+            deltas: by side, out×in; whole weights where the method combines those.
             weights: by side.
             seed: of the composition.
             module: the module's name.
         """
         method = find_method(self.method)
-        assert isinstance(method, NonlinearMethod)
+        assert isinstance(method, NonlinearMethod | SpanMethod)
+        if method.counts_absent:
+            weights, zeros = self.blend or {}, 0 * next(iter(deltas.values()))
+            deltas = {side: deltas.get(side, zeros) for side in weights}
         values = {**self.parameters, SEED.name: seed}
         return method.combine(deltas, weights, Settings(values, self.normalizes, module))
+
+    def coefficients_of(self, gram: npt.NDArray[np.float64]) -> dict[str, float]:
+        """The coefficients of the sides by a method that finds them from inner products, in the order of the blend."""
+        method, blend = find_method(self.method), self.blend or {}
+        assert isinstance(method, SpanMethod)
+        found = method.coefficients(gram, list(blend.values()), Settings(self.parameters, self.normalizes))
+        return dict(zip(blend, found, strict=True))
+
+    @property
+    def spans(self) -> bool:
+        """Whether the result is a weighted sum whose coefficients follow from the sides' inner products."""
+        return self.blend is not None and find_method(self.method).spans(self.parameters)
+
+    @property
+    def acts_on_weights(self) -> bool:
+        """Whether the method combines whole weights, not ΔW."""
+        return self.blend is not None and find_method(self.method).acts_on == "weights"
 
     @property
     def combines_sides(self) -> bool:

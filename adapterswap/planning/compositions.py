@@ -173,28 +173,38 @@ class Composition(MethodFields):
             raise FieldMistake(
                 "magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights", "weights"
             )
-        if self.method == "slerp" and len(self._combined()) != 2:
+        if find_method(self.method).sides == (2, 2) and len(self._combined()) != 2:
             raise ValueError(
-                "slerp turns from one expert to another: name a task and a language expert that differ (several on a "
-                "side are averaged first), or two experts on one side and `base` on the other"
+                f"{self.method} goes from one expert to another: name a task and a language expert that differ "
+                "(several on a side are averaged first), or two experts on one side and `base` on the other"
             )
+        if self.method == "adamergex":
+            self._check_adamergex()
         if self.method != "layer_swap":
             try:
                 self.rules(1)
             except FieldError as error:  # so that it is reported with the composition's other mistakes
                 raise ValueError("; ".join(problem.message for problem in error.problems)) from None
 
+    def _check_adamergex(self) -> None:
+        if len(self.language) != 2 or BASE in (*self.task, *self.language) or {*self.task} & {*self.language}:
+            raise FieldMistake(
+                "adamergex adds what a language changes: name a task expert, and two other experts on the language's "
+                "side, those of the reference task in the target language and in the source language, in this order",
+                "language",
+            )
+        if self.language_weight != 1:
+            raise FieldMistake(
+                "adamergex weighs the languages' difference by `scale`, so language_weight must be 1", "language_weight"
+            )
+
     def _check_weights(self) -> None:
-        weights: dict[str, float] = {
-            name: getattr(self, field) for name, field in _WEIGHTS.items() if field != SCALE.name
-        }
+        weights = {"the task": self.task_weight, "the language": self.language_weight}
         method = find_method(self.method)
         check_weights(weights, normalize=method.normalizes and not method.has(SCALE), fields=_WEIGHTS)
         scale = self.parameters.get(SCALE.name, 1.0)
         if scale == 0:
-            raise FieldMistake(
-                "scale is 0, and must be a number other than 0: the experts would change nothing", "scale"
-            )
+            raise FieldMistake("scale is 0, and must be a number other than 0", "scale")
         if self.allow_negative:
             return
         for rule in self.allocation or ():
@@ -259,11 +269,14 @@ class Composition(MethodFields):
             return (self._non_layer_rule().model_copy(update=everywhere), *self.rules(num_layers))
         if self.method == "soup":
             return (self._blend(),)
-        if self.method == "slerp":
-            return (_blended(self._combined(), method="slerp"),)
         if self.method == "task_arithmetic":
             scaled = {side: weight * self.parameters[SCALE.name] for side, weight in self._combined().items()}
             return (_blended(scaled, normalize=False),)
+        if self.method == "adamergex":
+            scale = self.parameters[SCALE.name]
+            target, source = ((name,) for name in self.language)
+            summed = {_Side(self.task): self.task_weight, _Side(target): scale, _Side(source): -scale}
+            return (_blended(summed, normalize=False),)
         if self.method != "layer_swap":
             own = {p.called(in_rules=True): self.parameters[p.name] for p in own_parameters(self.method)}
             return (_blended(self._combined(), method=self.method, **own),)
@@ -343,7 +356,8 @@ class Composition(MethodFields):
         """The weight of each side; the experts of a side are averaged first."""
         task, language = _Side(self.task), _Side(self.language)
         if task.label == language.label:
-            return {task: self.task_weight + self.language_weight}
+            once = not find_method(self.method).weighted and self.task_weight == self.language_weight == 1
+            return {task: 1.0 if once else self.task_weight + self.language_weight}
         return {task: self.task_weight, language: self.language_weight}
 
     def _combined(self) -> dict[_Side, float]:

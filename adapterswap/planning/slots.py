@@ -92,10 +92,15 @@ class Slot:
     def is_linear(self) -> bool:
         """Whether the result is a weighted sum of changes.
 
-        SLERP is one where all changes are low-rank, with coefficients that `resolve` finds; of stored tensors it is
-        computed whole.
+        SLERP and its like are where all changes are low-rank, with coefficients that `resolve` finds; of stored tensors
+        they are computed whole.
         """
-        return self.method == "linear" or (self.method == "slerp" and not self.is_stored)
+        return self.method == "linear" or self.has_span
+
+    @property
+    def has_span(self) -> bool:
+        """Whether coefficients are found from the inner products of low-rank changes."""
+        return self.method != "linear" and not self.is_stored and self.rule is not None and self.rule.spans
 
     @property
     def requested(self) -> Mapping[str, float]:
@@ -148,7 +153,18 @@ class Slot:
     def needs_base(self) -> bool:
         """Whether the base's own numbers enter."""
         waits = self.rule is not None and self.rule.weights is not None and bool(self.terms)
+        if self.rule is not None and self.rule.acts_on_weights and self.terms:
+            return bool(self.low_rank) or any(share < 1 for share in self.whole_shares.values())
         return not self.is_linear or waits or self.rest != 0
+
+    @property
+    def whole_shares(self) -> dict[str, float]:
+        """How much of each side is experts' whole weights: the rest of 1 is the base's."""
+        sides = self.rule.sides if self.rule is not None else {}
+        shares = dict.fromkeys(sides, 0.0)
+        for term in self.whole:
+            shares[term.side] += sides[term.side][term.expert]
+        return {side: 1.0 if math.isclose(share, 1) else share for side, share in shares.items()}
 
     @property
     def copied(self) -> Whole | None:

@@ -225,7 +225,8 @@ def _what(plan: Plan) -> str:
         total = (math.fsum(weights.values()) or 1.0) if rule.combines_sides and rule.normalizes else 1.0
         terms = [(term.expert, term.side, term.coefficient / total) for term in module.terms]
         sides = {side: weight / total for side, weight in weights.items()}
-        modules[module.name] = [terms, [rule.method, rule.weights, sides] if rule.combines_sides else None]
+        how = [rule.method, rule.weights, sides, *([rule.parameters] if rule.parameters else [])]
+        modules[module.name] = [terms, how if rule.combines_sides else None]
     content = {"modules": modules, "experts": list(plan.experts), "row_threshold": plan.composition.row_threshold}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

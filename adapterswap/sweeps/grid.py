@@ -195,7 +195,14 @@ def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
     composition = validate(
         {**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {settings}" * bool(settings)
     )
-    if not find_method(composition.method).linear and not family.output:
+    method = find_method(composition.method)
+    if method.acts_on == "weights":
+        raise FieldError(
+            f"compositions: {name}: {composition.method} combines whole weights, and a sweep judges adapters",
+            "Use a method on ΔW, or write its full weights with `adapterswap merge` and evaluate them",
+            parameter="method",
+        )
+    if not method.exact_in_adapters(composition.parameters) and not family.output:
         raise FieldError(
             f"compositions: {name}: the result of {composition.method} is not of low rank, and a sweep judges adapters",
             "Set max_rank (such as the experts' rank, or twice that) or max_error in the family",

@@ -1,0 +1,101 @@
+"""Methods that decide entry by entry how much of which expert enters: SCE, NearSwap, Arcee Fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from adapterswap.methods.method import NonlinearMethod, Parameter, Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Arrays = Mapping[str, npt.NDArray[np.float32]]
+    Array = npt.NDArray[np.float32]
+
+__all__ = ["ArceeFusion", "NearSwap", "Sce"]
+
+SELECT_TOPK = Parameter(
+    "select_topk", "share of entries that is kept, those that vary most over experts", 1.0, ge=0, le=1
+)
+
+
+class Sce(NonlinearMethod):
+    name = "sce"
+    title = "SCE (Wan et al. 2024)"
+    reference = "Wan et al. 2024 (FuseChat), arXiv:2408.07990"
+    formula = "of the entries that vary most, Σ η_i·ΔW_i/Σ η_i over those with the elected sign; η_i = ‖ΔW_i‖²/Σ‖ΔW‖²"
+    parameters = (SELECT_TOPK,)
+    weighted = False
+    counts_absent = True
+
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> Array:
+        import numpy as np
+
+        stacked = np.stack(list(deltas.values()))
+        if settings["select_topk"] < 1:
+            variance = stacked.var(axis=0, dtype=np.float64).reshape(-1)
+            kept = np.zeros(variance.size, np.bool_)
+            if count := int(np.count_nonzero(variance) * settings["select_topk"]):
+                kept[np.argpartition(variance, variance.size - count)[variance.size - count :]] = True
+            stacked = np.where(kept.reshape(stacked.shape[1:]), stacked, np.float32(0))
+        energy = np.square(stacked, dtype=np.float64).reshape(len(stacked), -1).sum(axis=1)
+        if energy.sum() == 0:
+            return np.zeros_like(stacked[0])
+        shares = (energy / energy.sum()).reshape(-1, *[1] * (stacked.ndim - 1))
+        positive = stacked.sum(axis=0) >= 0
+        agreeing = np.where(np.where(positive, stacked > 0, stacked < 0), shares, 0)
+        divisor = np.maximum(agreeing.sum(axis=0), 1e-6)
+        return np.asarray((stacked * agreeing).sum(axis=0) / divisor, np.float32)
+
+
+NEAR = Parameter("t", "how far an entry may be moved at most", 0.001, gt=0)
+
+
+class NearSwap(NonlinearMethod):
+    name = "nearswap"
+    title = "NearSwap"
+    reference = "alchemonaut 2024, https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001"
+    formula = "W_1 + s·(W_2 - W_1), with s = min(1, t/|W_1 - W_2|) entry by entry; the base's part of both cancels"
+    parameters = (NEAR,)
+    weighted = False
+    sides = (2, 2)
+    counts_absent = True
+
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> Array:
+        import numpy as np
+
+        one, other = deltas.values()
+        apart = np.maximum(np.abs(one - other), np.float32(1e-6))  # as in mergekit
+        share = np.minimum(np.float32(settings["t"]) / apart, np.float32(1))
+        return np.asarray(share * other + (1 - share) * one, np.float32)
+
+
+class ArceeFusion(NonlinearMethod):
+    name = "arcee_fusion"
+    title = "Arcee Fusion"
+    reference = "Arcee AI 2025, https://github.com/arcee-ai/mergekit"
+    formula = "W_1, and W_2 where |W_2 - W_1|·KL(softmax of W_2's row, of W_1's) is at least median + 1.5·(Q3 - Q1)"
+    acts_on: ClassVar[Literal["delta", "weights"]] = "weights"
+    weighted = False
+    sides = (2, 2)
+
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> Array:
+        import numpy as np
+
+        one, other = deltas.values()
+        p, q = (_softmax(array) for array in (other, one))
+        divergence = np.sum(p * np.log(p / q), axis=-1, keepdims=True)
+        importance = (np.abs(other - one) * divergence).reshape(-1)
+        places = [int(share * (importance.size - 1)) for share in (0.25, 0.5, 0.75)]
+        low, middle, high = np.partition(importance, places)[places]
+        chosen = (importance >= middle + 1.5 * (high - low)).reshape(one.shape)
+        return np.asarray(np.where(chosen, other, one), np.float32)
+
+
+def _softmax(array: Array) -> Array:
+    import numpy as np
+
+    powers = np.exp(array - array.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True) + np.float32(1e-8), np.float32)
