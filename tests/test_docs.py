@@ -10,6 +10,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -23,14 +24,23 @@ PAGES = sorted(
 )
 
 
-def test_the_command_reference_is_what_help_says() -> None:
-    path = ROOT / "scripts" / "command_reference.py"
-    spec = importlib.util.spec_from_file_location("command_reference", path)
+def script_called(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_command_reference_is_what_help_says() -> None:
+    script = script_called("command_reference")
     assert (ROOT / "docs" / "commands.md").read_text() == script.reference(), "run python scripts/command_reference.py"
+
+
+def test_the_page_of_methods_is_what_the_registry_says() -> None:
+    script = script_called("methods_page")
+    assert (ROOT / "docs" / "methods.md").read_text() == script.page(), "run python scripts/methods_page.py"
 
 
 def commands_shown() -> list[tuple[str, str]]:

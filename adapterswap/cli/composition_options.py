@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["any_plan_from_options", "composition_from_options", "composition_options", "plan_from_options"]
 
+_LISTED = 5  # methods in the help of a parameter
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -31,9 +33,6 @@ class _MethodName(click.ParamType[str]):
     """A method: one of ours, or one of an installed package, which is asked for only where it is named."""
 
     name = "method"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return f"[{'|'.join(names_of())}]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in names_of() and value not in (known := names_of(packages=True)):
@@ -43,7 +42,9 @@ class _MethodName(click.ParamType[str]):
 
 def _parameter_option(parameter: Parameter) -> Callable[[_Function], _Function]:
     """The option of a method's parameter."""
-    what = f"{parameter.description[0].upper()}{parameter.description[1:]} ({', '.join(having(parameter.name))})."
+    methods = having(parameter.name)
+    of = ", ".join(methods if len(methods) <= _LISTED else [*methods[: _LISTED - 1], "…"])
+    what = f"{parameter.description[0].upper()}{parameter.description[1:]} ({of})."
     default = "" if parameter.required else f"  [default: {_shown(parameter.default)}]"
     kinds: dict[type, Any] = {str: click.Choice(parameter.choices), bool: bool, int: int, float: float}
     return click.option(
@@ -79,7 +80,8 @@ _OPTIONS = (
     click.option(
         "--method",
         type=_MethodName(),
-        help="How experts are combined.  [default: layer_swap]",
+        metavar="NAME",
+        help="How experts are combined; `adapterswap methods` lists the names.  [default: layer_swap]",
     ),
     click.option(
         "--bottom", type=int, metavar="N", help="Bottom layers from the language.  [default: 5 of 32, scaled]"

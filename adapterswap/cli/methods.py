@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from adapterswap.cli.printing import print_json, print_table
-from adapterswap.methods.registry import BUILT_IN, all_methods
+from adapterswap.methods.registry import BUILT_IN, all_methods, in_adapters
 
 
 @click.command("methods")
@@ -13,8 +13,8 @@ from adapterswap.methods.registry import BUILT_IN, all_methods
 def command(as_json: bool) -> None:
     """List the methods that combine experts, with their parameters and references.
 
-    A linear method is exact in an adapter; what others make is reduced to a rank there (--max-rank, --max-error), and
-    is exact in full weights (adapterswap merge). Installed packages can add methods.
+    Some are exact in an adapter; what others make is reduced to a rank there (--max-rank, --max-error); those on whole
+    weights are for full weights alone (adapterswap merge), where all are exact. Installed packages can add methods.
     """
     methods = all_methods()
     if as_json:
@@ -23,7 +23,12 @@ def command(as_json: bool) -> None:
                 name: {
                     "formula": method.formula,
                     "parameters": [parameter.name for parameter in method.parameters],
+                    "defaults": {p.name: None if p.required else p.default for p in method.parameters},
                     "linear": method.linear,
+                    "acts_on": method.acts_on,
+                    "weighted": method.weighted,
+                    "experts": list(method.sides),
+                    "notes": method.notes,
                     "normalizes": method.normalizes,
                     "in_rules": method.in_rules,
                     "as_composition": method.as_composition,
@@ -36,10 +41,10 @@ def command(as_json: bool) -> None:
         return
     from rich.table import Table
 
-    table = Table("method", "linear", "parameters", "reference", box=None, header_style="bold")
+    table = Table("method", "in an adapter", "parameters", "reference", box=None, header_style="bold")
     for name, method in methods.items():
         parameters = ", ".join(parameter.name for parameter in method.parameters)
-        table.add_row(name, "yes" if method.linear else "no", parameters or "–", method.reference)
+        table.add_row(name, in_adapters(method), parameters or "–", method.reference)
     print_table(table)
     click.echo()
     for name, method in methods.items():

@@ -51,5 +51,10 @@ class AdaMergeX(Method):
     title = "AdaMergeX (Zhao et al. 2024)"
     reference = "Zhao et al., NAACL 2025, arXiv:2402.18913"
     formula = "w·ΔW_task + λ·(ΔW_target - ΔW_source), with the language experts in the order target, source"
+    notes = (
+        "The language experts are those of one reference task in the target language and in the source language: "
+        "`-l target -l source`."
+    )
     parameters = (SCALE,)
+    sides = (3, 3)
     in_rules = False

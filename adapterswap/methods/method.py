@@ -101,6 +101,7 @@ class Method:
         title: what model cards call it.
         reference: the paper.
         formula: what it computes, in one line.
+        notes: what else a reader should know, such as where it differs from mergekit.
         parameters: what it takes beside weights.
         published: values of its parameters that the paper uses where nothing is tuned. A sweep marks a configuration
             with these values, and with the defaults of all others, as the paper's.
@@ -118,6 +119,7 @@ class Method:
     title: ClassVar[str]
     reference: ClassVar[str]
     formula: ClassVar[str]
+    notes: ClassVar[str] = ""
     parameters: ClassVar[tuple[Parameter, ...]] = ()
     published: ClassVar[Mapping[str, Any]] = {}
     linear: ClassVar[bool] = True

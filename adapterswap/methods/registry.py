@@ -44,6 +44,7 @@ __all__ = [
     "check_name",
     "find_method",
     "having",
+    "in_adapters",
     "names_of",
     "own_parameters",
 ]
@@ -131,6 +132,13 @@ def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
     """
     own = [name for name, method in BUILT_IN.items() if (method.in_rules if in_rules else method.as_composition)]
     return [*own, *ALIASES, *sorted(_added())] if packages else own
+
+
+def in_adapters(method: Method) -> str:
+    """How an adapter holds a method's result, by its default parameters: `exact`, `reduced`, or `–` for not at all."""
+    if method.acts_on == "weights":
+        return "–"
+    return "exact" if method.exact_in_adapters({p.name: p.default for p in method.parameters}) else "reduced"
 
 
 def own_parameters(name: str) -> tuple[Parameter, ...]:

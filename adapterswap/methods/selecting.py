@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ArceeFusion", "NearSwap", "Sce"]
 
+_BLOCK = 2**18  # entries that are computed in float64 at once
+
 SELECT_TOPK = Parameter(
     "select_topk", "share of entries that is kept, those that vary most over experts", 1.0, ge=0, le=1
 )
@@ -26,6 +28,7 @@ class Sce(NonlinearMethod):
     title = "SCE (Wan et al. 2024)"
     reference = "Wan et al. 2024 (FuseChat), arXiv:2408.07990"
     formula = "of the entries that vary most, Σ η_i·ΔW_i/Σ η_i over those with the elected sign; η_i = ‖ΔW_i‖²/Σ‖ΔW‖²"
+    notes = "mergekit gives all experts one weight where the mean squares of ΔW sum to under 1e-6; here η always holds."
     parameters = (SELECT_TOPK,)
     weighted = False
     counts_absent = True
@@ -58,6 +61,7 @@ class NearSwap(NonlinearMethod):
     title = "NearSwap"
     reference = "alchemonaut 2024, https://huggingface.co/alchemonaut/QuartetAnemoi-70B-t0.0001"
     formula = "W_1 + s·(W_2 - W_1), with s = min(1, t/|W_1 - W_2|) entry by entry; the base's part of both cancels"
+    notes = "mergekit's base_model is the first expert here (the task's), and its model the second."
     parameters = (NEAR,)
     weighted = False
     sides = (2, 2)
@@ -77,6 +81,10 @@ class ArceeFusion(NonlinearMethod):
     title = "Arcee Fusion"
     reference = "Arcee AI 2025, https://github.com/arcee-ai/mergekit"
     formula = "W_1, and W_2 where |W_2 - W_1|·KL(softmax of W_2's row, of W_1's) is at least median + 1.5·(Q3 - Q1)"
+    notes = (
+        "mergekit's base_model is the first expert here (the task's), and its model the second. Quartiles are those of "
+        "all entries; above a million mergekit draws a sample."
+    )
     acts_on: ClassVar[Literal["delta", "weights"]] = "weights"
     weighted = False
     sides = (2, 2)
@@ -85,17 +93,29 @@ class ArceeFusion(NonlinearMethod):
         import numpy as np
 
         one, other = deltas.values()
-        p, q = (_softmax(array) for array in (other, one))
-        divergence = np.sum(p * np.log(p / q), axis=-1, keepdims=True)
-        importance = (np.abs(other - one) * divergence).reshape(-1)
+        importance = _importance(one, other).reshape(-1)
         places = [int(share * (importance.size - 1)) for share in (0.25, 0.5, 0.75)]
         low, middle, high = np.partition(importance, places)[places]
         chosen = (importance >= middle + 1.5 * (high - low)).reshape(one.shape)
         return np.asarray(np.where(chosen, other, one), np.float32)
 
 
-def _softmax(array: Array) -> Array:
+def _importance(one: Array, other: Array) -> Array:
+    """|W_2 - W_1|·KL of the rows' softmaxes; in float64 a few rows at a time, since the two differ by little."""
     import numpy as np
 
-    powers = np.exp(array - array.max(axis=-1, keepdims=True))
-    return np.asarray(powers / powers.sum(axis=-1, keepdims=True) + np.float32(1e-8), np.float32)
+    rows = [np.atleast_1d(array).reshape(-1, array.shape[-1] if array.ndim else 1) for array in (one, other)]
+    found = np.empty_like(rows[0])
+    step = max(1, _BLOCK // found.shape[1])
+    for start in range(0, len(found), step):
+        first, second = (part[start : start + step].astype(np.float64) for part in rows)
+        q, p = (_softmax(part) + 1e-8 for part in (first, second))
+        found[start : start + step] = np.abs(second - first) * np.sum(p * np.log(p / q), axis=1, keepdims=True)
+    return found
+
+
+def _softmax(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    import numpy as np
+
+    powers = np.exp(rows - rows.max(axis=1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True))

@@ -51,6 +51,7 @@ class DareLinear(NonlinearMethod):
     title = "DARE (Yu et al. 2024)"
     reference = "Yu et al., ICML 2024, arXiv:2311.03099"
     formula = "entries are dropped at random, the others divided by the density; then λ·Σ w_i·ΔW_i"
+    notes = "Divides by the density as in the paper; mergekit rescales to the L1 norm of the whole ΔW."
     parameters = (SCALE, DENSITY, SEED)
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
@@ -64,6 +65,7 @@ class DareTies(NonlinearMethod):
     title = "DARE with TIES' election of signs (Yu et al. 2024)"
     reference = "Yu et al., ICML 2024, arXiv:2311.03099"
     formula = "entries are dropped at random, the others divided by the density; then TIES' election of signs; times λ"
+    notes = DareLinear.notes
     parameters = (SCALE, DENSITY, SEED)
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
@@ -88,6 +90,10 @@ class MagnitudePrune(NonlinearMethod):
 
 class _Della(NonlinearMethod):
     reference = "Deep et al. 2024, arXiv:2406.11617"
+    notes = (
+        "An entry's chance to be kept grows evenly with its rank in its row, from density - ε to density + ε. mergekit "
+        "rescales to the L1 norm, the default here; the paper divides by the chance (`rescale: probability`)."
+    )
     parameters = (SCALE, DENSITY, EPSILON, RESCALE, SEED)
 
     def check(self, values: Mapping[str, Any]) -> None:
@@ -139,6 +145,7 @@ class DellaLinear(_Della):
 class Breadcrumbs(NonlinearMethod):
     name = "breadcrumbs"
     title = "Model Breadcrumbs (Davari & Belilovsky 2024)"
+    notes = "As in mergekit: where gamma and the density are more than all together, fewer of the largest are dropped."
     reference = "Davari & Belilovsky, ECCV 2024, arXiv:2312.06795"
     formula = "each ΔW loses its γ share of largest entries and keeps the density share below them; then λ·Σ w_i·ΔW_i"
     parameters = (SCALE, DENSITY, GAMMA)
@@ -152,6 +159,7 @@ class Breadcrumbs(NonlinearMethod):
 class BreadcrumbsTies(NonlinearMethod):
     name = "breadcrumbs_ties"
     title = "Model Breadcrumbs with TIES' election of signs"
+    notes = Breadcrumbs.notes
     reference = "Davari & Belilovsky, ECCV 2024, arXiv:2312.06795"
     formula = (
         "each ΔW loses its γ share of largest entries, keeps the density share below them; TIES' election; times λ"

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Karcher", "ModelStock", "MultiSlerp", "NuSlerp", "Slerp"]
 
 _ALIKE = 0.9995  # |cosine| from which SLERP takes two directions for one
-_NO_ANGLE = 1e-8  # sine up to which NuSLERP takes the straight line
+# Sines up to which NuSLERP takes the straight line. mergekit has 1e-8 for both; between opposite directions the way
+# depends on the rounding of float32 long before.
+_PARALLEL, _OPPOSITE = 1e-6, 1e-3
 _SINGULAR = 1e-6  # size of Model Stock's denominator below which its share is not finite
 
 
@@ -57,6 +59,10 @@ class NuSlerp(SpanMethod):
     title = "NuSLERP of ΔW (mergekit)"
     reference = "mergekit, https://github.com/arcee-ai/mergekit (Shoemake, SIGGRAPH 1985)"
     formula = "SLERP of ΔW, of each row by itself with `nuslerp_flatten: false`; a ΔW of zero is at right angles to all"
+    notes = (
+        "As mergekit with a base_model. Without one mergekit turns whole weights. ΔW that point in opposite directions "
+        "to 0.06 degrees are joined by the straight line."
+    )
     parameters = (FLATTEN, ROW_WISE)
     normalizes = True
     sides = (2, 2)
@@ -68,7 +74,8 @@ class NuSlerp(SpanMethod):
         t = weights[1] / (weights[0] + weights[1])
         norms = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
         cosine = max(-1.0, min(1.0, float(gram[0, 1]) / norms)) if norms else 0.0
-        return (1 - t, t) if 1 - cosine**2 <= _NO_ANGLE**2 else _turned(t, cosine)
+        no_angle = _PARALLEL if cosine > 0 else _OPPOSITE
+        return (1 - t, t) if 1 - cosine**2 <= no_angle**2 else _turned(t, cosine)
 
     def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> npt.NDArray[np.float32]:
         import numpy as np
@@ -81,7 +88,7 @@ class NuSlerp(SpanMethod):
         t = second / (first + second)
         norms = np.sqrt(np.square(one).sum(axis, keepdims=True) * np.square(other).sum(axis, keepdims=True))
         cosine = np.clip((one * other).sum(axis, keepdims=True) / np.where(norms == 0, 1, norms), -1, 1)
-        straight = 1 - cosine**2 <= _NO_ANGLE**2
+        straight = 1 - cosine**2 <= np.where(cosine > 0, _PARALLEL, _OPPOSITE) ** 2
         angle = np.arccos(np.where(straight, 0, cosine))
         a, b = (np.where(straight, line, np.sin(line * angle) / np.sin(angle)) for line in (1 - t, t))
         return np.asarray(a * one + b * other, np.float32)
@@ -95,6 +102,10 @@ class MultiSlerp(SpanMethod):
     title = "multi-SLERP of ΔW (mergekit)"
     reference = "Goddard 2025, https://goddard.blog/posts/multislerp-wow-what-a-cool-idea"
     formula = "the direction of Σ w_i·ΔW_i/‖ΔW_i‖, with the length Σ w_i·‖ΔW_i‖"
+    notes = (
+        "As mergekit with a base_model. mergekit goes through the tangent space at the mean direction, where the "
+        "weighted sum is zero, so this is its result. Directions of three or more that cancel are refused."
+    )
     parameters = (EPS,)
     normalizes = True
     sides = (1, None)
@@ -130,6 +141,7 @@ class Karcher(SpanMethod):
     title = "the Karcher mean of whole weights"
     reference = "Karcher, Comm. Pure Appl. Math. 1977; arXiv:2603.04972"
     formula = "the mean of W_i/‖W_i‖ on the sphere, by steps along the mean tangent; times the mean norm"
+    notes = "As mergekit, on the experts' whole weights; the base enters only where an expert is an adapter."
     parameters = (MAX_ITER, TOL)
     linear = False
     acts_on: ClassVar[Literal["delta", "weights"]] = "weights"
@@ -161,7 +173,7 @@ class Karcher(SpanMethod):
             tangent = np.zeros_like(mean)
             for i, dot in enumerate(np.clip(cosines @ mean, -1, 1)):
                 angle = math.acos(float(dot))
-                if angle < tol or math.sin(angle) == 0:
+                if angle < tol or math.sin(angle) < _PARALLEL:  # it is there, or opposite: every way is as short
                     continue
                 tangent[i] += share * angle / math.sin(angle)
                 tangent -= share * angle / math.sin(angle) * dot * mean
@@ -184,6 +196,11 @@ class ModelStock(SpanMethod):
     title = "Model Stock (Jang et al. 2024)"
     reference = "Jang et al., ECCV 2024, arXiv:2403.19522"
     formula = "t·mean ΔW_i, with t = n·cos θ/(1 + (n-1)·cos θ) and cos θ the mean cosine of all pairs"
+    notes = (
+        "mergekit's formula in ΔW, where the base cancels, so it works in adapters too. mergekit bounds ‖ΔW_i‖·‖ΔW_j‖ "
+        "from below by 1e-6, so cosines of tiny tensors come out too small; here they do not. t is 0 where it is not "
+        "finite."
+    )
     parameters = (FILTER_WISE,)
     weighted = False
     sides = (2, None)

@@ -20,7 +20,7 @@ import adapterswap
 from adapterswap import Composition, Rule
 from adapterswap.cli.compose import command as compose_command
 from adapterswap.errors import ArgumentError, FieldError
-from adapterswap.methods.method import DENSITY, NonlinearMethod
+from adapterswap.methods.method import DENSITY, NonlinearMethod, SpanMethod
 from adapterswap.methods.registry import BUILT_IN, PARAMETERS, RESERVED, find_method, names_of
 from adapterswap.planning.parameters import parameter_keys
 from adapterswap.sweeps.families import GRID_FIELDS, Family
@@ -95,7 +95,7 @@ def test_every_method_says_what_it_is(name: str) -> None:
         assert parameter.description
         assert parameter.kind is PARAMETERS[parameter.name].kind
     assert method.published.keys() <= {parameter.name for parameter in method.parameters}
-    assert isinstance(method, NonlinearMethod) is not method.linear
+    assert isinstance(method, NonlinearMethod | SpanMethod) or method.linear
     assert method.in_rules or method.as_composition
 
 
@@ -163,7 +163,8 @@ def test_mistakes_in_parameters_are_reported_with_the_others() -> None:
 def test_what_may_be_named_where() -> None:
     fields = {"density": 0.5}
     for name in names_of():
-        given = fields if find_method(name).has(DENSITY) else {}
+        given: dict[str, object] = dict(fields) if find_method(name).has(DENSITY) else {}
+        given |= {"language": ("target", "source")} if name == "adamergex" else {}
         assert Composition.model_validate({"method": name, **given}).method == name
     for name in names_of(in_rules=True):
         assert Rule.model_validate({"blend": {"a": 1, "b": 1}, "method": name}).method == name

@@ -1,0 +1,77 @@
+"""Write docs/methods.md from the registry of methods; `--check` fails where the file has drifted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from adapterswap.methods.method import Method, Parameter
+from adapterswap.methods.registry import ALIASES, BUILT_IN, in_adapters
+
+PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+
+INTRODUCTION = """# Merge methods
+
+Written by `python scripts/methods_page.py` from the registry. `adapterswap methods` lists the same, and what installed
+packages add.
+
+```bash
+adapterswap compose -t experts/math -l experts/swahili --method della --density 0.5 --max-rank 64 -o merged
+adapterswap merge -t experts/math -l experts/swahili --method karcher --base-model org/base -o merged-weights
+```
+
+* A method combines ΔW = W - W_base, module by module. Parameters stand beside `method` in recipes, rules, sweeps and
+  short names (`math+swahili@method=della,density=0.5`), and are options of the same name on the command line.
+* **in an adapter**: *exact*: a weighted sum of the experts' ΔW, which an adapter holds as it is. *reduced*: the result
+  has full rank; pass `--max-rank` or `--max-error`. *–*: the method combines whole weights, which only
+  `adapterswap merge` writes. Full weights are exact for all.
+* Several experts on one side are averaged first. An expert that does not change a module has ΔW = 0 there.
+* A row is what the last axis of ΔW (out×in) runs through; of full checkpoints, the last axis of the stored tensor.
+* Random choices depend on the seed, the expert's name and the module's name, and on no order of computation.
+
+"""
+
+
+def page() -> str:
+    """The page: a table of all methods, then each by itself."""
+    rows = ["| method | in an adapter | experts | weights | parameters |", "|---|---|---|---|---|"]
+    rows += [_row(method) for method in BUILT_IN.values()]
+    aliases = "".join(f"\n`{name}` is another name of `{method}`.\n" for name, method in ALIASES.items())
+    return INTRODUCTION + "\n".join(rows) + "\n" + aliases + "".join(map(_section, BUILT_IN.values()))
+
+
+def _row(method: Method) -> str:
+    least, most = method.sides
+    experts = f"{least}" if least == most else f"{least} or more"
+    parameters = ", ".join(f"`{parameter.name}`" for parameter in method.parameters) or "–"
+    weights = "yes" if method.weighted else "–"
+    return f"| [{method.name}](#{method.name}) | {in_adapters(method)} | {experts} | {weights} | {parameters} |"
+
+
+def _section(method: Method) -> str:
+    where = [] if method.in_rules else ["whole compositions only"]
+    where += [] if method.as_composition else ["rules only"]
+    lines = [
+        f"\n## {method.name}\n",
+        f"{method.title[0].upper()}{method.title[1:]}. {method.reference}." + f" ({', '.join(where)})" * bool(where),
+        f"\n> {method.formula}",
+    ]
+    lines += [f"\n{method.notes}"] if method.notes else []
+    if method.parameters:
+        lines += ["\n| parameter | default | values | |", "|---|---|---|---|"]
+        lines += [_parameter(parameter, method) for parameter in method.parameters]
+    return "\n".join(lines) + "\n"
+
+
+def _parameter(parameter: Parameter, method: Method) -> str:
+    default = str(parameter.default).lower() if isinstance(parameter.default, bool | str) else f"{parameter.default:g}"
+    default = "required" if parameter.required else default
+    in_rules = f" (`{parameter.rule_name}` in rules)" if parameter.rule_name and method.in_rules else ""
+    return f"| `{parameter.name}`{in_rules} | {default} | {parameter.allowed} | {parameter.description} |"
+
+
+if __name__ == "__main__":
+    if "--check" not in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE.name} has drifted from the registry: run python scripts/methods_page.py")

@@ -1,0 +1,235 @@
+"""Merge methods written out on full weights, in float64, as their papers describe them: what ours are compared with.
+
+Each takes the base's tensor and the experts', and returns the merged tensor. Vectors are moved on the sphere step by
+step here, where the library works with inner products alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[np.float64]
+Chooser = Callable[[int, Array], npt.NDArray[np.bool_]]  # (expert, chances) → what is kept
+
+
+def merged(
+    method: str, base: Any, experts: Sequence[Any], weights: Sequence[float], chosen: Chooser, **values: Any
+) -> Array:
+    """What the method makes of whole weights, with its parameters under the names that compositions give them."""
+    base, *full = (np.asarray(array, np.float64) for array in (base, *experts))
+    return np.asarray(METHODS[method](base, full, list(weights), chosen, values))
+
+
+def _elected(deltas: list[Array], weights: list[float], scale: float, normalize: bool) -> Array:
+    result = np.zeros_like(deltas[0])
+    for place in np.ndindex(*result.shape):
+        entries = [(weight * delta[place], weight) for delta, weight in zip(deltas, weights, strict=True)]
+        sign = 1 if math.fsum(value for value, _ in entries) >= 0 else -1
+        agreeing = [(value, weight) for value, weight in entries if value * sign > 0]
+        if agreeing:
+            result[place] = sum(value for value, _ in agreeing)
+            result[place] /= sum(weight for _, weight in agreeing) if normalize else 1
+    return scale * result
+
+
+def _sum(deltas: list[Array], weights: list[float], scale: float) -> Array:
+    return scale * np.sum([weight * delta for delta, weight in zip(deltas, weights, strict=True)], axis=0)
+
+
+def _della_kept(index: int, delta: Array, chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    density, epsilon = values["density"], values.get("epsilon", 0.15)
+    if density >= 1:
+        return delta
+    rows = np.abs(delta).reshape(-1, delta.shape[-1])
+    chances = np.empty_like(rows)
+    for row, numbers in enumerate(rows):
+        order = sorted(range(len(numbers)), key=lambda place: numbers[place])
+        for rank, place in enumerate(order):
+            share = rank / (len(numbers) - 1) if len(numbers) > 1 else 0.5
+            chances[row, place] = density - epsilon + share * 2 * epsilon
+    chances = chances.reshape(delta.shape)
+    kept = delta * chosen(index, chances)
+    rescale = values.get("rescale", "l1")
+    if rescale == "probability":
+        return kept / chances
+    return kept * (np.abs(delta).sum() / np.abs(kept).sum() if rescale == "l1" and np.any(kept) else 1)
+
+
+def _della(base: Array, full: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    kept = [_della_kept(index, tensor - base, chosen, values) for index, tensor in enumerate(full)]
+    return base + _elected(kept, weights, values.get("scale", 1), normalize=True)
+
+
+def _della_linear(
+    base: Array, full: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]
+) -> Array:
+    kept = [_della_kept(index, tensor - base, chosen, values) for index, tensor in enumerate(full)]
+    return base + _sum(kept, weights, values.get("scale", 1))
+
+
+def _crumbs(delta: Array, values: Mapping[str, Any]) -> Array:
+    if values["density"] >= 1:
+        return delta
+    order = np.argsort(-np.abs(delta), axis=None, kind="stable")  # the largest first
+    count = int(values["density"] * delta.size)
+    dropped = min(int(values.get("gamma", 0.01) * delta.size), delta.size - count)
+    mask = np.zeros(delta.size)
+    mask[order[dropped : dropped + count]] = 1
+    return delta * mask.reshape(delta.shape)
+
+
+def _breadcrumbs(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    return base + _sum([_crumbs(tensor - base, values) for tensor in full], weights, values.get("scale", 1))
+
+
+def _breadcrumbs_ties(
+    base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]
+) -> Array:
+    kept = [_crumbs(tensor - base, values) for tensor in full]
+    return base + _elected(kept, weights, values.get("scale", 1), normalize=False)
+
+
+def _sce(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    deltas = np.stack([tensor - base for tensor in full])
+    topk = values.get("select_topk", 1.0)
+    if topk < 1:
+        variance = ((deltas - deltas.mean(axis=0)) ** 2).mean(axis=0)
+        count = int(np.count_nonzero(variance) * topk)
+        mask = np.zeros(variance.size)
+        mask[np.argsort(-variance, axis=None)[:count]] = 1
+        deltas = deltas * mask.reshape(variance.shape)
+    energy = [float((delta**2).sum()) for delta in deltas]
+    if not sum(energy):
+        return base
+    shares = [one / sum(energy) for one in energy]
+    return base + _elected_by_sum(deltas, shares)
+
+
+def _elected_by_sum(deltas: Array, shares: Sequence[float]) -> Array:
+    """SCE elects by the plain sum, and averages what agrees by its shares."""
+    result = np.zeros_like(deltas[0])
+    for place in np.ndindex(*result.shape):
+        values = [float(delta[place]) for delta in deltas]
+        sign = 1 if sum(values) >= 0 else -1
+        agreeing = [(value, share) for value, share in zip(values, shares, strict=True) if value * sign > 0]
+        if agreeing:
+            result[place] = sum(value * share for value, share in agreeing) / sum(share for _, share in agreeing)
+    return result
+
+
+def _rotated(t: float, one: Array, other: Array) -> Array:
+    norms = [float(np.linalg.norm(vector)) for vector in (one, other)]
+    cosine = float(one.ravel() @ other.ravel()) / (norms[0] * norms[1]) if all(norms) else 0.0
+    if cosine > 1 - 1e-15 or cosine < -math.sqrt(1 - 1e-6):
+        return (1 - t) * one + t * other
+    angle = math.acos(cosine)
+    return (math.sin((1 - t) * angle) * one + math.sin(t * angle) * other) / math.sin(angle)
+
+
+def _nuslerp(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    one, other = (tensor - base for tensor in full)
+    t = weights[1] / sum(weights)
+    if values.get("nuslerp_flatten", True):
+        return base + _rotated(t, one, other)
+    axis = 0 if values.get("nuslerp_row_wise") else -1
+    one, other = np.moveaxis(one, axis, -1), np.moveaxis(other, axis, -1)
+    turned = np.empty_like(one)
+    for place in np.ndindex(*one.shape[:-1]):
+        turned[place] = _rotated(t, one[place], other[place])
+    return base + np.moveaxis(turned, -1, axis)
+
+
+def _multislerp(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    """To the tangent space at the mean direction, averaged there, and back by the exponential map."""
+    shares = [weight / sum(weights) for weight in weights]
+    deltas = [tensor - base for tensor in full]
+    if len(deltas) == 1:
+        return full[0]
+    norms = [float(np.linalg.norm(delta)) for delta in deltas]
+    units = [delta / norm if norm else delta for delta, norm in zip(deltas, norms, strict=True)]
+    mean = np.sum([share * unit for share, unit in zip(shares, units, strict=True)], axis=0)
+    if np.linalg.norm(mean) < 1e-8:
+        return base + np.sum([share * delta for share, delta in zip(shares, deltas, strict=True)], axis=0)
+    mean /= np.linalg.norm(mean)
+    tangent = np.sum([s * (unit - float((unit * mean).sum()) * mean) for s, unit in zip(shares, units, strict=True)], 0)
+    length = float(np.linalg.norm(tangent))
+    moved = math.cos(length) * mean + (math.sin(length) / length * tangent if length else 0)
+    return base + moved * sum(share * norm for share, norm in zip(shares, norms, strict=True))
+
+
+def _karcher(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    if len(full) == 1:
+        return full[0]
+    norms = [float(np.linalg.norm(tensor)) for tensor in full]
+    units = [tensor / norm for tensor, norm in zip(full, norms, strict=True) if norm > 1e-5]
+    if not units:
+        return np.zeros_like(base)
+    mean = np.mean(units, axis=0)
+    mean = units[0] if np.linalg.norm(mean) < 1e-5 else mean / np.linalg.norm(mean)
+    for _step in range(values.get("max_iter", 10)):
+        tangent = np.zeros_like(mean)
+        for unit in units:
+            cosine = max(-1.0, min(1.0, float((unit * mean).sum())))
+            angle = math.acos(cosine)
+            if angle >= 1e-5 and math.sin(angle) >= 1e-6:
+                tangent += angle / math.sin(angle) * (unit - cosine * mean) / len(units)
+        length = float(np.linalg.norm(tangent))
+        if length < values.get("tol", 1e-5):
+            break
+        mean = math.cos(length) * mean + math.sin(length) * tangent / length
+        mean /= np.linalg.norm(mean)
+    return np.asarray(mean * np.mean(norms))
+
+
+def _model_stock(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    if values.get("filter_wise") and base.ndim > 1:
+        result = np.empty_like(base)
+        for place in np.ndindex(*base.shape[:-1]):
+            result[place] = _model_stock(base[place], [tensor[place] for tensor in full], weights, _, {})
+        return result
+    cosines = []
+    for one, other in combinations([(tensor - base).ravel() for tensor in full], 2):
+        norms = float(np.linalg.norm(one) * np.linalg.norm(other))
+        cosines.append(float(one @ other) / norms if norms else 0.0)
+    cosine = float(np.mean(cosines))
+    below = 1 + (len(full) - 1) * cosine
+    t = len(full) * cosine / below if abs(below) >= 1e-6 else 0.0
+    return t * np.mean(full, axis=0) + (1 - t) * base
+
+
+def _nearswap(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    one, other = full
+    t = values.get("t", 0.001)
+    return one + np.clip(other - one, -t, t)
+
+
+def _arcee_fusion(base: Array, full: list[Array], weights: list[float], _: Chooser, values: Mapping[str, Any]) -> Array:
+    one, other = (torch.from_numpy(tensor) for tensor in full)
+    p, q = (torch.softmax(tensor, -1) + 1e-8 for tensor in (other, one))
+    importance = (other - one).abs() * (p * (p / q).log()).sum(-1, keepdim=True)
+    low, middle, high = torch.quantile(
+        importance.reshape(-1), torch.tensor([0.25, 0.5, 0.75]).double(), interpolation="lower"
+    )
+    return torch.where(importance >= middle + 1.5 * (high - low), other, one).numpy()
+
+
+METHODS: dict[str, Callable[..., Array]] = {
+    "della": _della,
+    "della_linear": _della_linear,
+    "breadcrumbs": _breadcrumbs,
+    "breadcrumbs_ties": _breadcrumbs_ties,
+    "sce": _sce,
+    "nuslerp": _nuslerp,
+    "multislerp": _multislerp,
+    "karcher": _karcher,
+    "model_stock": _model_stock,
+    "nearswap": _nearswap,
+    "arcee_fusion": _arcee_fusion,
+}

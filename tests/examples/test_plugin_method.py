@@ -1,0 +1,56 @@
+"""The example of a method from another package: installed as its pyproject.toml says, it works by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_blends import deltas, handmade
+from tolerances import close
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin_method"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """What `pip install` makes of the example's pyproject.toml: its module, and its metadata with the entry points."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "site" / "adapterswap_median-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = [
+        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in entries.items())
+        for group, entries in project["entry-points"].items()
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(groups))
+    paths = [str(EXAMPLE), str(folder.parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def test_the_example_composes_and_verifies(environment: dict[str, str], tmp_path: Path) -> None:
+    names = ("math", "swahili")
+    folders = [
+        handmade(tmp_path / name, layers=2, rank=2, alpha=4, rslora=True, seed=i) for i, name in enumerate(names)
+    ]
+
+    def run(*arguments: object) -> str:
+        command = [sys.executable, "-m", "adapterswap", *map(str, arguments)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    sides = ["-t", folders[0], "-l", folders[1], "--num-layers", 2, "--method", "median", "--max-rank", 12]
+    run("compose", *sides, "--scale", 0.5, "--parameter", "softness=0.2", "-o", tmp_path / "out")
+    sources = [deltas(folder) for folder in folders]
+    for name, written in deltas(tmp_path / "out").items():
+        close(written, 0.5 * np.mean([source[name] for source in sources], axis=0), depth=4)
+    run("verify", tmp_path / "out", *(f"--expert={name}={tmp_path / name}" for name in names))
+    listed = json.loads(run("methods", "--json"))["median"]
+    assert listed["defaults"] == {"scale": 1.0, "softness": 0.0}
+    assert not listed["built_in"]

@@ -1,0 +1,85 @@
+"""Every method of `dense_methods` through `merge`: each stored tensor beside the method written out on full weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dense_methods
+import numpy as np
+import pytest
+from test_merge_methods import CASES, SEED, own_choice
+from tolerances import close
+
+import adapterswap
+from adapterswap import Composition
+from adapterswap.errors import AdapterswapError
+from adapterswap.methods.registry import find_method
+from merging.conftest import by_peft, weights
+
+NAMES = ("task", "language")
+
+
+def composition_of(case: str, **options: Any) -> Composition:
+    method, values = CASES[case]
+    return Composition(task="task", language="language", method=method, seed=SEED, **values, **options)
+
+
+def expected_of(case: str, base: dict[str, Any], experts: list[dict[str, Any]]) -> dict[str, Any]:
+    method, values = CASES[case]
+    found = {}
+    for name, tensor in base.items():
+        original = tensor.double().numpy()
+        full = [expert[name].double().numpy() for expert in experts]
+        if find_method(method).acts_on == "delta":  # as the library sees them: the difference of two float32 numbers
+            full = [original + np.float32(expert[name].numpy() - tensor.numpy()) for expert in experts]
+        module = name.removesuffix(".weight")
+        found[name] = dense_methods.merged(method, original, full, [1.0, 1.0], own_choice(NAMES, module), **values)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_full_checkpoints(case: str, model: Callable[..., Path], tmp_path: Path) -> None:
+    base, experts = model(), {"task": model(seed=1), "language": model(seed=2)}
+    plan = adapterswap.compose(composition_of(case, base_model=str(base)), experts)
+    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out"))
+    expected = expected_of(case, weights(base), [weights(folder) for folder in experts.values()])
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        close(tensor.numpy(), expected[name], depth=4, scale=2.0, name=f"{name} ")
+
+
+@pytest.mark.parametrize("case", ["karcher", "arcee_fusion", "nearswap", "model_stock", "nuslerp", "sce"])
+def test_an_adapter_counts_as_its_full_weights(
+    case: str, model: Callable[..., Path], expert: Callable[..., Path], base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With a full checkpoint, and with another adapter: what neither changes stays the base's, byte for byte."""
+    task, language = expert(seed=1), expert(seed=2)
+    for other, full in ((language, by_peft(base("llama"), language)), (model(seed=2), weights(model(seed=2)))):
+        composition = composition_of(case, base_model=str(base("llama")))
+        plan = adapterswap.compose(composition, {"task": task, "language": other})
+        merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out", overwrite=True))
+        original = weights(base("llama"))
+        by_peft_task = by_peft(base("llama"), task)
+        first = {name: by_peft_task[name] for name in original}
+        second = {name: full[name] for name in original}
+        expected = expected_of(case, original, [first, second])
+        for name, tensor in merged.items():
+            if other is language and original[name].equal(first[name]) and original[name].equal(second[name]):
+                assert tensor.equal(original[name]), name
+            else:
+                close(tensor.numpy(), expected[name], depth=8, scale=4.0, name=f"{name} ")
+
+
+def test_whole_weights_need_no_base_where_all_experts_are_full(model: Callable[..., Path], tmp_path: Path) -> None:
+    experts = {"task": model(seed=1), "language": model(seed=2)}
+    for case in ("karcher", "arcee_fusion"):
+        with_base = adapterswap.compose(composition_of(case, base_model=str(model())), experts)
+        without = adapterswap.compose(composition_of(case), experts)
+        one, other = (weights(adapterswap.merge(plan, out_path=tmp_path / f"{case}-{plan.base is None}"))
+                      for plan in (with_base, without))  # fmt: skip
+        assert all(tensor.equal(other[name]) for name, tensor in one.items())
+    with pytest.raises(AdapterswapError) as caught:
+        adapterswap.compose(composition_of("sce"), experts)
+    assert "base_model" in str(caught.value)
