@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dense_methods
 import numpy as np
 import pytest
-from test_merge_methods import CASES, SEED, own_choice
+from methods import dense_methods
+from methods.test_merge_methods import CASES, SEED, own_choice
 from tolerances import close
 
 import adapterswap

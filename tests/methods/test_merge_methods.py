@@ -7,20 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-import dense_methods
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_blends import deltas, handmade
 from tolerances import close
+from writing.test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import Composition, Rule
 from adapterswap.errors import FieldError, UnsupportedError
 from adapterswap.methods.dense import drop_mask
 from adapterswap.methods.registry import BUILT_IN, find_method
+from methods import dense_methods
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "della": ("della", {"density": 0.5, "scale": 0.7}),
