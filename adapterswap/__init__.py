@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from adapterswap.training.report import TrainReport as TrainReport
     from adapterswap.training.run import train as train
     from adapterswap.writing import write_adapter as write_adapter
+    from adapterswap.writing.gguf import Exported as Exported
+    from adapterswap.writing.gguf import export as export
 
 __version__ = "0.1.0"
 
@@ -66,6 +68,7 @@ _HOME = {
     "Comparison": "checking.comparing",
     "Composition": "planning.compositions",
     "EvaluationResult": "evaluation.results",
+    "Exported": "writing.gguf",
     "Extraction": "extracting.result",
     "Inspection": "checking.inspecting",
     "LiveComposer": "live",
@@ -83,6 +86,7 @@ _HOME = {
     "dare": "planning.composing",
     "diff": "checking.comparing",
     "evaluate": "evaluation.subject_evaluation",
+    "export": "writing.gguf",
     "extract": "extracting",
     "inspect": "checking.inspecting",
     "layer_swap": "planning.composing",

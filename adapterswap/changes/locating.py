@@ -7,12 +7,14 @@ that is tied to it. Knows names and shapes; no coefficients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from adapterswap.changes.copies import Carried
 from adapterswap.changes.kinds import LowRank, Whole
-from adapterswap.errors import BaseModelError, Problems
+from adapterswap.errors import BaseModelError, ExpertError, Problems
+from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, language_config
@@ -20,7 +22,7 @@ from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.tying import tied_keys
 
-__all__ = ["Located", "TiedHead", "find_tied_head", "locate", "locate_all", "with_head"]
+__all__ = ["Located", "TiedHead", "carried_copies", "find_tied_head", "locate", "locate_all", "with_head"]
 
 _REMEDY = "Give the base that the experts adapt, with `base_model`"
 
@@ -206,3 +208,19 @@ def _renaming(adapter: Adapter, parameters: Mapping[str, Parameter]) -> Callable
         return next((name for name in names if name in parameters), None)
 
     return stored_name
+
+
+def carried_copies(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Carried]:
+    """The copies of the base's weights that an adapter carries, each with the base's own; `name` is for messages.
+
+    Raises:
+        AdapterswapError: see `find_tied_head` and `locate`.
+    """
+    problems = Problems(ExpertError)
+    stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
+    located = locate_all({name: adapter}, stored, "the base", base, problems).get(name, {})
+    problems.raise_if_any()
+    copies = copies_in(adapter.file)
+    for key, found in located.items():
+        if (copy := copies.get(found.module)) is not None:
+            yield Carried(name, adapter, key, copy, Whole.of(stored[key].path, stored[key].tensor))

@@ -25,6 +25,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "compose": "Compose adapters by layer into a new adapter.",
     "merge": "Merge an adapter or a composition into full weights.",
+    "export": "Export an adapter or a composition as LoRA in GGUF.",
     "inspect": "Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.",
     "slice": "Cut an expert to some layers: a shell or a core.",
     "extract": "Cut an adapter out of a full fine-tune.",

@@ -54,7 +54,7 @@ def command(
 
 
 def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> Plan:
-    from adapterswap.merging import adapter_plan
+    from adapterswap.planning.composing import adapter_plan
 
     if path is None or path.endswith((".yaml", ".yml")):
         return any_plan_from_options(options, recipe=path, base_model=base_model)

@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.changes.copies import Carried, check_base
-from adapterswap.errors import UnsupportedError, check_type
+from adapterswap.errors import check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.experts.identity import sha256_of
-from adapterswap.experts.opening import open_expert
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.merging.blocks import Entered
@@ -26,16 +25,15 @@ from adapterswap.merging.companions import copy_companions
 from adapterswap.merging.computing import Rows
 from adapterswap.merging.shards import ModelForm, OutputShard, index_of, lay_out_model
 from adapterswap.merging.streaming import choose_devices, stream
-from adapterswap.planning.allocation import BASE, Rule
-from adapterswap.planning.compositions import Composition
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.making import base_of, make_plan, merge_plan
-from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 from adapterswap.records.cards import merged_card
 from adapterswap.records.record import SourceRecord, adapter_source, checkpoint_source, composition_record
 from adapterswap.writing.folder import CARD, COMPOSED
 
-__all__ = ["Merged", "ModelForm", "adapter_plan", "merge", "prepare_model", "write_model"]
+__all__ = ["Merged", "ModelForm", "merge", "prepare_model", "write_model"]
 
 
 @dataclass(frozen=True)
@@ -114,25 +112,6 @@ def merge(
     if isinstance(plan, Adapter | str | Path):
         plan = adapter_plan(plan, base_model)
     return write_model(prepare_model(plan, form, base_model), out_path, device=device, overwrite=overwrite)
-
-
-def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None) -> Plan:
-    """The plan that gives everything to one adapter.
-
-    Raises:
-        UnsupportedError: it is a full checkpoint.
-        AdapterswapError: see `open_expert` and `make_plan`.
-    """
-    adapter = reference if isinstance(reference, Adapter) else open_expert(reference)
-    if isinstance(adapter, Checkpoint):
-        raise UnsupportedError(
-            f"{reference} is a full checkpoint, with nothing to merge into a base",
-            "Give an adapter, or two experts",
-            parameter="plan",
-        )
-    name = expert_name(adapter, {}, "expert")
-    composition = Composition(allocation=(Rule(expert=name),), base_model=base_model)
-    return make_plan(composition, {name: adapter})
 
 
 def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) -> Merged:

@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, Problems, check_type
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    CompositionError,
+    Problems,
+    UnsupportedError,
+    check_type,
+)
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.files.yamlfiles import read_recipe, validate
-from adapterswap.planning.allocation import BASE
+from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
@@ -25,6 +32,7 @@ from adapterswap.planning.short_names import as_composition
 from adapterswap.shipped import find_recipe
 
 __all__ = [
+    "adapter_plan",
     "compose",
     "dare",
     "layer_swap",
@@ -240,6 +248,23 @@ def _compose(
                 opened[name] = _open(known[name], parameters.get(name, "experts"))
     problems.raise_if_any()
     return make_plan(composition, opened)
+
+
+def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None) -> Plan:
+    """The plan that gives everything to one adapter.
+
+    Raises:
+        UnsupportedError: it is a full checkpoint.
+        AdapterswapError: see `open_expert` and `make_plan`.
+    """
+    adapter = reference if isinstance(reference, Adapter) else open_expert(reference)
+    if isinstance(adapter, Checkpoint):
+        raise UnsupportedError(
+            f"{reference} is a full checkpoint, and holds no LoRA", "Give an adapter, or two experts", parameter="plan"
+        )
+    name = expert_name(adapter, {}, "expert")
+    composition = Composition(allocation=(Rule(expert=name),), base_model=base_model)
+    return make_plan(composition, {name: adapter})
 
 
 def read_composition(recipe: str | Path) -> Composition:

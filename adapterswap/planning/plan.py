@@ -2,7 +2,7 @@
 
 Made from headers alone (see `making`): no tensors, no torch. It says for every module of an adapter, or for every
 stored tensor of a model, which experts' changes enter with which coefficients; executors (`writing`, `merging`, `live`)
-carry it out. Its `write` and `merge` call them; how a plan is shown, `describe` and `notebook` know.
+carry it out. Its `write`, `merge` and `export` call them; how a plan is shown, `describe` and `notebook` know.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapters import Adapter
@@ -19,6 +19,9 @@ from adapterswap.experts.sources import Source, at_revision, same_base, split_re
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.slots import Slot
+
+if TYPE_CHECKING:
+    from adapterswap.writing.gguf import Exported
 
 __all__ = ["Plan"]
 
@@ -123,6 +126,35 @@ class Plan:
         return merge(
             self, base_model, out_path=out_path, max_shard_size=max_shard_size, dtype=dtype, device=device,
             overwrite=overwrite,
+        )  # fmt: skip
+
+    def export(
+        self,
+        out_path: str | Path,
+        *,
+        base_model: str | Path | None = None,
+        outtype: str = "f32",
+        pieces: bool = False,
+        max_rank: int | None = None,
+        max_error: float | None = None,
+        overwrite: bool = False,
+    ) -> Exported:
+        """Write the composition as LoRA in GGUF to `out_path`: `adapterswap.export` of this plan.
+
+        Args:
+            out_path, base_model, outtype, pieces, max_rank, max_error, overwrite: see `export`.
+
+        Returns:
+            What was written.
+
+        Raises:
+            AdapterswapError: see `export`.
+        """
+        from adapterswap.writing.gguf import export
+
+        return export(
+            self, out_path, base_model=base_model, outtype=outtype, pieces=pieces, max_rank=max_rank,
+            max_error=max_error, overwrite=overwrite,
         )  # fmt: skip
 
     @property

@@ -8,15 +8,13 @@ compositions.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
-from adapterswap.changes.copies import Carried, check_base
-from adapterswap.changes.kinds import Whole
-from adapterswap.changes.locating import find_tied_head, locate_all, with_head
-from adapterswap.errors import AdapterswapError, ExpertError, Problems
+from adapterswap.changes.copies import check_base
+from adapterswap.changes.locating import carried_copies
+from adapterswap.errors import AdapterswapError
 from adapterswap.experts.adapter_keys import copies_in
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.serving.memo import Memo
 
@@ -46,18 +44,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
     if memo.get(key):
         return
     check_base(
-        _carried(adapter, base, name), base, "the base",
+        carried_copies(adapter, base, name), base, "the base",
         effect="which vLLM leaves out", remedy="Serve experts of this base model", parameter="base_model",
     )  # fmt: skip
     memo.put(key, True)
-
-
-def _carried(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Carried]:
-    problems = Problems(ExpertError)
-    stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
-    located = locate_all({name: adapter}, stored, "the base", base, problems).get(name, {})
-    problems.raise_if_any()
-    copies = copies_in(adapter.file)
-    for key, found in located.items():
-        if (copy := copies.get(found.module)) is not None:
-            yield Carried(name, adapter, key, copy, Whole.of(stored[key].path, stored[key].tensor))

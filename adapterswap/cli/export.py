@@ -1,0 +1,147 @@
+"""`adapterswap export`: an adapter or a composition → LoRA in GGUF, for llama.cpp and what is built on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from adapterswap.cli.composition_options import composition_options, plan_from_options
+from adapterswap.cli.paths import PATH
+from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
+
+if TYPE_CHECKING:
+    from adapterswap.planning.plan import Plan
+    from adapterswap.writing.gguf import Exported
+    from adapterswap.writing.gguf_layout import PreparedGguf
+
+_OUTTYPES = (
+    "f32",
+    "f16",
+    "bf16",
+    "q8_0",
+)  # `adapterswap.writing.gguf.OUTTYPES`, without importing numpy for a help text
+
+
+@click.command("export")
+@click.argument("path", type=PATH, required=False)
+@composition_options
+@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="File to write; with --pieces a folder.")
+@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base.  [default: the one that the experts name]")
+@click.option(
+    "--outtype",
+    type=click.Choice(_OUTTYPES),
+    default="f32",
+    show_default=True,
+    help="Number format. f32 is exact; q8_0 needs ranks that are multiples of 32.",
+)
+@click.option(
+    "--pieces", is_flag=True, help="One file per layer, which requests to llama-server compose by their scales."
+)
+@click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
+@click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
+@click.option("--overwrite", is_flag=True, help="Replace the file, or what this command wrote into the folder.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    path: str | None,
+    out_path: str,
+    base_model: str | None,
+    outtype: str,
+    pieces: bool,
+    max_rank: int | None,
+    max_error: float | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Export an adapter or a composition as LoRA in GGUF.
+
+    PATH is an adapter or a recipe (YAML); or say what to compose with the options. llama.cpp, Ollama and their like
+    read the file next to the base in GGUF, which llama.cpp's convert_hf_to_gguf.py makes. An Ollama Modelfile and the
+    llama-server command line are printed.
+    """
+    from adapterswap.arithmetic.outputs import Form
+    from adapterswap.arithmetic.reduction import must_reduce
+    from adapterswap.writing.gguf import check_gguf, write_gguf
+    from adapterswap.writing.gguf_layout import prepare_gguf
+
+    form = Form(max_rank=max_rank, max_error=max_error)
+    plan = _plan(path, base_model, options)
+    check_gguf(plan, out_path, pieces=pieces, overwrite=overwrite)
+    with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
+        prepared = prepare_gguf(plan, form, lambda name: advance())
+    exported = write_gguf(prepared, out_path, outtype=outtype, pieces=pieces, overwrite=overwrite, dry_run=dry_run)
+    if as_json:
+        print_json(_as_json(prepared, exported, out_path, dry_run))
+    else:
+        _print(prepared, exported, out_path, dry_run)
+
+
+def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> Plan:
+    from adapterswap.planning.composing import adapter_plan
+
+    if path is None or path.endswith((".yaml", ".yml")):
+        return plan_from_options(options, recipe=path, base_model=base_model)
+    if any(value not in (None, (), False) for value in options.values()):
+        raise click.UsageError("Give an adapter alone, or options that say what to compose.")
+    return adapter_plan(path, base_model)
+
+
+def _as_json(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: bool) -> dict[str, Any]:
+    from adapterswap.planning.describe import unusual
+
+    plan = prepared.plan
+    return {
+        "out_path": out_path,
+        "written": not dry_run,
+        "architecture": exported.architecture,
+        "outtype": exported.outtype,
+        "alpha": exported.alpha,
+        "base_model": exported.base_model,
+        "num_layers": plan.num_layers,
+        "experts": {name: str(adapter.source) for name, adapter in plan.experts.items()},
+        "rules": [str(rule) for rule in plan.rules],
+        "modules": {slot.name: slot.coefficients for slot in plan},
+        "unusual": unusual(plan),
+        "notes": list(plan.notes),
+        "files": [
+            {"name": file.path.name, "layer": file.layer, "modules": file.modules, "bytes": file.nbytes}
+            for file in exported.files
+        ],
+        "bytes": exported.nbytes,
+        "modelfile": exported.modelfile(),
+        "server_command": exported.server_command(),
+        **prepared.measured,
+    }
+
+
+def _print(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: bool) -> None:
+    import shlex
+
+    from adapterswap.planning.describe import error_text, strip, unusual
+
+    plan = prepared.plan
+    click.echo(strip(plan))
+    for line in unusual(plan):
+        click.echo(line)
+    for remark in plan.notes:
+        note(remark)
+    modules = sum(file.modules for file in exported.files)
+    files = f" in {len(exported.files)} files" if exported.is_pieces else ""
+    told = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
+    note(f"{told}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}")
+    if prepared.reduced:
+        errors = [reduced.written_error for reduced in prepared.reduced.values()]
+        mean, worst = error_text(sum(errors) / len(errors)), error_text(max(errors))
+        note(f"{len(errors)} modules truncated: relative error of ΔW {mean} on average, {worst} at most")
+    if (modelfile := exported.modelfile()) is not None:
+        click.echo(f"\nOllama Modelfile:\n\n{modelfile}")
+    else:
+        click.echo("\nEach file does nothing until a request gives its place in this list a scale:")
+        click.echo('"lora": [{"id": 0, "scale": 1.0}, ...]\n')
+    click.echo(f"{shlex.join(exported.server_command())}\n")
+    if exported.base_model is not None:
+        note(f"base.gguf is {exported.base_model}, converted by llama.cpp's convert_hf_to_gguf.py")
+    note_output(out_path, dry_run=dry_run)

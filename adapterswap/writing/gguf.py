@@ -1,0 +1,370 @@
+"""Write a plan as LoRA in GGUF, which llama.cpp and what is built on it read: one file, or one for each layer.
+
+llama.cpp computes ΔW = alpha / rank · B·A, with one alpha for a whole file and the rank of each B. So alpha is what
+most modules need, s·r, and the others' B is multiplied by what is left. The file appears whole or not at all, and the
+same inputs give the same bytes. What was composed from what stands in the file's own metadata. Knows how a plan is
+carried out on GGUF files; `gguf_architectures` knows models, `gguf_layout` which tensors there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap import __version__
+from adapterswap.arithmetic.outputs import Form
+from adapterswap.errors import ArgumentError, UnsupportedError, check_type, did_you_mean
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.sources import is_hub_id
+from adapterswap.files.folders import OutputKind, atomic_file, atomic_folder, check_file, check_target
+from adapterswap.files.numbers import check_finite, encode, open_files
+from adapterswap.files.smallfiles import expand
+from adapterswap.planning.composing import adapter_plan
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
+from adapterswap.records.record import adapter_source, base_source, composition_record
+from adapterswap.writing.gguf_architectures import load_gguf
+from adapterswap.writing.gguf_layout import GgufTensor, PreparedGguf, prepare_gguf
+
+__all__ = ["OUTTYPES", "PIECES", "Exported", "ExportedFile", "check_gguf", "export", "write_gguf"]
+
+OUTTYPES = ("f32", "f16", "bf16", "q8_0")
+"""The number formats that are written, as llama.cpp's own converters call them."""
+
+PIECES = OutputKind(None, lambda record: ("layer-*.gguf", "outside.gguf"))
+"""What `export` with `pieces` writes."""
+
+_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+_BLOCK = 32  # numbers of a row that share a scale in Q8_0, so rows are multiples of it
+_LARGEST_F16 = 65504.0
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """One GGUF file.
+
+    Attributes:
+        path: where it is.
+        layer: the only layer that it changes; None for modules outside the layers, and for a file of all layers.
+        modules: how many modules it changes.
+        nbytes: the size of its tensors.
+    """
+
+    path: Path
+    layer: int | None
+    modules: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote, or would write.
+
+    Attributes:
+        path: the file, or the folder of the pieces.
+        files: the files; several are pieces.
+        architecture: llama.cpp's name of the base's.
+        outtype: the number format.
+        alpha: `adapter.lora.alpha` of every file.
+        base_model: the base as it may be shown to others, a Hub id or a folder's name; None where it is not known.
+    """
+
+    path: Path
+    files: tuple[ExportedFile, ...]
+    architecture: str
+    outtype: str
+    alpha: float
+    base_model: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors."""
+        return sum(file.nbytes for file in self.files)
+
+    def server_command(self, base: str = "base.gguf") -> list[str]:
+        """The arguments that start llama-server with these adapters over the base in GGUF `base`.
+
+        Pieces are loaded with scale 0: a request says `"lora": [{"id": 0, "scale": 1.0}, …]`, with the files' places
+        in this list as ids.
+        """
+        loaded = ",".join(str(file.path) for file in self.files)
+        later = ["--lora-init-without-apply"] if self.is_pieces else []
+        return ["llama-server", "-m", base, *later, "--lora", loaded]
+
+    def modelfile(self, base: str = "./base.gguf") -> str | None:
+        """An Ollama Modelfile for the base in GGUF `base`; None for pieces, since Ollama has no scales in requests."""
+        if self.is_pieces:
+            return None
+        path = str(self.path) if self.path.is_absolute() else f"./{self.path}"
+        return f"FROM {base}\nADAPTER {path}\n"
+
+    @property
+    def is_pieces(self) -> bool:
+        """Whether every layer has a file of its own."""
+        return self.files[0].path != self.path
+
+
+def export(
+    plan: Plan | Adapter | str | Path,
+    out_path: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    outtype: str = "f32",
+    pieces: bool = False,
+    max_rank: int | None = None,
+    max_error: float | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Write an expert, a slice or a composition as LoRA in GGUF, for llama.cpp, Ollama and their like.
+
+    The base itself is converted by llama.cpp's `convert_hf_to_gguf.py`; here only its config.json is read. Numbers are
+    computed in float32 and rounded once to `outtype`; `f32` is exact.
+
+    Args:
+        plan: a plan, or an adapter: opened, a folder or a Hub id.
+        out_path: the file to write; with `pieces` a folder.
+        base_model: the base, where the experts name none or another place.
+        outtype: f32, f16, bf16 or q8_0; q8_0 needs ranks and widths that are multiples of 32.
+        pieces: write `layer-NN.gguf` for each layer and `outside.gguf`, so that a request to llama-server can compose
+            layers of several experts by scales.
+        max_rank: truncate modules of a higher rank; nonlinear methods need this or `max_error`.
+        max_error: truncate blends to the smallest rank with at most this relative error of ΔW (Frobenius norm).
+        overwrite: replace the file, or the folder of pieces.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UnsupportedError: llama.cpp cannot carry it out: the base's architecture is not among those exported, or an
+            expert changes what llama.cpp applies no LoRA to (modules trained in full, experts of a mixture, a tied
+            embedding or head); rows do not fit q8_0; a number overflows f16.
+        DependencyError: the package gguf is missing.
+        BaseModelError: no base is named, or its config does not state its sizes.
+        ExpertError: an expert does not fit the base, or holds NaN or infinity.
+        ArgumentError: an unknown `outtype`, an argument of the wrong type.
+        AdapterswapError: the output exists (without `overwrite`), overlaps an input or cannot be written; see also
+            `open_adapter`, `make_plan` and `write_adapter`.
+    """
+    check_type(
+        plan, (Plan, Adapter, str, Path), "plan",
+        "Pass a plan, as `compose` or `layer_swap` returns it, or an adapter: opened, a folder or a Hub id",
+    )  # fmt: skip
+    check_type(out_path, (str, Path), "out_path", "Pass the path of the file to write")
+    check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
+    check_type(pieces, bool, "pieces", "Pass `pieces=True` or `pieces=False`")
+    check_outtype(outtype)
+    base_model = None if base_model is None else str(base_model)
+    if isinstance(plan, Adapter | str | Path):
+        plan = adapter_plan(plan, base_model)
+    elif base_model is not None and base_model != plan.composition.base_model:
+        plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
+    check_gguf(plan, out_path, pieces=pieces, overwrite=overwrite)  # before the work
+    prepared = prepare_gguf(plan, Form(max_rank=max_rank, max_error=max_error))
+    return write_gguf(prepared, out_path, outtype=outtype, pieces=pieces, overwrite=overwrite)
+
+
+def check_outtype(outtype: str) -> None:
+    """Raise an `ArgumentError` for a format that is not one of `OUTTYPES`."""
+    check_type(outtype, str, "outtype", f"Choose one of {', '.join(OUTTYPES)}")
+    if outtype not in OUTTYPES:
+        raise ArgumentError(
+            f"{outtype!r} is not an outtype",
+            did_you_mean(outtype, OUTTYPES, f"Choose one of {', '.join(OUTTYPES)}"),
+            parameter="outtype",
+        )
+
+
+def check_gguf(plan: Plan, out_path: str | Path, *, pieces: bool, overwrite: bool) -> None:
+    """Whether the output may be written there, and whether what writes it is installed.
+
+    Raises:
+        AdapterswapError: see `check_file`, or `check_target` for pieces.
+        DependencyError: the package gguf is missing.
+    """
+    if pieces:
+        check_target(out_path, kind=PIECES, overwrite=overwrite, inputs=plan.inputs)
+    else:
+        check_file(out_path, overwrite=overwrite, inputs=plan.inputs)
+    load_gguf()
+
+
+def write_gguf(
+    prepared: PreparedGguf,
+    out_path: str | Path,
+    *,
+    outtype: str = "f32",
+    pieces: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Exported:
+    """Write what `prepare_gguf` made; see `export`. A dry run checks all that can be known without reading tensors."""
+    check_outtype(outtype)
+    _check_rows(prepared, outtype)
+    out_path, inputs = expand(out_path), prepared.plan.inputs
+    contents = _files(prepared, out_path, pieces=pieces, outtype=outtype)
+    exported = Exported(
+        out_path, tuple(file for file, _ in contents), prepared.architecture, outtype, prepared.alpha,
+        prepared.base_name,
+    )  # fmt: skip
+    if dry_run:
+        return exported
+    metadata = _metadata(prepared, outtype)
+    if pieces:
+        with atomic_folder(out_path, kind=PIECES, overwrite=overwrite, inputs=inputs) as folder:
+            for file, tensors in contents:
+                _write_file(folder / file.path.name, prepared, tensors, metadata, outtype, file.layer)
+    else:
+        with atomic_file(out_path, overwrite=overwrite, inputs=inputs) as building:
+            _write_file(building, prepared, prepared.tensors, metadata, outtype, None)
+    return exported
+
+
+def _files(
+    prepared: PreparedGguf, out_path: Path, *, pieces: bool, outtype: str
+) -> list[tuple[ExportedFile, Sequence[GgufTensor]]]:
+    """The files, in the order of the layers, what is outside them last; and what each holds."""
+    if not pieces:
+        held: dict[int | None, list[GgufTensor]] = {None: list(prepared.tensors)}
+    else:
+        held = {}
+        for tensor in sorted(prepared.tensors, key=lambda one: (one.layer is None, one.layer or 0)):
+            held.setdefault(tensor.layer, []).append(tensor)
+    width = max(2, len(str(prepared.plan.num_layers - 1)))
+    names = {layer: "outside.gguf" if layer is None else f"layer-{layer:0{width}}.gguf" for layer in held}
+    return [
+        (
+            ExportedFile(
+                out_path / names[layer] if pieces else out_path,
+                layer,
+                len(tensors) // 2,
+                sum(_nbytes(tensor.shape, outtype) for tensor in tensors),
+            ),
+            tensors,
+        )
+        for layer, tensors in held.items()
+    ]
+
+
+def _metadata(prepared: PreparedGguf, outtype: str) -> dict[str, str | int]:
+    """What each file says of itself: adapterswap's record, and the base as llama.cpp's own converter names it."""
+    plan = prepared.plan
+    with ThreadPoolExecutor(1) as worker:
+        sha256 = dict(
+            zip(plan.adapters, worker.map(sha256_of, (a.file.path for a in plan.adapters.values())), strict=True)
+        )
+    record = composition_record(
+        plan,
+        {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
+        base_source(plan.base_source) if plan.base_source else None,
+        output={"format": "gguf", "outtype": outtype, **prepared.output},
+        measured=prepared.measured,
+    )
+    base: dict[str, str | int] = {}
+    if prepared.base_name is not None:
+        base = {"general.base_model.count": 1, "general.base_model.0.name": prepared.base_name}
+        if is_hub_id(prepared.base_name):
+            base["general.base_model.0.repo_url"] = f"https://huggingface.co/{prepared.base_name}"
+    return {
+        "general.name": "+".join(plan.experts),
+        **base,
+        "adapterswap.version": __version__,
+        "adapterswap.record": json.dumps(record.content(), ensure_ascii=False, sort_keys=True, allow_nan=False),
+    }
+
+
+def _write_file(
+    path: Path,
+    prepared: PreparedGguf,
+    tensors: Sequence[GgufTensor],
+    metadata: Mapping[str, str | int],
+    outtype: str,
+    layer: int | None,
+) -> None:
+    """Write one GGUF file at `path`, a tensor at a time.
+
+    Raises:
+        AdapterswapError: NaN or infinity in a source, overflow, a source that changed.
+        OSError: the file cannot be written.
+    """
+    gguf = load_gguf()
+    kind = gguf.GGMLQuantizationType[outtype.upper()]
+    writer = gguf.GGUFWriter(None, prepared.architecture, endianess=gguf.GGUFEndian.LITTLE)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, prepared.alpha)
+    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if outtype == 'f32' else 'MOSTLY'}_{outtype.upper()}"])
+    if outtype == "q8_0":
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if layer is not None:
+        writer.add_uint32("adapterswap.layer", layer)
+    for key, value in metadata.items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for tensor in tensors:
+        nbytes = _nbytes(tensor.shape, outtype)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        with _sources(prepared) as files:
+            for tensor in tensors:
+                writer.write_tensor_data(_encoded(tensor.values(files), tensor.name, outtype, gguf))
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _sources(prepared: PreparedGguf) -> Iterator[Mapping[Path, int]]:
+    with open_files(adapter.file for adapter in prepared.plan.adapters.values()) as files:
+        yield files
+
+
+def _encoded(values: npt.NDArray[np.float32], name: str, outtype: str, gguf: ModuleType) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor.
+
+    Raises:
+        UnsupportedError: a number overflows the format.
+    """
+    if outtype == "q8_0":  # each block has a scale in float16, its largest number / 127
+        fits = bool(np.abs(values).max(initial=0) <= 127 * _LARGEST_F16)
+        encoded = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0).reshape(-1) if fits else None
+    else:
+        encoded = encode(values, _DTYPES[outtype])
+        fits = check_finite(encoded, _DTYPES[outtype])
+    if not fits:
+        raise UnsupportedError(
+            f"{name} holds numbers beyond the range of {outtype}", "Pass `outtype=f32`", parameter="outtype"
+        )
+    return np.asarray(encoded, np.uint8)
+
+
+def _nbytes(shape: tuple[int, int], outtype: str) -> int:
+    count = shape[0] * shape[1]
+    if outtype == "q8_0":
+        return count // _BLOCK * (_BLOCK + 2)
+    return count * (4 if outtype == "f32" else 2)
+
+
+def _check_rows(prepared: PreparedGguf, outtype: str) -> None:
+    """Raise an `UnsupportedError` where a row is not a whole number of q8_0's blocks."""
+    if outtype != "q8_0":
+        return
+    for tensor in prepared.tensors:
+        if tensor.shape[1] % _BLOCK:
+            raise UnsupportedError(
+                f"{tensor.name} has rows of {tensor.shape[1]} numbers, and q8_0 needs multiples of {_BLOCK}",
+                "Pass `outtype=f16`",
+                parameter="outtype",
+            )

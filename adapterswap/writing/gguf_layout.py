@@ -1,0 +1,326 @@
+"""Which tensors a plan's LoRA has in GGUF: llama.cpp's names, orientation and order of rows, and the one alpha.
+
+What becomes of each module is decided where an adapter's folder is laid out (`arithmetic.layout`); this turns that into
+llama.cpp's terms, or says why it cannot. Reads configs, names and what `resolve` and `reduce` need of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.arithmetic.assembling import assemble
+from adapterswap.arithmetic.layout import lay_out
+from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Reduced
+from adapterswap.arithmetic.peft_config import most_common
+from adapterswap.arithmetic.reduction import reduce
+from adapterswap.arithmetic.resolving import Resolved, resolve
+from adapterswap.changes.copies import check_base, check_one_base
+from adapterswap.changes.locating import carried_copies
+from adapterswap.errors import (
+    AdapterswapError,
+    BaseModelError,
+    CompositionError,
+    ExpertError,
+    Problems,
+    UnsupportedError,
+)
+from adapterswap.experts.adapter_config import scale
+from adapterswap.experts.adapters import LoraModule
+from adapterswap.experts.checkpoints import open_checkpoint
+from adapterswap.experts.layers import language_config
+from adapterswap.experts.sources import base_config, public_name
+from adapterswap.files.numbers import decode
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
+from adapterswap.writing.gguf_architectures import (
+    MERGE_REMEDY,
+    Architecture,
+    Projection,
+    Rows,
+    Sizes,
+    find_architecture,
+    load_gguf,
+)
+
+__all__ = ["GgufTensor", "PreparedGguf", "prepare_gguf"]
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor to write.
+
+    Attributes:
+        name: llama.cpp's, with `.lora_a` or `.lora_b`.
+        shape: as numpy has it; GGUF states it the other way round.
+        layer: the layer that it changes; None outside them.
+        source: what it is made of.
+        factor: what its numbers are multiplied by, where that is not in the pieces of the source.
+        rows: the order of its rows; None for the source's own.
+        transposed: it is the source's transpose.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    layer: int | None
+    source: OutputTensor
+    factor: float = 1.0
+    rows: Rows | None = None
+    transposed: bool = False
+
+    def values(self, files: Mapping[Path, int]) -> npt.NDArray[np.float32]:
+        """Its numbers, from the open files of the experts.
+
+        Raises:
+            AdapterswapError: see `assemble`.
+        """
+        source = self.source
+        raw = assemble(source, files) if source.data is None else source.data
+        values = decode(raw, source.dtype, source.shape)
+        if self.factor != 1:
+            with np.errstate(over="ignore"):  # what overflows is found when the numbers are encoded
+                values = values * np.float32(self.factor)
+        if self.rows is not None:
+            values = values[self.rows]
+        return np.ascontiguousarray(values.T if self.transposed else values)
+
+
+@dataclass(frozen=True)
+class PreparedGguf:
+    """An export that is ready to be written.
+
+    Attributes:
+        resolved: the plan with its numbers.
+        form: which modules were truncated, and how far.
+        reduced: those, by name.
+        architecture: llama.cpp's name of the base's.
+        alpha: of all files; llama.cpp's scale of a module is alpha / rank.
+        tensors: A and B of each module in turn, those outside the layers first.
+    """
+
+    resolved: Resolved
+    form: Form
+    reduced: Mapping[str, Reduced]
+    architecture: str
+    alpha: float
+    tensors: tuple[GgufTensor, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+    @property
+    def base_name(self) -> str | None:
+        """The base as it may be shown to others."""
+        return public_name(self.plan.base_model)
+
+    @property
+    def output(self) -> dict[str, Any]:
+        """How it is written, for the record."""
+        return {key: value for key, value in asdict(self.form).items() if key != "layout"}
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What only the tensors told; see `writing.Prepared`."""
+        reduced = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in self.reduced.items()}
+        measured = {
+            "magnitudes": dict(self.resolved.magnitudes), "kept_rows": self.resolved.kept_share(), "reduced": reduced,
+        }  # fmt: skip
+        return {key: values for key, values in measured.items() if values}
+
+
+def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
+    """Find the numbers that a plan leaves open, truncate what must be, and lay out the tensors. Writes nothing.
+
+    Args:
+        plan: what to export.
+        form: which modules are truncated; its layout does not matter.
+        progress: called with the name of every module that was truncated.
+
+    Raises:
+        AdapterswapError: see `export`.
+    """
+    plan.check_adapter()
+    if not any(slot.terms for slot in plan.modules.values()):
+        raise CompositionError("every module stays as in the base, so there is nothing to export", "Change the layers")
+    reference = plan.base_reference
+    if reference is None:
+        raise BaseModelError(
+            "the experts do not say which base model they adapt, and its architecture decides the names in a GGUF file",
+            "Pass `base_model`",
+            parameter="base_model",
+        )
+    config = base_config(reference)[1]
+    architecture = find_architecture(config, public_name(reference) or "the base")
+    places = _places(plan, architecture, language_config(config))
+    check_one_base(plan.adapters)
+    _check_copies(plan, reference)
+    resolved = resolve(plan)
+    reduced = reduce(resolved, form, progress)
+    layout = lay_out(resolved, replace(form, layout="exact"), reduced)
+    alpha, tensors = _tensors(resolved.plan, layout, places, architecture)
+    return PreparedGguf(resolved, form, reduced, _gguf_name(architecture), alpha, tensors)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module's LoRA goes: llama.cpp's name of the weight, and the order of its rows."""
+
+    name: str
+    rows: Rows | None
+
+
+def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -> dict[str, _Place]:
+    """By module; with every module that cannot be exported in one error."""
+    gguf = load_gguf()
+    problems = Problems(UnsupportedError)
+    sizes = architecture.sizes(config)
+    tied = config.get("tie_word_embeddings", architecture.tied)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.num_layers)
+    containers = {adapter.container for adapter in plan.adapters.values() if adapter.container is not None}
+    for saved in plan.saved.values():
+        if saved.terms:
+            problems.add(
+                f"{saved.name} was trained in full, and a LoRA in GGUF holds only low-rank changes", MERGE_REMEDY
+            )
+    found: dict[str, _Place] = {}
+    orders: dict[Projection, Rows | None] = {}
+    for slot in plan.modules.values():
+        if not slot.terms:
+            continue
+        canonical, projection = _projection(slot, architecture, containers)
+        if projection is None:
+            problems.add(f"llama.cpp applies no LoRA to {slot.name} in models of this architecture", MERGE_REMEDY)
+            continue
+        if slot.layer is None and tied:
+            problems.add(
+                f"{slot.name} is tied to another module in the base, which llama.cpp keeps as one weight, and PEFT "
+                "changes only one of the two",
+                MERGE_REMEDY,
+            )
+            continue
+        lora = slot.terms[0].lora
+        if not _fits(lora, projection, sizes):
+            wanted = f"{sizes.of(projection.out) or 'any'}×{sizes.of(projection.into) or 'any'}"
+            problems.add(
+                f"{slot.name} is {lora.out_features}×{lora.in_features}, and the base's config says {wanted}",
+                "Give the base that the experts adapt, with `base_model`",
+                parameter="base_model",
+                kind=ExpertError,
+            )
+            continue
+        name = names.get_name(canonical)
+        if name is None:
+            problems.add(f"gguf has no name for {canonical} in this architecture", "Install a newer gguf")
+            continue
+        if projection not in orders:
+            orders[projection] = projection.rows(sizes) if projection.rows else None
+        found[slot.name] = _Place(f"{name}.weight", orders[projection])
+    problems.raise_if_any()
+    return found
+
+
+def _projection(slot: Slot, architecture: Architecture, containers: set[str]) -> tuple[str, Projection | None]:
+    """A module's name in a model for text, and what it is; None for one that is not exported."""
+    if slot.layer is None:
+        # In front of these names a multimodal model has its own: `model.language_model.embed_tokens`.
+        for name, outside in architecture.outside.items():
+            if slot.name.rpartition(".")[2] == name.rpartition(".")[2] and _is_text(slot.name):
+                return name, outside
+        return slot.name, None
+    container = next(name for name in containers if slot.name.startswith(f"{name}.{slot.layer}."))
+    within = slot.name.removeprefix(f"{container}.{slot.layer}.")
+    same = container.rpartition(".")[2] == architecture.container.rpartition(".")[2]
+    projection = architecture.layer.get(within) if same and _is_text(container) else None
+    return f"{architecture.container}.{slot.layer}.{within}", projection
+
+
+_PREFIXES = {"model", "language_model", "text_model", "transformer", "gpt_neox"}
+
+
+def _is_text(name: str) -> bool:
+    """Whether the segments before the last one only lead to a language model."""
+    return set(name.split(".")[:-1]) <= _PREFIXES
+
+
+def _fits(lora: LoraModule, projection: Projection, sizes: Sizes) -> bool:
+    """Whether a module has the sizes that the base's config states."""
+    pairs = ((lora.out_features, projection.out), (lora.in_features, projection.into))
+    return all(sizes.of(size) in (None, actual) for actual, size in pairs)
+
+
+def _check_copies(plan: Plan, reference: str) -> None:
+    """Copies of the base's weights beside the LoRA of an embedding or head are left out: they must be the base's.
+
+    Raises:
+        AdapterswapError: one is not, or the base's weights are not at hand to compare it with.
+    """
+    carrying = {
+        name: adapter
+        for name, adapter in plan.adapters.items()
+        if any(module.base is not None for module in adapter.modules.values())
+    }
+    if not carrying:
+        return
+    try:
+        base = open_checkpoint(reference)
+    except AdapterswapError as error:
+        raise BaseModelError(
+            f"{next(iter(carrying))} carries a copy of the base's embedding, which is left out of a GGUF file, and the "
+            f"base's weights are not at hand to compare it with: {error.found[0].message}",
+            "Give the base with its weights, with `base_model`",
+            parameter="base_model",
+        ) from None
+    for name, adapter in carrying.items():
+        check_base(
+            carried_copies(adapter, base, name), base, "the base",
+            effect="which a GGUF file leaves out", remedy="Give the base that it was trained on with `base_model`",
+        )  # fmt: skip
+
+
+def _tensors(
+    plan: Plan, layout: Layout, places: Mapping[str, _Place], architecture: Architecture
+) -> tuple[float, tuple[GgufTensor, ...]]:
+    """The one alpha, and the tensors in the order of the plan's modules."""
+    written = {tensor.key: tensor for tensor in layout.tensors}
+    config = layout.config
+    scales: dict[str, float] = {}  # s·r of each module, which llama.cpp divides by the rank again
+    pairs: dict[str, tuple[OutputTensor, OutputTensor]] = {}
+    for name in places:
+        lora = plan.slots[name].terms[0].lora
+        a, b = pairs[name] = written[lora.a_key], written[lora.b_key]
+        rank = a.shape[0]
+        alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
+        scales[name] = rank * scale(rank, alpha, config["use_rslora"])
+    # llama.cpp takes alpha 0 for "no alpha", which is scale 1.
+    common = float(np.float32(most_common((s for s in scales.values() if s), default=1.0)))
+    tensors: list[GgufTensor] = []
+    for name, place in places.items():
+        slot, (a, b) = plan.slots[name], pairs[name]
+        embedding = slot.terms[0].lora.embedding
+        (rank, width), (out, _) = a.shape, b.shape
+        factor = scales[name] / common
+        pieces = tuple(replace(piece, factor=piece.factor * factor) for piece in b.pieces)
+        if abs(factor - 1) <= np.finfo(np.float32).eps:
+            factor, pieces = 1.0, b.pieces
+        exact_a = a if a.data is not None else replace(a, dtype="F32")
+        exact_b = b if b.data is not None else replace(b, dtype="F32", pieces=pieces)
+        shape_a = (width, rank) if embedding else (rank, width)
+        tensors += [
+            GgufTensor(f"{place.name}.lora_a", shape_a, slot.layer, exact_a, transposed=embedding),
+            GgufTensor(
+                f"{place.name}.lora_b", (out, rank), slot.layer, exact_b,
+                factor if b.data is not None else 1.0, place.rows,
+            ),
+        ]  # fmt: skip
+    return common, tuple(tensors)
+
+
+def _gguf_name(architecture: Architecture) -> str:
+    gguf = load_gguf()
+    return str(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture.name]])
