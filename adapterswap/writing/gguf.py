@@ -8,10 +8,12 @@ carried out on GGUF files; `gguf_architectures` knows models, `gguf_layout` whic
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +34,7 @@ from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.records.record import adapter_source, base_source, composition_record
+from adapterswap.writing.copying import write_at
 from adapterswap.writing.gguf_architectures import load_gguf
 from adapterswap.writing.gguf_layout import GgufTensor, PreparedGguf, prepare_gguf
 
@@ -46,6 +49,7 @@ PIECES = OutputKind(None, lambda record: ("layer-*.gguf", "outside.gguf"))
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 _BLOCK = 32  # numbers of a row that share a scale in Q8_0, so rows are multiples of it
 _LARGEST_F16 = 65504.0
+_ALIGNMENT = 32  # of tensors in a file that does not state another one
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,11 @@ class Exported:
         """The arguments that start llama-server with these adapters over the base in GGUF `base`.
 
         Pieces are loaded with scale 0: a request says `"lora": [{"id": 0, "scale": 1.0}, …]`, with the files' places
-        in this list as ids.
+        in this list as ids. (`--lora-init-without-apply` does not do: a request without `lora` gets scale 1 then.)
         """
-        loaded = ",".join(str(file.path) for file in self.files)
-        later = ["--lora-init-without-apply"] if self.is_pieces else []
-        return ["llama-server", "-m", base, *later, "--lora", loaded]
+        if not self.is_pieces:
+            return ["llama-server", "-m", base, "--lora", _csv([str(self.path)])]
+        return ["llama-server", "-m", base, "--lora-scaled", _csv([f"{file.path}:0" for file in self.files])]
 
     def modelfile(self, base: str = "./base.gguf") -> str | None:
         """An Ollama Modelfile for the base in GGUF `base`; None for pieces, since Ollama has no scales in requests."""
@@ -111,6 +115,13 @@ class Exported:
     def is_pieces(self) -> bool:
         """Whether every layer has a file of its own."""
         return self.files[0].path != self.path
+
+
+def _csv(values: Sequence[str]) -> str:
+    """One argument of llama.cpp's that holds several values; those with commas or quotation marks are quoted."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(values)
+    return line.getvalue()
 
 
 def export(
@@ -318,34 +329,51 @@ def _write_file(
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        with _sources(prepared) as files:
-            for tensor in tensors:
-                writer.write_tensor_data(_encoded(tensor.values(files), tensor.name, outtype, gguf))
     finally:
         writer.close()
+    places = []
+    end = _aligned(path.stat().st_size)
+    for tensor in tensors:
+        places.append(end)
+        end = _aligned(end + _nbytes(tensor.shape, outtype))
+
+    def write(tensor: GgufTensor, place: int) -> None:
+        write_at(output.fileno(), _encoded(tensor, files, outtype, gguf), place)
+
+    with (
+        path.open("r+b", buffering=0) as output,
+        open_files(adapter.file for adapter in prepared.plan.adapters.values()) as files,
+        ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers,
+    ):
+        output.truncate(end)  # gaps between tensors read as zeros
+        list(workers.map(write, tensors, places))
 
 
-@contextmanager
-def _sources(prepared: PreparedGguf) -> Iterator[Mapping[Path, int]]:
-    with open_files(adapter.file for adapter in prepared.plan.adapters.values()) as files:
-        yield files
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
 
 
-def _encoded(values: npt.NDArray[np.float32], name: str, outtype: str, gguf: ModuleType) -> npt.NDArray[np.uint8]:
+def _encoded(tensor: GgufTensor, files: Mapping[Path, int], outtype: str, gguf: ModuleType) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor.
 
     Raises:
+        AdapterswapError: see `GgufTensor.values`.
         UnsupportedError: a number overflows the format.
     """
     if outtype == "q8_0":  # each block has a scale in float16, its largest number / 127
+        values = tensor.values(files)
         fits = bool(np.abs(values).max(initial=0) <= 127 * _LARGEST_F16)
         encoded = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0).reshape(-1) if fits else None
     else:
-        encoded = encode(values, _DTYPES[outtype])
-        fits = check_finite(encoded, _DTYPES[outtype])
+        dtype = _DTYPES[outtype]
+        copied = tensor.copied(files, dtype)
+        if copied is not None:
+            return copied
+        encoded = encode(tensor.values(files), dtype)
+        fits = check_finite(encoded, dtype)
     if not fits:
         raise UnsupportedError(
-            f"{name} holds numbers beyond the range of {outtype}", "Pass `outtype=f32`", parameter="outtype"
+            f"{tensor.name} holds numbers beyond the range of {outtype}", "Pass `outtype=f32`", parameter="outtype"
         )
     return np.asarray(encoded, np.uint8)
 

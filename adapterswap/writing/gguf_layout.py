@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from adapterswap.arithmetic.assembling import assemble
 from adapterswap.arithmetic.layout import lay_out
-from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Reduced
+from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.arithmetic.peft_config import most_common
 from adapterswap.arithmetic.reduction import reduce
 from adapterswap.arithmetic.resolving import Resolved, resolve
@@ -35,7 +35,8 @@ from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.experts.layers import language_config
 from adapterswap.experts.sources import base_config, public_name
-from adapterswap.files.numbers import decode
+from adapterswap.files.dtypes import DTYPE_BYTES
+from adapterswap.files.numbers import Bytes, check_finite, decode, not_finite, read_bytes, read_numbers
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 from adapterswap.writing.gguf_architectures import (
@@ -80,11 +81,41 @@ class GgufTensor:
             AdapterswapError: see `assemble`.
         """
         source = self.source
-        raw = assemble(source, files) if source.data is None else source.data
-        values = decode(raw, source.dtype, source.shape)
+        if self.alone is not None:
+            values = read_numbers(self.alone.expert, files[self.alone.path], self.alone.tensor)
+        else:
+            raw = assemble(source, files) if source.data is None else source.data
+            values = decode(raw, source.dtype, source.shape)
         if self.factor != 1:
             with np.errstate(over="ignore"):  # what overflows is found when the numbers are encoded
                 values = values * np.float32(self.factor)
+        return self._ordered(values)
+
+    def copied(self, files: Mapping[Path, int], dtype: str) -> Bytes | None:
+        """Its bytes, where they are an expert's own but for the order of rows; else None.
+
+        Raises:
+            AdapterswapError: see `read_bytes`; one of the numbers is NaN or infinite.
+        """
+        alone = self.alone
+        if alone is None or alone.tensor.dtype != dtype or self.factor != 1:
+            return None
+        raw = read_bytes(files[alone.path], alone.tensor, 0, alone.tensor.nbytes)
+        if not check_finite(raw, dtype):
+            raise not_finite(alone.expert, alone.tensor.name)
+        return self._ordered(raw.view(f"V{DTYPE_BYTES[dtype]}").reshape(self.source.shape)).reshape(-1).view(np.uint8)
+
+    @property
+    def alone(self) -> Piece | None:
+        """The tensor that it is, unchanged but for the order of rows; None where something is computed."""
+        pieces = self.source.pieces
+        if self.source.data is not None or len(pieces) != 1:
+            return None
+        piece = pieces[0]
+        own = piece.tensor.shape == self.source.shape and piece.factor == 1 and piece.rows is None
+        return piece if own else None
+
+    def _ordered(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.rows is not None:
             values = values[self.rows]
         return np.ascontiguousarray(values.T if self.transposed else values)
@@ -297,8 +328,7 @@ def _tensors(
         rank = a.shape[0]
         alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
         scales[name] = rank * scale(rank, alpha, config["use_rslora"])
-    # llama.cpp takes alpha 0 for "no alpha", which is scale 1.
-    common = float(np.float32(most_common((s for s in scales.values() if s), default=1.0)))
+    common = float(np.float32(most_common(scales.values(), default=1.0)))
     tensors: list[GgufTensor] = []
     for name, place in places.items():
         slot, (a, b) = plan.slots[name], pairs[name]

@@ -6,7 +6,6 @@ written out as plainly as possible. That it is right, `test_engine` shows withou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, VOCABULARY, CONTEXT = 6, 64, 4, 2, 192, 128
@@ -105,6 +105,12 @@ def save_base(name: str, folder: Path, **options: Any) -> Path:
 
 def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def adapted(base: Path, adapter: Path) -> torch.nn.Module:
+    """The base with an adapter, as PEFT runs it."""
+    model: torch.nn.Module = PeftModel.from_pretrained(load(base), adapter).eval()
+    return model
 
 
 def write_base(folder: Path, path: Path, name: str) -> Path:
@@ -219,6 +225,3 @@ def _reordered(key: str, values: Array, config: Any, name: str) -> list[tuple[st
     if key.endswith("mlp.experts.down_proj"):
         return [(f"{key}.weight", values)]
     return [(key, values)]
-
-
-Bases = Callable[[str], tuple[Path, Path]]

@@ -1,4 +1,4 @@
-"""Pico bases as folders and as GGUF, and experts for them; made once per session, and skipped without llama.cpp."""
+"""Pico bases as folders and as GGUF, and experts for them; made once per session."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-
-pytest.importorskip("gguf", reason="needs the package gguf")
-pytest.importorskip("xllamacpp", reason="needs the package xllamacpp")
-
-from exporting.bases import PICOS, load, save_base, write_base
+from peft import LoraConfig, get_peft_model
 
 Bases = Callable[[str], tuple[Path, Path]]
 Experts = Callable[..., Path]
@@ -22,6 +17,8 @@ Experts = Callable[..., Path]
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
     """`bases("llama")` is a pico base's folder, and the same as a GGUF file."""
+    from exporting.bases import save_base, write_base
+
     made: dict[str, tuple[Path, Path]] = {}
 
     def make(name: str, **options: Any) -> tuple[Path, Path]:
@@ -37,6 +34,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
 @pytest.fixture(scope="session")
 def experts(bases: Bases, tmp_path_factory: pytest.TempPathFactory) -> Experts:
     """`experts("llama", "math", seed=1, r=4)` is the folder of a random rsLoRA that PEFT saved."""
+    from exporting.bases import PICOS, load
+
     made: dict[str, Path] = {}
 
     def make(
@@ -44,7 +43,12 @@ def experts(bases: Bases, tmp_path_factory: pytest.TempPathFactory) -> Experts:
     ) -> Path:
         key = repr((name, called, seed, base_options, sorted(options.items())))
         if key not in made:
-            settings = {"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": PICOS[name].targets}
+            settings: dict[str, Any] = {
+                "r": 8,
+                "lora_alpha": 16,
+                "use_rslora": True,
+                "target_modules": PICOS[name].targets,
+            }
             settings |= {"fan_in_fan_out": name == "gpt2", "task_type": "CAUSAL_LM"} | options
             model = get_peft_model(load(bases(name, **(base_options or {}))[0]), LoraConfig(**settings))
             generator = torch.Generator().manual_seed(seed)
@@ -52,12 +56,8 @@ def experts(bases: Bases, tmp_path_factory: pytest.TempPathFactory) -> Experts:
                 if "lora_" in key_:
                     parameter.data = torch.randn(parameter.shape, generator=generator) * 0.06
             made[key] = tmp_path_factory.mktemp("expert") / called
-            model.save_pretrained(made[key])
+            ends = any(target.startswith("embed") for target in settings["target_modules"])
+            model.save_pretrained(made[key], save_embedding_layers=ends)  # with a copy of the base's own weight
         return made[key]
 
     return make
-
-
-def adapted(base: Path, adapter: Path) -> torch.nn.Module:
-    """The base with an adapter, as PEFT runs it."""
-    return PeftModel.from_pretrained(load(base), adapter).eval()

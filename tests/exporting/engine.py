@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 class Engine:
     """A base in GGUF with adapters, each a path or a path and its scale."""
 
-    def __init__(self, base: Path, adapters: Sequence[Path | tuple[Path, float]] = (), *, later: bool = False) -> None:
+    def __init__(self, base: Path, adapters: Sequence[Path | tuple[Path, float]] = ()) -> None:
         params = xllamacpp.CommonParams()
         params.model.path = str(base)
         params.n_ctx = CONTEXT
@@ -37,7 +37,6 @@ class Engine:
         # The default cache has 16 bits and hides errors below 5e-3.
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.lora_init_without_apply = later
         loaded = []
         for adapter in adapters:
             path, scale = adapter if isinstance(adapter, tuple) else (adapter, 1.0)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import adapterswap as asw
-from exporting.bases import PICOS, load
-from exporting.conftest import Bases, Experts, adapted
+
+pytest.importorskip("gguf")
+pytest.importorskip("xllamacpp")
+
+from exporting.bases import PICOS, adapted, load
+from exporting.conftest import Bases, Experts
 from exporting.engine import Answer, Engine, reference
 
 PROMPTS = ([1, 140, 150, 5, 160, 170, 180, 40], [1, 33, 34, 35, 36, 180])
+
+NAMES = ("math", "swahili")
 
 # ggml looks GELU up in a table of half-precision numbers, with and without adapters; SiLU it computes.
 GELU = ("gemma2", "gemma3", "falcon-7b", "falcon-40b", "gpt2", "neox")
@@ -42,3 +51,141 @@ def test_an_expert_of_each_architecture(name: str, bases: Bases, experts: Expert
         same(plain.answer(prompt), reference(load(base), prompt), name)  # the test's own base is right
         same(engine.answer(prompt), expected, name)
         assert differ(plain.answer(prompt), expected) > 0.1
+
+
+def composed(plan: asw.Plan, base: Path, folder: Path, **form: Any) -> torch.nn.Module:
+    """The composition as PEFT runs it from an adapter's folder."""
+    return adapted(base, plan.write(folder, **form))
+
+
+# rsLoRA beside plain LoRA, other ranks, other scales, patterns that differ from module to module.
+MIXED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rsLoRA": ({}, {"seed": 2}),
+    "ranks": ({"r": 4}, {"seed": 2, "r": 16, "lora_alpha": 8}),
+    "plain beside rsLoRA": ({"use_rslora": False, "lora_alpha": 24}, {"seed": 2}),
+    "patterns": (
+        {"rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 16}, "alpha_pattern": {"v_proj": 40}},
+        {"seed": 2, "use_rslora": False, "alpha_pattern": {"down_proj": 3}},
+    ),
+    "some modules": ({"target_modules": ["q_proj", "v_proj"]}, {"seed": 2}),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_compositions(case: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    base, gguf = bases("llama")
+    math, swahili = (experts("llama", name, **options) for name, options in zip(NAMES, MIXED[case], strict=True))
+    plan = asw.layer_swap(math, swahili, bottom=2, top=1, bottom_transition=1, language_weight=2)
+    engine = Engine(gguf, [plan.export(tmp_path / "swap.gguf").path])
+    model = composed(plan, base, tmp_path / "swap")
+    for prompt in PROMPTS:
+        same(engine.answer(prompt), reference(model, prompt))
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon-40b", "gpt2", "gemma3"])
+def test_a_shell_and_a_core_are_a_swap_at_request_time(
+    name: str, bases: Bases, experts: Experts, tmp_path: Path
+) -> None:
+    base, gguf = bases(name)
+    math, swahili = experts(name), experts(name, "swahili", seed=2, r=4)
+    shell = asw.slice_layers(swahili, "0-1,5").export(tmp_path / "shell.gguf")
+    core = asw.slice_layers(math, "2-4").write(tmp_path / "core")
+    files = [shell.path, asw.export(core, tmp_path / "core.gguf").path]  # a slice that was written before
+    model = composed(asw.layer_swap(math, swahili, bottom=2, top=1), base, tmp_path / "swap")
+    same(Engine(gguf, files).answer(PROMPTS[0]), reference(model, PROMPTS[0]), name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "neox"])
+def test_pieces_are_any_layer_swap_or_blend_at_request_time(
+    name: str, bases: Bases, experts: Experts, tmp_path: Path
+) -> None:
+    base, gguf = bases(name)
+    math, swahili = experts(name), experts(name, "swahili", seed=2, r=4, lora_alpha=3)
+    exported = [asw.export(expert, tmp_path / expert.name, pieces=True) for expert in (math, swahili)]
+    assert all([file.layer for file in one.files] == list(range(6)) for one in exported)
+    engine = Engine(gguf, [(file.path, 0.0) for one in exported for file in one.files])
+    plans = {
+        "swap": asw.layer_swap(math, swahili, bottom=2, top=1),
+        "transition": asw.layer_swap(math, swahili, bottom=1, top=1, top_transition=1, task_weight=3),
+        "soup": asw.soup(math, swahili),
+    }
+    for called, plan in plans.items():
+        scales: dict[int, float] = {}
+        for slot in plan:
+            assert slot.layer is not None
+            for term in slot.terms:
+                scales[slot.layer + 6 * (term.expert == "swahili")] = term.coefficient
+        model = composed(plan, base, tmp_path / f"{called}-composed")
+        for prompt in PROMPTS:
+            same(engine.answer(prompt, scales=scales), reference(model, prompt), name)
+    same(engine.answer(PROMPTS[0]), reference(load(base), PROMPTS[0]), name)  # the scales at the start
+
+
+def test_a_portable_composition_and_a_truncated_one(bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    base, gguf = bases("llama")
+    math, swahili = experts("llama"), experts("llama", "swahili", seed=2, r=4)
+    portable = asw.soup(math, swahili).write(tmp_path / "portable", layout="portable")
+    ties = asw.ties(math, swahili, density=0.5)
+    cases = {
+        portable: asw.export(portable, tmp_path / "portable.gguf"),
+        ties.write(tmp_path / "ties", max_rank=6): ties.export(tmp_path / "ties.gguf", max_rank=6),
+    }
+    for folder, exported in cases.items():
+        same(Engine(gguf, [exported.path]).answer(PROMPTS[0]), reference(adapted(base, folder), PROMPTS[0]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "neox", "phi3"])
+def test_an_embedding_and_a_head(name: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    base, gguf = bases(name)
+    ends = ["embed_in", "lm_head"] if name == "neox" else ["embed_tokens", "lm_head"]
+    expert = experts(name, target_modules=[*PICOS[name].targets, *ends], r=4)
+    exported = asw.export(expert, tmp_path / "math.gguf")
+    pieces = asw.export(expert, tmp_path / "pieces", pieces=True)
+    assert [file.path.name for file in pieces.files] == [
+        *(f"layer-0{layer}.gguf" for layer in range(6)),
+        "outside.gguf",
+    ]
+    for files in ([exported.path], [file.path for file in pieces.files]):
+        same(Engine(gguf, files).answer(PROMPTS[0]), reference(adapted(base, expert), PROMPTS[0]), name)
+
+
+@pytest.mark.parametrize("outtype", ["f16", "bf16", "q8_0"])
+def test_shorter_numbers(outtype: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    """One rounding of the factors: the answers move by about as much as the rounding is coarse."""
+    base, gguf = bases("llama")
+    expert = experts("llama", r=32)
+    exported = asw.export(expert, tmp_path / "math.gguf", outtype=outtype)
+    found, expected = (
+        Engine(gguf, [exported.path]).answer(PROMPTS[0], 1),
+        reference(adapted(base, expert), PROMPTS[0], 1),
+    )
+    largest = {"f16": 0.01, "bf16": 0.06, "q8_0": 0.1}[outtype]
+    assert 0 < np.abs(found.logprobs - expected.logprobs).max() < largest
+
+
+def test_the_stock_rule_is_a_root_of_the_rank_off(bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    """llama.cpp's own converter writes lora_alpha, which its engine divides by r; rsLoRA divides by √r."""
+    base, gguf = bases("llama")
+    expert = experts("llama", r=16)
+    ours = asw.export(expert, tmp_path / "ours.gguf")
+    content = ours.path.read_bytes()
+    place = content.index(b"adapter.lora.alpha") + len("adapter.lora.alpha") + 4
+    assert struct.unpack_from("<f", content, place)[0] == np.float32(16 * 16**0.5)  # α·√r
+    stock = tmp_path / "stock.gguf"
+    stock.write_bytes(content[:place] + struct.pack("<f", 16.0) + content[place + 4 :])
+    expected = reference(adapted(base, expert), PROMPTS[0])
+    same(Engine(gguf, [ours.path]).answer(PROMPTS[0]), expected)
+    same(Engine(gguf, [(stock, 4.0)]).answer(PROMPTS[0]), expected)  # √16 times as much
+    assert differ(Engine(gguf, [stock]).answer(PROMPTS[0]), expected) > 0.1
+
+
+@pytest.mark.parametrize("damage", ["architecture", "depth", "truncated"])
+def test_llama_cpp_refuses_what_does_not_fit(damage: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    """A LoRA of another architecture, of a deeper base, or cut off in the middle never loads."""
+    gguf = bases("qwen2" if damage == "architecture" else "llama")[1]
+    deeper = {"base_options": {"num_hidden_layers": 8}} if damage == "depth" else {}
+    path = asw.export(experts("llama", **deeper), tmp_path / "math.gguf").path
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(Exception, match=r"(?i)load|fail|lora|model"):
+        Engine(gguf, [path])

@@ -1,0 +1,334 @@
+"""What an exported file holds, without running it; and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import crafting
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import Result
+from safetensors.numpy import load_file, save_file
+from tolerances import close
+
+import adapterswap as asw
+from adapterswap import AdapterswapError
+from adapterswap.errors import (
+    ArgumentError,
+    BaseModelError,
+    CompositionError,
+    DependencyError,
+    ExpertError,
+    UnsupportedError,
+)
+from exporting.conftest import Bases, Experts
+
+gguf = pytest.importorskip("gguf")
+
+BASE: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "head_dim": 4, "vocab_size": 16, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def base_folder(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(BASE | changes))
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return base_folder(tmp_path / "base")
+
+
+@pytest.fixture
+def math(tmp_path: Path) -> Path:
+    return crafting.adapter(tmp_path / "math")
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metadata, and the tensors as numpy has them."""
+    reader = gguf.GGUFReader(path)
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {}
+    for tensor in reader.tensors:
+        data = tensor.data
+        if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
+            data = np.frombuffer(data.tobytes(), ml_dtypes.bfloat16).reshape(tensor.shape[::-1]).astype(np.float32)
+        elif tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0:
+            data = gguf.quants.dequantize(data, tensor.tensor_type)
+        tensors[tensor.name] = np.array(data)
+    return values, tensors
+
+
+def test_the_tensors_are_the_experts_own_under_llama_cpps_names(math: Path, base: Path, tmp_path: Path) -> None:
+    """Bit for bit in f32, but for the order of the queries' rows: alpha holds the scale."""
+    exported = asw.export(math, tmp_path / "math.gguf", base_model=base)
+    values, tensors = read(exported.path)
+    stored = load_file(math / crafting.WEIGHTS)
+    assert len(tensors) == len(stored) == 16
+    assert values["adapter.lora.alpha"] == np.float32(4 * 2**0.5) == exported.alpha
+    order = [0, 2, 1, 3, 4, 6, 5, 7]  # two heads of four dimensions, from halves to pairs
+    for layer in range(4):
+        at = f"{crafting.PREFIX}model.layers.{layer}"
+        for name, module in (("attn_q", "self_attn.q_proj"), ("ffn_down", "mlp.down_proj")):
+            b = stored[f"{at}.{module}.lora_B.weight"]
+            assert np.array_equal(tensors[f"blk.{layer}.{name}.weight.lora_a"], stored[f"{at}.{module}.lora_A.weight"])
+            assert np.array_equal(tensors[f"blk.{layer}.{name}.weight.lora_b"], b[order] if name == "attn_q" else b)
+
+
+def test_the_metadata_is_the_record(math: Path, base: Path, tmp_path: Path) -> None:
+    swahili = crafting.adapter(tmp_path / "swahili", crafting.tensors(seed=1))
+    plan = asw.layer_swap(math, swahili, bottom=1, top=1, base_model=str(base))
+    values, _ = read(plan.export(tmp_path / "swap.gguf", outtype="f16").path)
+    assert values["general.type"] == "adapter"
+    assert values["general.architecture"] == "llama"
+    assert values["adapter.type"] == "lora"
+    assert values["adapterswap.version"] == asw.__version__
+    record = json.loads(values["adapterswap.record"])
+    assert record["composition"]["bottom"] == 1
+    assert record["output"] == {"format": "gguf", "outtype": "f16"}
+    for name, folder in (("math", math), ("swahili", swahili)):
+        hashed = hashlib.sha256((folder / crafting.WEIGHTS).read_bytes()).hexdigest()
+        assert record["experts"][name]["sha256"][crafting.WEIGHTS] == hashed
+    assert str(tmp_path) not in json.dumps(record)
+
+
+def test_the_same_inputs_give_the_same_bytes(math: Path, base: Path, tmp_path: Path) -> None:
+    one, other = (asw.export(math, tmp_path / name, base_model=base) for name in ("one.gguf", "other.gguf"))
+    assert one.path.read_bytes() == other.path.read_bytes()
+
+
+@pytest.mark.parametrize(("rslora", "alpha"), [(True, 4), (False, 3), (True, -2.5)])
+@pytest.mark.parametrize("pattern", [{}, {"q_proj": 7}, {"q_proj": -1e-3}])
+def test_delta_w_by_llama_cpps_rule(
+    rslora: bool, alpha: float, pattern: dict[str, float], base: Path, tmp_path: Path
+) -> None:
+    """alpha / rank · B·A equals PEFT's s·B·A, where alphas are negative too."""
+    settings = crafting.config(lora_alpha=alpha, use_rslora=rslora, alpha_pattern=pattern)
+    folder = crafting.adapter(tmp_path / "one", settings=settings)
+    values, tensors = read(asw.export(folder, tmp_path / "one.gguf", base_model=base).path)
+    written = values["adapter.lora.alpha"]
+    stored = load_file(folder / crafting.WEIGHTS)
+    alphas = {"self_attn.q_proj": pattern.get("q_proj", alpha), "mlp.down_proj": alpha}
+    for name, (module, own) in zip(("attn_q", "ffn_down"), alphas.items(), strict=True):
+        a, b = (tensors[f"blk.1.{name}.weight.lora_{factor}"] for factor in "ab")
+        at = f"{crafting.PREFIX}model.layers.1.{module}"
+        delta = stored[f"{at}.lora_B.weight"] @ stored[f"{at}.lora_A.weight"] * own / (2**0.5 if rslora else 2)
+        if name == "attn_q":
+            delta = delta[[0, 2, 1, 3, 4, 6, 5, 7]]
+        close(written / 2 * (b @ a), delta)
+
+
+@pytest.mark.parametrize("outtype", ["f16", "bf16", "q8_0"])
+def test_numbers_are_rounded_once(outtype: str, tmp_path: Path) -> None:
+    width = 32
+    base = base_folder(
+        tmp_path / "base", hidden_size=width, intermediate_size=2 * width, head_dim=width, num_attention_heads=2
+    )
+    content = crafting.tensors(rank=32, width=width)
+    folder = crafting.adapter(tmp_path / "one", content, crafting.config(r=32, alpha_pattern={"q_proj": 3}))
+    exact, rounded = (
+        read(asw.export(folder, tmp_path / f"{kind}.gguf", base_model=base, outtype=kind).path)[1]
+        for kind in ("f32", outtype)
+    )
+    for name, values in exact.items():
+        if outtype == "q8_0":
+            blocks = values.reshape(values.shape[0], -1, 32)
+            step = np.abs(blocks).max(axis=-1, keepdims=True) / 127
+            assert (np.abs(blocks - rounded[name].reshape(blocks.shape)) <= step * 0.5 + np.abs(blocks) * 1e-3).all()
+        else:
+            kind = np.float16 if outtype == "f16" else ml_dtypes.bfloat16
+            assert np.array_equal(rounded[name], values.astype(kind).astype(np.float32))
+
+
+def test_pieces_hold_what_the_whole_file_does(math: Path, base: Path, tmp_path: Path) -> None:
+    whole, pieces = (
+        asw.export(math, tmp_path / name, base_model=base, pieces=name == "pieces") for name in ("m.gguf", "pieces")
+    )
+    values, tensors = read(whole.path)
+    assert sorted(path.name for path in pieces.path.iterdir()) == [f"layer-0{layer}.gguf" for layer in range(4)]
+    found: dict[str, Any] = {}
+    for file in pieces.files:
+        own, held = read(file.path)
+        assert own["adapterswap.layer"] == file.layer
+        assert own["adapter.lora.alpha"] == values["adapter.lora.alpha"]
+        found |= held
+    assert found.keys() == tensors.keys()
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+    assert sum(file.nbytes for file in pieces.files) == whole.nbytes
+    assert whole.server_command("b.gguf") == ["llama-server", "-m", "b.gguf", "--lora", str(whole.path)]
+    assert pieces.server_command()[-1].split(",") == [f"{file.path}:0" for file in pieces.files]
+    assert pieces.modelfile() is None
+    asw.export(math, pieces.path, base_model=base, pieces=True, overwrite=True)
+    (pieces.path / "mine.txt").touch()
+    with pytest.raises(AdapterswapError, match=r"mine\.txt"):
+        asw.export(math, pieces.path, base_model=base, pieces=True, overwrite=True)
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str | None]] = {
+    "another architecture": ({"model_type": "mamba"}, "base_model"),
+    "a multimodal base": ({"model_type": "llava", "text_config": BASE}, "base_model"),
+    "a mixture's experts": ({"model_type": "mixtral"}, None),
+    "Falcon with ALiBi": ({"model_type": "falcon", "alibi": True}, "base_model"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_a_base_that_is_not_exported(case: str, math: Path, tmp_path: Path) -> None:
+    changes, parameter = UNSUPPORTED[case]
+    with pytest.raises(UnsupportedError) as caught:
+        asw.export(math, tmp_path / "math.gguf", base_model=base_folder(tmp_path / "base", **changes))
+    assert caught.value.parameter == parameter
+    assert not (tmp_path / "math.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": 8}, {"intermediate_size": 12}, {"num_attention_heads": 4}], ids=str
+)
+def test_an_expert_of_another_size(changes: dict[str, Any], math: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExpertError) as caught:
+        asw.export(math, tmp_path / "math.gguf", base_model=base_folder(tmp_path / "base", **changes))
+    assert caught.value.parameter == "base_model"
+
+
+def test_an_expert_of_another_depth(math: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterswapError, match="3"):
+        asw.export(math, tmp_path / "math.gguf", base_model=base_folder(tmp_path / "base", num_hidden_layers=3))
+
+
+def test_a_module_trained_in_full_and_one_without_a_name(base: Path, tmp_path: Path) -> None:
+    """Both in one error."""
+    content = crafting.tensors()
+    for name, shape in (("router.lora_A", (2, 4)), ("router.lora_B", (3, 2))):
+        content[f"{crafting.PREFIX}model.layers.0.mlp.{name}.weight"] = ("F32", shape, bytes(4 * shape[0] * shape[1]))
+    content[f"{crafting.PREFIX}lm_head.weight"] = ("F32", (16, 4), bytes(256))
+    settings = crafting.config(target_modules=["q_proj", "down_proj", "router"], modules_to_save=["lm_head"])
+    folder = crafting.adapter(tmp_path / "one", content, settings)
+    with pytest.raises(UnsupportedError) as caught:
+        asw.export(folder, tmp_path / "one.gguf", base_model=base)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("config", [{"tie_word_embeddings": True}, {"model_type": "gemma2"}], ids=str)
+def test_a_tied_head(config: dict[str, Any], tmp_path: Path) -> None:
+    content = crafting.tensors(layers=4)
+    for factor, shape in (("A", (2, 4)), ("B", (16, 2))):
+        content[f"{crafting.PREFIX}lm_head.lora_{factor}.weight"] = ("F32", shape, bytes(4 * shape[0] * shape[1]))
+    settings = crafting.config(target_modules=["q_proj", "down_proj", "lm_head"])
+    folder = crafting.adapter(tmp_path / "one", content, settings)
+    tied = {key: value for key, value in (BASE | config).items() if key != "tie_word_embeddings" or config.get(key)}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(tied))
+    with pytest.raises(UnsupportedError):
+        asw.export(folder, tmp_path / "one.gguf", base_model=tmp_path / "base")
+
+
+def test_a_copy_of_another_embedding(bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    """PEFT would put the copy in the base's place; a GGUF file leaves it out."""
+    pytest.importorskip("xllamacpp")
+    folder = experts("llama", target_modules=["q_proj", "embed_tokens"], r=4)
+    content = load_file(folder / crafting.WEIGHTS)
+    key = next(name for name in content if name.endswith("embed_tokens.base_layer.weight"))
+    content[key] = content[key] + 1
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file(content, other / crafting.WEIGHTS)
+    (other / crafting.CONFIG).write_bytes((folder / crafting.CONFIG).read_bytes())
+    with pytest.raises(AdapterswapError, match="copy"):
+        asw.export(other, tmp_path / "other.gguf")
+    headless = base_folder(tmp_path / "headless", **json.loads((bases("llama")[0] / "config.json").read_text()))
+    with pytest.raises(BaseModelError) as caught:  # its weights are not there to be compared with
+        asw.export(folder, tmp_path / "other.gguf", base_model=headless)
+    assert caught.value.parameter == "base_model"
+
+
+def test_arguments(math: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "math.gguf"
+    wrong: list[tuple[dict[str, Any], type[AdapterswapError], str]] = [
+        ({"outtype": "f23"}, ArgumentError, "outtype"),
+        ({"outtype": "q8_0"}, UnsupportedError, "outtype"),  # rank 2
+        ({"outtype": 8}, ArgumentError, "outtype"),
+        ({"pieces": "yes"}, ArgumentError, "pieces"),
+    ]
+    for options, kind, parameter in wrong:
+        with pytest.raises(kind) as caught:
+            asw.export(math, out, base_model=base, **options)
+        assert caught.value.parameter == parameter
+    with pytest.raises(BaseModelError) as without:
+        asw.export(math_without_base(tmp_path), out, base_model=None)
+    assert without.value.parameter == "base_model"
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(DependencyError):
+        asw.export(math, out, base_model=base)
+    assert not out.exists()
+
+
+def math_without_base(tmp_path: Path) -> asw.Plan:
+    folder = crafting.adapter(tmp_path / "alone", settings=crafting.config(base_model_name_or_path=None))
+    return asw.slice_layers(folder, "0-3", num_layers=4)
+
+
+def test_numbers_out_of_range(base: Path, tmp_path: Path) -> None:
+    folder = crafting.adapter(tmp_path / "one", settings=crafting.config(alpha_pattern={"q_proj": 4e8}))
+    with pytest.raises(UnsupportedError) as caught:
+        asw.export(folder, tmp_path / "one.gguf", base_model=base, outtype="f16")
+    assert caught.value.parameter == "outtype"
+    content = crafting.tensors()
+    key = next(name for name in content if "lora_B" in name)
+    content[key] = (*content[key][:2], np.full(content[key][1], np.nan, np.float32).tobytes())
+    with pytest.raises(AdapterswapError, match="NaN"):
+        asw.export(crafting.adapter(tmp_path / "nan", content), tmp_path / "nan.gguf", base_model=base)
+    assert not list(tmp_path.glob("*.gguf"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_plan_that_changes_nothing(math: Path, base: Path, tmp_path: Path) -> None:
+    whole = asw.slice_layers(math, "0-3", base_model=str(base))
+    nothing = replace(whole, slots={name: replace(slot, terms=()) for name, slot in whole.slots.items()})
+    with pytest.raises(CompositionError):
+        nothing.export(tmp_path / "none.gguf")
+
+
+def test_the_command(run: Callable[..., Result], math: Path, base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "math.gguf"
+    options = ("--base-model", base, "-o", out)
+    told = json.loads(run("export", math, *options, "--dry-run", "--json").stdout)
+    assert not out.exists()
+    result = run("export", math, *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == told | {"written": True}
+    assert told["server_command"] == ["llama-server", "-m", "base.gguf", "--lora", str(out)]
+    assert told["modelfile"] == f"FROM ./base.gguf\nADAPTER {out}\n"
+    assert told["bytes"] == sum(tensor.nbytes for tensor in read(out)[1].values())
+    again = run("export", math, *options)
+    assert again.exit_code == 1
+    assert "--overwrite" in again.stderr
+    shown = run("export", math, *options, "--overwrite")
+    assert f"ADAPTER {out}" in shown.stdout
+    assert "llama-server -m base.gguf --lora" in shown.stdout
+    assert run("export", math, *options, "--outtype", "f23").exit_code == 2
+    assert run("export", math, "-t", math, *options).exit_code == 2
+
+
+def test_the_command_composes(run: Callable[..., Result], math: Path, base: Path, tmp_path: Path) -> None:
+    swahili = crafting.adapter(tmp_path / "swahili", crafting.tensors(seed=1))
+    zones = ("--bottom", 1, "--top", 1, "--base-model", base)
+    result = run("export", "-t", math, "-l", swahili, *zones, "--pieces", "-o", tmp_path / "pieces")
+    assert result.exit_code == 0, result.stderr
+    assert f"{tmp_path / 'pieces' / 'layer-00.gguf'}:0" in result.stdout
+    recipe = {"experts": {"math": "math", "swahili": "swahili"}, "task": "math", "language": "swahili"}
+    (tmp_path / "swap.yaml").write_text(json.dumps(recipe | {"bottom": 1, "top": 1}))  # JSON is YAML
+    made = run("export", tmp_path / "swap.yaml", "--base-model", base, "-o", tmp_path / "swap.gguf")
+    assert made.exit_code == 0, made.stderr
+    swap = asw.layer_swap(math, swahili, bottom=1, top=1, base_model=str(base)).export(tmp_path / "same.gguf")
+    tensors, same = read(tmp_path / "swap.gguf")[1], read(swap.path)[1]
+    assert all(np.array_equal(tensors[name], same[name]) for name in same)
