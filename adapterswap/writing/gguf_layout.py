@@ -226,7 +226,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
             continue
         canonical, projection = _projection(slot, architecture, containers)
         if projection is None:
-            problems.add(f"llama.cpp applies no LoRA to {slot.name} in models of this architecture", MERGE_REMEDY)
+            problems.add(f"{slot.name} is not a module that is exported for this architecture", MERGE_REMEDY)
             continue
         if slot.layer is None and tied:
             problems.add(
@@ -311,6 +311,7 @@ def _check_copies(plan: Plan, reference: str) -> None:
         check_base(
             carried_copies(adapter, base, name), base, "the base",
             effect="which a GGUF file leaves out", remedy="Give the base that it was trained on with `base_model`",
+            parameter="base_model",
         )  # fmt: skip
 
 
