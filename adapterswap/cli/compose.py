@@ -9,6 +9,7 @@ import click
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
+from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
     from adapterswap.arithmetic.outputs import Form, Layout
@@ -30,7 +31,7 @@ _TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is told of
 @click.option("--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True, help=_LAYOUT)
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
 @click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
-@click.option("--push-to-hub", metavar="ID", help="Upload the folder to this Hub repository, with its model card.")
+@push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -41,7 +42,6 @@ def command(
     layout: Literal["exact", "portable"],
     max_rank: int | None,
     max_error: float | None,
-    push_to_hub: str | None,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -54,33 +54,32 @@ def command(
     can say all of it instead: `adapterswap compose RECIPE.yaml --out-path O`. Where an expert is a full checkpoint,
     full weights are written, as by `adapterswap merge`.
     """
-    from pathlib import Path
-
     from adapterswap.arithmetic.outputs import Form
-    from adapterswap.experts.sources import publish
     from adapterswap.files.folders import check_target
     from adapterswap.writing import prepare, write_prepared
     from adapterswap.writing.folder import COMPOSED
 
+    push = Push.of(options)
     form = Form(layout, max_rank, max_error)
     plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
     if plan.is_model:
-        if form != Form() or push_to_hub:
+        if form != Form():
             raise click.UsageError(
-                "--layout, --max-rank, --max-error and --push-to-hub are for adapters; an expert is a full checkpoint."
+                "--layout, --max-rank and --max-error are for adapters; an expert is a full checkpoint."
             )
         from adapterswap.cli.full_weights import write_full_weights
         from adapterswap.merging import ModelForm
 
         write_full_weights(plan, ModelForm(), out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+        if not dry_run:
+            push.upload(out_path)
         return
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
     with progress_bar("truncating", _to_truncate(plan, form)) as advance:
         written = prepare(plan, form, lambda name: advance())
     if not dry_run:
         write_prepared(written, out_path, overwrite=overwrite)
-    if push_to_hub and not dry_run:
-        note(f"uploaded: {publish(Path(out_path), push_to_hub)}")
+        push.upload(out_path)
     if as_json:
         print_json(_as_json(written, out_path, dry_run))
     else:

@@ -9,6 +9,7 @@ import click
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import count_bar, note, note_output, print_json, print_table
+from adapterswap.cli.pushing import Push, push_options
 from adapterswap.experts.layers import format_layers
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 @click.option("--embeddings", is_flag=True, help="Embeddings and head too.")
 @dtype_option("Of the factors.  [default: FULL's]")
 @device_option("cpu", more="; for mps the CPU computes")
+@push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Compute and report, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
@@ -53,10 +55,13 @@ def command(
 
     if rank is None and max_error is None:
         raise click.UsageError("Give --rank, --max-error, or both.")
+    push = Push.of(options)
     with count_bar("extracting") as advance:
         found = extract(
             full, base_model, out_path, rank=rank, max_error=max_error, dry_run=dry_run, progress=advance, **options
         )
+    if not dry_run:
+        push.upload(out_path)
     if as_json:
         print_json(_as_json(found, out_path, dry_run))
     else:

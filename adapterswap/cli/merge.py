@@ -10,6 +10,7 @@ from adapterswap.cli.composition_options import any_plan_from_options, compositi
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.full_weights import write_full_weights
 from adapterswap.cli.paths import PATH
+from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
     from adapterswap.planning.plan import Plan
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--max-shard-size", metavar="SIZE", help="Such as 2GB.  [default: the base's shards]")
 @dtype_option("Of the result.  [default: each tensor's in the base]")
 @device_option("cpu", more="; cuda is all GPUs")
+@push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -46,11 +48,14 @@ def command(
     """
     from adapterswap.merging import ModelForm
 
+    push = Push.of(options)
     form = ModelForm(max_shard_size, dtype)
     write_full_weights(
         _plan(path, base_model, options), form, out_path, base_model=base_model,
         device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json,
     )  # fmt: skip
+    if not dry_run:
+        push.upload(out_path)
 
 
 def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> Plan:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json
+from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
     from adapterswap.experts.adapters import Adapter
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 @click.option(
     "--base-model", type=PATH, metavar="PATH|ID", help="The expert's base, where it names none or another place."
 )
+@push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Say what would be kept and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -33,6 +35,7 @@ def command(
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Cut an expert to some layers: a shell or a core.
 
@@ -47,6 +50,7 @@ def command(
     from adapterswap.writing import prepare, write_prepared
     from adapterswap.writing.folder import COMPOSED
 
+    push = Push.of(options)
     adapter = open_adapter(expert)
     plan = slice_layers(adapter, layers, num_layers=num_layers, base_model=base_model)
     written = prepare(plan, Form())
@@ -54,6 +58,7 @@ def command(
         check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
     else:
         write_prepared(written, out_path, overwrite=overwrite)
+        push.upload(out_path)
     kept = sum(bool(slot.terms) for slot in plan.modules.values())
     share = written.layout.nbytes / _loaded_bytes(adapter)
     told = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": kept}

@@ -5,12 +5,13 @@ Started by torchrun or `accelerate launch`, each process runs this; one of them 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, note_dry_run, note_output, print_json
+from adapterswap.cli.pushing import Push, push_options
 from adapterswap.cli.together import one_voice
 from adapterswap.processes import is_first, leave
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--trust-task-code", is_flag=True, help="Let the files in selection.include_path run their own Python code."
 )
+@push_options
 @click.option("--overwrite", is_flag=True, help="Replace an earlier output, and checkpoints of an unfinished run.")
 @click.option("--dry-run", is_flag=True, help="Print what it would take, and train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -47,6 +49,7 @@ def command(
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Train an expert from a recipe.
 
@@ -54,14 +57,16 @@ def command(
     the datasets and the training options; the expert is a PEFT LoRA folder (or, with adapter: none, a whole model) with
     training.json beside the weights. On several devices: accelerate launch -m adapterswap train RECIPE.
     """
+    push = Push.of(options)
     short = {"base_model": base_model, "training.device": device, "training.dtype": dtype}
     short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
-    run = _estimate if dry_run else _train
-    run(
-        recipe, settings, out_path,
-        resume=resume, trust_task_code=trust_task_code, overwrite=overwrite, as_json=as_json,
-    )  # fmt: skip
+    chosen = _read(recipe, settings)
+    told = {"trust_task_code": trust_task_code, "resume": resume, "overwrite": overwrite, "as_json": as_json}
+    if dry_run:
+        _estimate(chosen, out_path, **told)
+    else:
+        _train(chosen, out_path, push, **told)
 
 
 def _read(recipe: str, settings: list[str]) -> TrainRecipe:
@@ -76,8 +81,7 @@ def _read(recipe: str, settings: list[str]) -> TrainRecipe:
 
 
 def _estimate(
-    recipe: str,
-    settings: list[str],
+    chosen: TrainRecipe,
     out_path: str | None,
     *,
     resume: bool,
@@ -87,7 +91,6 @@ def _estimate(
 ) -> None:
     from adapterswap.training import estimate
 
-    chosen = _read(recipe, settings)
     _check_output(chosen, out_path, overwrite=overwrite, resume=resume)
     expected = estimate(chosen, trust_task_code=trust_task_code)
     if not is_first():
@@ -99,9 +102,9 @@ def _estimate(
 
 
 def _train(
-    recipe: str,
-    settings: list[str],
+    chosen: TrainRecipe,
     out_path: str | None,
+    push: Push,
     *,
     resume: bool,
     trust_task_code: bool,
@@ -111,7 +114,7 @@ def _train(
     from adapterswap.training import train
 
     report = train(
-        _read(recipe, settings),
+        chosen,
         out_path=out_path,
         overwrite=overwrite,
         resume=resume,
@@ -120,6 +123,7 @@ def _train(
     leave()
     if not is_first():
         return
+    push.upload(report.path)
     if as_json:
         print_json({"dry_run": False, **report.to_json()})
     else:

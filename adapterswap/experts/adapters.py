@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from adapterswap.errors import ExpertError, Problems, UnsupportedError
+from adapterswap.errors import ExpertError, NotFoundError, Problems, UnsupportedError
 from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
 from adapterswap.experts.adapter_keys import (
     FactorTensors,
@@ -22,7 +22,8 @@ from adapterswap.experts.adapter_keys import (
     sort_keys,
 )
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, parse_layers
-from adapterswap.experts.sources import Source, find_source
+from adapterswap.experts.shapes import and_more
+from adapterswap.experts.sources import Source, find_source, subfolders_with
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
@@ -157,7 +158,7 @@ _Module = TypeVar("_Module", LoraModule, FullModule)
 
 
 def open_adapter(reference: str | Path) -> Adapter:
-    """Open a PEFT LoRA adapter from a local folder or a Hub id `org/name[@revision]`.
+    """Open a PEFT LoRA adapter from a local folder or a Hub id `org/name[/subfolder][@revision]`.
 
     Raises:
         NotFoundError: it does not exist, here or on the Hub.
@@ -172,7 +173,7 @@ def read_adapter(source: Source) -> Adapter:
     """Open the PEFT LoRA adapter in a folder that was found: see `open_adapter`."""
     folder = source.folder
     if not exists(folder / WEIGHTS):
-        raise _missing(folder)
+        raise _missing(source)
     problems = Problems(ExpertError)
     config = file = None
     with problems.collect():
@@ -252,7 +253,8 @@ def _kept_layers(folder: Path) -> frozenset[int] | None:
         return None
 
 
-def _missing(folder: Path) -> ExpertError | UnsupportedError:
+def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
+    folder = source.folder
     if any(folder.glob("adapter_model*.bin")):
         return UnsupportedError(
             f"{folder} holds a pickled adapter (.bin), which can run code when loaded",
@@ -262,6 +264,10 @@ def _missing(folder: Path) -> ExpertError | UnsupportedError:
         return UnsupportedError(
             f"{folder} holds a sharded adapter",
             f"Load it with PEFT and save it again, which writes one {WEIGHTS}",
+        )
+    if below := subfolders_with(source, CONFIG):  # PEFT saves adapters that have a name of their own in subfolders
+        return NotFoundError(
+            f"{source.name} has no {WEIGHTS} of its own", f"Give one of the adapters in it: {and_more(below, 5)}"
         )
     return ExpertError(f"{folder} has no {WEIGHTS}", "Give the folder of a PEFT adapter")
 

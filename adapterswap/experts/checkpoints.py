@@ -96,7 +96,7 @@ class Checkpoint:
 
 
 def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Checkpoint:
-    """Open a checkpoint from a local folder or a Hub id `org/name[@revision]`.
+    """Open a checkpoint from a local folder or a Hub id `org/name[/subfolder][@revision]`.
 
     Args:
         reference: where it is.

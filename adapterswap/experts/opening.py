@@ -14,7 +14,8 @@ __all__ = ["open_expert"]
 
 
 def open_expert(reference: str | Path) -> Adapter | Checkpoint:
-    """Open the adapter or the full checkpoint in a local folder, or with a Hub id `org/name[@revision]`.
+    """Open the adapter or the full checkpoint in a local folder, or with a Hub id
+    `org/name[/subfolder][@revision]`.
 
     PEFT and transformers may save an adapter's folder with a config.json of the base beside it, so adapter_config.json
     decides, unless full weights lie there too.

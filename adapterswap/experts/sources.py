@@ -1,10 +1,11 @@
-"""Where experts and bases come from: a local folder, or a Hub id `org/name@revision` through huggingface_hub.
+"""Where experts and bases come from: a local folder, or a Hub id through huggingface_hub.
 
-An existing local path always wins. Downloads honour the Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the
-files asked for. An expert's note of its base, which a stranger may have written, leads to the reading of one
-`config.json` there; of its safetensors too where full weights are requested without `base_model`; never to code.
-Symlinks are followed in local folders, as everywhere; in the Hub's cache only inside the cache. Knows nothing of what
-the files hold.
+A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several experts, each in a folder of its own. An
+existing local path always wins, and what looks like a local path is never sought on the Hub. Downloads honour the Hub's
+cache, its tokens and HF_HUB_OFFLINE, and fetch only the files asked for. An expert's note of its base, which a stranger
+may have written, leads to the reading of one `config.json` there; of its safetensors too where full weights are
+requested without `base_model`; never to code. Symlinks are followed in local folders, as everywhere; in the Hub's cache
+only inside the cache. Knows nothing of what the files hold.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.errors import (
     AdapterswapError,
@@ -22,13 +23,13 @@ from adapterswap.errors import (
     BaseModelError,
     ExpertError,
     NotFoundError,
-    OutputError,
     printable,
     reason_of,
 )
 from adapterswap.files.smallfiles import exists, expand, is_folder, read_json
 
 __all__ = [
+    "HubId",
     "Source",
     "at_revision",
     "base_config",
@@ -36,13 +37,36 @@ __all__ = [
     "find_source",
     "hub_remedy",
     "is_hub_id",
+    "parse_hub_id",
     "public_name",
-    "publish",
     "same_base",
     "split_revision",
+    "subfolders_with",
 ]
 
-_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>(?!/|.*\.\.)[\w./-]+))?")
+_HUB_ID = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(/(?P<subfolder>\w[\w.-]*(/\w[\w.-]*)*))?"
+    r"(@(?P<revision>(?!/|.*\.\.)[\w./-]+))?"
+)
+
+
+class HubId(NamedTuple):
+    """The parts of `org/name[/subfolder][@revision]`."""
+
+    repo: str
+    subfolder: str | None
+    revision: str | None
+
+    @property
+    def folder(self) -> str:
+        """The id without its revision."""
+        return f"{self.repo}/{self.subfolder}" if self.subfolder else self.repo
+
+    def __str__(self) -> str:
+        return f"{self.folder}@{self.revision}" if self.revision else self.folder
+
+
+_BASE = "base model"
 
 
 @dataclass(frozen=True)
@@ -51,7 +75,7 @@ class Source:
 
     Attributes:
         folder: where the files lie on this machine.
-        name: the Hub id, or the folder's own name: never a path of this machine.
+        name: the Hub id with its subfolder, or the folder's own name: never a path of this machine.
         revision: the Hub's commit; None for a local folder.
     """
 
@@ -67,14 +91,15 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
     """The folder that `reference` names, downloaded if it is a Hub id.
 
     Args:
-        reference: a local folder or `org/name[@revision]`.
+        reference: a local folder or `org/name[/subfolder][@revision]`. A base model is a repository of its own, since
+            PEFT and transformers find it again by its id: it has no subfolder.
         files: what to fetch from the Hub: file names or patterns.
         what: "adapter" or "base model", for messages.
         parameter: the parameter at fault where there is no such folder; by default `base_model` for a base model.
 
     Raises:
         ArgumentError: the reference is empty, a file, or of another type.
-        NotFoundError: no such folder, no such Hub repository or revision, or no way to reach the Hub.
+        NotFoundError: no such folder, no such Hub repository, subfolder or revision, or no way to reach the Hub.
         BaseModelError, ExpertError: a link in the Hub's cache leads out of it; by `what`.
     """
     parameter = parameter or ("base_model" if what == "base model" else None)
@@ -97,37 +122,92 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
         raise ArgumentError(
             f"{reference} is a file, and the {what} is a folder", "Give the folder that holds it", parameter=parameter
         )
-    match = None if isinstance(reference, Path) else _HUB_ID.fullmatch(reference)
-    if match is None:
+    wanted = parse_hub_id(reference) if isinstance(reference, str) else None
+    if wanted is None or (wanted.subfolder and what == _BASE):
+        first = str(reference).partition("/")[0]
+        hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
+        beside = f", and is not sought on the Hub, since there is a folder {first} here" if hides else ""
         raise NotFoundError(
-            f"the path {reference} does not exist",
+            f"the path {reference} does not exist{beside}",
             f"Give the {what}'s folder, or a Hub id such as org/name@revision",
             parameter=parameter,
         )
-    return _download(match["repo"], match["revision"], files, what, parameter)
+    return _download(wanted, files, what, parameter)
 
 
-def _download(repo: str, revision: str | None, files: Sequence[str], what: str, parameter: str | None) -> Source:
+def parse_hub_id(reference: str) -> HubId | None:
+    """The parts of a Hub id; None for what is, or looks like, a local path.
+
+    That is everything that exists here, that begins with `.`, `/` or `~`, or whose first part is a folder here: a
+    mistyped `experts/swahli` beside a folder `experts` is not sought on the Hub.
+    """
+    match = _HUB_ID.fullmatch(reference)
+    if match is None or exists(Path(reference)) or is_folder(Path(reference.partition("/")[0])):
+        return None
+    return HubId(match["repo"], match["subfolder"], match["revision"])
+
+
+def subfolders_with(source: Source, file: str) -> list[str]:
+    """References to the folders in a found one that hold a file of this name, such as adapters of their own.
+
+    On the Hub the repository is asked for its list of files, where it can be reached.
+    """
+    if source.revision is None:
+        return sorted(str(path.parent) for path in source.folder.glob(f"*/{file}"))
+    from huggingface_hub import HfApi, is_offline_mode
+
+    wanted = parse_hub_id(source.name)
+    if wanted is None or is_offline_mode():
+        found = [str(path.parent.relative_to(source.folder)) for path in source.folder.glob(f"*/{file}")]
+        return [f"{source.name}/{folder}" for folder in sorted(found)]
+    with suppress(Exception):  # as in `_download`; the error that asks for this has been found already
+        files = HfApi().list_repo_files(wanted.repo, revision=source.revision)
+        folders = sorted(name.removesuffix(f"/{file}") for name in files if name.endswith(f"/{file}"))
+        return [f"{wanted.repo}/{folder}" for folder in folders]
+    return []
+
+
+def _download(wanted: HubId, files: Sequence[str], what: str, parameter: str | None) -> Source:
     from huggingface_hub import snapshot_download
 
-    named = f"{repo}@{revision}" if revision else repo
+    repo, subfolder, revision = wanted
+    patterns = [f"{subfolder}/{file}" if subfolder else file for file in files]
     try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(files)))
+        snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
         raise NotFoundError(
-            f"The {what} {named} is not a local folder and could not be downloaded from the Hub: {reason_of(error)}",
+            f"The {what} {wanted} is not a local folder and could not be downloaded from the Hub: {reason_of(error)}",
             hub_remedy("Check the path or id; for a private repository log in with `hf auth login`"),
             parameter=parameter,
         ) from None
-    _check_links(folder, named, BaseModelError if what == "base model" else ExpertError)
-    return Source(folder, repo, folder.name)
+    folder = snapshot / (subfolder or "")
+    _check_links(snapshot, str(wanted), BaseModelError if what == _BASE else ExpertError, folder)
+    if not is_folder(folder):
+        raise NotFoundError(
+            f"{wanted}: the repository {repo} has no {what} in a folder {subfolder}",
+            hub_remedy(
+                "Check the folder's name on the Hub",
+                offline="Only what was downloaded before can be read offline: unset HF_HUB_OFFLINE, or check the name",
+            ),
+            parameter=parameter,
+        )
+    return Source(folder, wanted.folder, snapshot.name)
 
 
-def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError]) -> None:
-    """In the Hub's cache a snapshot's files are links to blobs; whoever filled the cache may have linked elsewhere."""
+def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError], folder: Path | None = None) -> None:
+    """In the Hub's cache a snapshot's files are links to blobs; whoever filled the cache may have linked elsewhere.
+
+    Args:
+        snapshot: the commit's folder.
+        named: what to call it in messages.
+        kind: the class of the error.
+        folder: the folder in it that is read; by default itself.
+    """
     repository, cache = snapshot.parents[1], snapshot.parents[2]
     homes = (repository.resolve(), cache.resolve())  # the first differs where the repository's folder is itself a link
-    for path in (snapshot, *snapshot.iterdir()):
+    folder = folder or snapshot
+    read = [snapshot, folder, *(folder.iterdir() if is_folder(folder) else ())]
+    for path in read:
         target = path.resolve()
         if not any(target.is_relative_to(home) for home in homes):
             raise kind(
@@ -157,11 +237,11 @@ def cached_base_config(reference: str) -> Mapping[str, Any] | None:
     with suppress(ExpertError, BaseModelError):
         if is_folder(path):
             return read_json(path / "config.json")
-        match = _HUB_ID.fullmatch(reference)
-        if match is not None and not exists(path):
+        wanted = parse_hub_id(reference)
+        if wanted is not None and not wanted.subfolder:
             from huggingface_hub import try_to_load_from_cache
 
-            cached = try_to_load_from_cache(match["repo"], "config.json", revision=match["revision"])
+            cached = try_to_load_from_cache(wanted.repo, "config.json", revision=wanted.revision)
             if isinstance(cached, str):
                 _check_links(Path(cached).parent, reference, BaseModelError)
                 return read_json(Path(cached))
@@ -170,8 +250,8 @@ def cached_base_config(reference: str) -> Mapping[str, Any] | None:
 
 def split_revision(reference: str) -> tuple[str, str | None]:
     """The repository and the revision of a Hub id `org/name@revision`; any other reference as it is."""
-    match = _HUB_ID.fullmatch(reference)
-    return (match["repo"], match["revision"]) if match and is_hub_id(reference) else (reference, None)
+    wanted = parse_hub_id(reference)
+    return (wanted.folder, wanted.revision) if wanted else (reference, None)
 
 
 def at_revision(base: str, revision: str | None) -> str:
@@ -187,13 +267,17 @@ def same_base(one: str | None, other: str | None) -> bool:
 
 
 def is_hub_id(reference: str) -> bool:
-    """Whether `find_source` would look for this on the Hub: it has the form of an id, and is no path here."""
-    return _HUB_ID.fullmatch(reference) is not None and not exists(Path(reference))
+    """Whether `find_source` would look for this base on the Hub: it has the form of an id, and is no path here."""
+    wanted = parse_hub_id(reference)
+    return wanted is not None and wanted.subfolder is None
 
 
 def public_name(base: str | None) -> str | None:
     """A base's Hub id as it stands, or the last part of a local path: what can be published."""
-    if base is None or is_hub_id(base):
+    if base is None:
+        return base
+    match = _HUB_ID.fullmatch(base)
+    if match and not match["subfolder"] and not exists(Path(base)):
         return base
     return printable(Path(base).name)
 
@@ -205,26 +289,3 @@ def hub_remedy(
     from huggingface_hub import is_offline_mode
 
     return offline if is_offline_mode() else online
-
-
-def publish(folder: Path, repo: str) -> str:
-    """Upload a folder to the Hub repository `repo` (made if need be, private if new), and return the commit's URL.
-
-    Raises:
-        OutputError: the id is invalid, the Hub cannot be reached, or you may not write there.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repo, private=True, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add a composed adapter"))
-    except Exception as error:  # as in `_download`
-        raise OutputError(
-            f"{folder} was written, but could not be uploaded to {repo}: {reason_of(error)}",
-            hub_remedy(
-                "Log in with `hf auth login`, then upload it with `hf upload`",
-                offline="This process is offline: unset HF_HUB_OFFLINE, then upload it with `hf upload`",
-            ),
-            parameter="repo",
-        ) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.sources import is_hub_id
+from adapterswap.experts.sources import parse_hub_id
 from adapterswap.planning.allocation import BASE
 
 __all__ = ["SHORT_NAME", "expert_name", "fits_peft", "fits_short_names", "own_name", "why_no_name"]
@@ -66,9 +66,9 @@ def expert_name(reference: Adapter | Checkpoint | str | Path, taken: Collection[
 
 
 def own_name(reference: Adapter | Checkpoint | str | Path) -> str:
-    """The name of an expert's folder, or of its repository on the Hub."""
+    """The name of an expert's folder, or of its repository on the Hub or the subfolder there."""
     if isinstance(reference, Adapter | Checkpoint):
         return reference.source.name.rpartition("/")[2]
-    if isinstance(reference, str) and is_hub_id(reference):
-        return reference.partition("@")[0].rpartition("/")[2]
+    if isinstance(reference, str) and (wanted := parse_hub_id(reference)) is not None:
+        return wanted.folder.rpartition("/")[2]
     return Path(os.path.abspath(Path(reference).expanduser())).name

@@ -22,7 +22,7 @@ from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.experts.identity import model_fingerprints, sha256_of
 from adapterswap.experts.layers import MAX_LAYERS
-from adapterswap.experts.sources import Source, is_hub_id, public_name
+from adapterswap.experts.sources import Source, parse_hub_id, public_name
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
@@ -80,7 +80,7 @@ class SourceRecord(_Written):
     @property
     def reference(self) -> str | None:
         """The Hub id with its commit; None for others: a path that a record names is never followed."""
-        return str(self) if self.revision and is_hub_id(str(self)) else None
+        return str(self) if self.revision and parse_hub_id(str(self)) else None
 
 
 class Origin(BaseModel):

@@ -16,11 +16,12 @@ from huggingface_hub import constants
 from refusals import refused
 from safetensors.numpy import save
 
-from adapterswap.errors import BaseModelError, ExpertError, NotFoundError
-from adapterswap.experts.adapters import Adapter
+from adapterswap.errors import AdapterswapError, BaseModelError, ExpertError, NotFoundError
+from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.opening import open_expert
-from adapterswap.experts.sources import base_config, find_source, public_name, same_base
+from adapterswap.experts.sources import base_config, find_source, parse_hub_id, public_name, same_base
+from adapterswap.planning.names import own_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"
@@ -37,7 +38,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def repository(cache: Path, name: str, files: dict[str, bytes], commit: str = COMMIT, **refs: str) -> Path:
-    """A repository in the cache, as the Hub's client leaves it: blobs, a snapshot of links to them, refs."""
+    """A repository in the cache, as the Hub's client leaves it: blobs, a snapshot of links to them, refs.
+
+    `files` may lie in subfolders.
+    """
     home = cache / f"models--{name.replace('/', '--')}"
     snapshot = home / "snapshots" / commit
     for folder in (home / "blobs", home / "refs", snapshot):
@@ -45,7 +49,8 @@ def repository(cache: Path, name: str, files: dict[str, bytes], commit: str = CO
     for file, content in files.items():
         blob = home / "blobs" / hashlib.sha256(content).hexdigest()
         blob.write_bytes(content)
-        (snapshot / file).symlink_to(Path("../../blobs") / blob.name)
+        (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / file).symlink_to(Path(*[".."] * (2 + file.count("/")), "blobs", blob.name))
     for ref, target in {"main": commit, **refs}.items():
         (home / "refs" / ref).write_text(target)
     return snapshot
@@ -94,6 +99,76 @@ def test_a_local_folder_wins(math: Path, tmp_path: Path, monkeypatch: pytest.Mon
     adapter(tmp_path / "org" / "math")
     source = find_source("org/math", [WEIGHTS], what="adapter")
     assert (source.folder, str(source)) == (Path("org/math"), "math")
+
+
+@pytest.fixture
+def languages(cache: Path, tmp_path: Path) -> Path:
+    """The snapshot of org/languages: an adapter in each of three folders, one of them deeper; none in the root."""
+    files = {}
+    for seed, folder in enumerate(("swahili", "bengali", "lora/telugu")):
+        made = files_of(adapter(tmp_path / folder, tensors(seed=seed)))
+        files |= {f"{folder}/{name}": content for name, content in made.items()}
+    return repository(cache, "org/languages", files, v1=COMMIT)
+
+
+@pytest.mark.parametrize("folder", ["swahili", "bengali", "lora/telugu"])
+def test_one_repository_with_an_adapter_in_each_folder(folder: str, languages: Path, tmp_path: Path) -> None:
+    for reference in (f"org/languages/{folder}", f"org/languages/{folder}@v1", f"org/languages/{folder}@{COMMIT}"):
+        opened = open_expert(reference)
+        assert str(opened.source) == f"org/languages/{folder}@{COMMIT}"
+        assert opened.source.folder == languages / folder
+        assert isinstance(opened, Adapter)
+        assert opened.file.path.read_bytes() == (tmp_path / folder / WEIGHTS).read_bytes()
+        assert own_name(reference) == own_name(opened) == folder.rpartition("/")[2]
+
+
+def test_composing_and_verifying_experts_of_one_repository(
+    languages: Path, cache: Path, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    repository(cache, "org/base", {"config.json": json.dumps(BASE_CONFIG).encode()})
+    experts = ("-t", "org/languages/bengali", "-l", "org/languages/swahili@v1")
+    result = run("compose", *experts, "-o", tmp_path / "out", "--bottom", 1, "--top", 1)
+    assert result.exit_code == 0, result.stderr
+    local = run("compose", "-t", tmp_path / "bengali", "-l", tmp_path / "swahili", "-o", tmp_path / "again",
+                "--bottom", 1, "--top", 1)  # fmt: skip
+    assert local.exit_code == 0, local.stderr
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "again" / WEIGHTS).read_bytes()
+    record = json.loads((tmp_path / "out" / "adapterswap.json").read_text())
+    assert record["experts"]["bengali"]["source"] == "org/languages/bengali"
+    assert record["experts"]["swahili"]["revision"] == COMMIT
+    assert run("verify", tmp_path / "out").exit_code == 0  # finds both again by themselves
+
+
+def test_a_folder_of_adapters_is_not_an_adapter(languages: Path, tmp_path: Path) -> None:
+    for reference in ("org/languages", tmp_path):
+        with pytest.raises(NotFoundError, match=r"Give one of the adapters in it: .*bengali.*swahili"):
+            open_adapter(reference)
+    with pytest.raises(NotFoundError, match="no adapter in a folder hindi"):
+        open_adapter("org/languages/hindi")
+    with pytest.raises(NotFoundError, match="does not exist"):
+        find_source("org/languages/swahili", ["config.json"], what="base model")
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["./org/languages/swahili", "../org/math", "/org/math", "~/org/math", "local/math", "local/experts/math@v1"],
+)
+def test_what_looks_like_a_path_is_not_sought_on_the_hub(
+    reference: str, languages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "local").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    with pytest.raises(NotFoundError, match="does not exist"):
+        open_adapter(reference)
+    assert parse_hub_id(reference) is None
+
+
+def test_a_link_out_of_the_cache_in_a_subfolder(languages: Path, tmp_path: Path) -> None:
+    (languages / "swahili" / CONFIG).unlink()
+    (languages / "swahili" / CONFIG).symlink_to(tmp_path / "swahili" / CONFIG)
+    with pytest.raises(AdapterswapError, match="outside the Hub's cache"):
+        open_adapter("org/languages/swahili")
 
 
 def test_composing_from_the_cache(math: Path, cache: Path, run: Callable[..., Result], tmp_path: Path) -> None:
