@@ -133,7 +133,7 @@ def test_wrong_usage_exits_2(arguments: list[str], told: str, run: Callable[...,
             ["-t", "org/nowhere", "-l", "base"],
             "org/nowhere is not a local folder and could not be downloaded",
         ),
-        (["-t", "a/b/c", "-l", "base"], "the path a/b/c does not exist"),
+        (["-t", "./a/b/c", "-l", "base"], "the path ./a/b/c does not exist"),
         (["-t", "x", "-l", "y", "--task-weight", "nan"], "not a finite number"),
     ],
 )

@@ -151,9 +151,8 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputT
 def _like(module: Slot, plan: Plan) -> LoraModule:
     """A module of the same name and shape: an expert's that enters, or any expert's where none does."""
     entering = (term.lora for term in module.terms)
-    return next(entering, None) or next(
-        e.modules[module.name] for e in plan.adapters.values() if module.name in e.modules
-    )
+    held = (adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules)
+    return next(entering, None) or replace(next(held), name=module.name)
 
 
 def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:

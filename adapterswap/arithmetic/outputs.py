@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from adapterswap.errors import ArgumentError, Problems, check_type
 from adapterswap.files.dtypes import DTYPE_BYTES
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Form", "Layout", "OutputTensor", "Piece", "Reduced"]
+__all__ = ["NAMES", "Form", "Layout", "Names", "OutputTensor", "Piece", "Reduced"]
+
+
+Names = Literal["task", "language", "transformers4", "transformers5"]
+"""Whose names an adapter's modules are written with; see `writing.loadable.with_written_names`."""
+
+NAMES: tuple[Names, ...] = get_args(Names)
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,13 @@ class Form:
         layout: see above.
         max_rank: no module has a higher rank; those that would are truncated.
         max_error: blends are truncated to the smallest rank with at most this relative error of ΔW.
+        names: whose names the modules are written with; by default the first expert's.
     """
 
     layout: Literal["exact", "portable"] = "exact"
     max_rank: int | None = None
     max_error: float | None = None
+    names: Names | None = None
 
     def __post_init__(self) -> None:
         check_type(self.max_rank, (Integral, type(None)), "max_rank", "Pass a whole number such as 64")
@@ -43,6 +51,8 @@ class Form:
         problems = Problems(ArgumentError)
         if self.layout not in ("exact", "portable"):
             problems.add(f"layout is {self.layout!r}", "Choose exact or portable", parameter="layout")
+        if self.names not in (None, *NAMES):
+            problems.add(f"names is {self.names!r}", f"Choose {', '.join(NAMES)}", parameter="names")
         if self.max_rank is not None and self.max_rank < 1:
             problems.add(
                 f"max_rank is {self.max_rank}, and a rank is 1 or more", "Pass a larger one", parameter="max_rank"

@@ -144,7 +144,7 @@ def locate(
         key = by_name(module, parameter)
         if key is None:
             with suppress(BaseModelError):  # not a model of transformers
-                key = orientation.stored_keys.get(f"{module}.{parameter}")
+                key = orientation.stored_key(module, parameter, adapter.container)
         return key
 
     missing: list[str] = []

@@ -150,6 +150,7 @@ def _write_adapter(
         layout=form.layout,
         max_rank=form.max_rank,
         max_error=form.max_error,
+        names=form.names,
     )
 
 

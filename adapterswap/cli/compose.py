@@ -12,12 +12,13 @@ from adapterswap.cli.printing import human_bytes, note, note_output, print_json,
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
-    from adapterswap.arithmetic.outputs import Form, Layout
+    from adapterswap.arithmetic.outputs import Form, Layout, Names
     from adapterswap.planning.plan import Plan
     from adapterswap.writing import Prepared
 
 
 _LAYOUT = "exact keeps every number; portable has one rank and scale 1, for any engine."
+_NAMES = "Names of the modules: an expert's, or of a version of transformers.  [default: the first expert's]"
 _TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is told of
 
 
@@ -31,6 +32,7 @@ _TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is told of
 @click.option("--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True, help=_LAYOUT)
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
 @click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
+@click.option("--names", type=click.Choice(["task", "language", "transformers4", "transformers5"]), help=_NAMES)
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -42,6 +44,7 @@ def command(
     layout: Literal["exact", "portable"],
     max_rank: int | None,
     max_error: float | None,
+    names: Names | None,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -60,12 +63,12 @@ def command(
     from adapterswap.writing.folder import COMPOSED
 
     push = Push.of(options)
-    form = Form(layout, max_rank, max_error)
+    form = Form(layout, max_rank, max_error, names)
     plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
     if plan.is_model:
         if form != Form():
             raise click.UsageError(
-                "--layout, --max-rank and --max-error are for adapters; an expert is a full checkpoint."
+                "--layout, --max-rank, --max-error and --names are for adapters; an expert is a full checkpoint."
             )
         from adapterswap.cli.full_weights import write_full_weights
         from adapterswap.merging import ModelForm

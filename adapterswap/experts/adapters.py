@@ -7,7 +7,7 @@ No tensor is read and torch is not imported. Knows nothing of compositions.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -129,7 +129,10 @@ class Adapter:
         kept_layers: the layers that `adapterswap slice` left in it; None for a whole expert.
         ignored: the modules in the file that its own config does not target; PEFT would not load them, so they are
             not part of the expert.
-        renamed: whether names in the file hold wrappers (`_orig_mod.`, `module.`, …) that PEFT would not look through.
+        renamed: whether the modules have other names than PEFT would read in the file: that has wrappers
+            (`_orig_mod.`, `module.`, …), or names of another class or version of the model.
+        original: the name of each module in the file, wrappers apart, where it was given another one since; see
+            `naming`.
     """
 
     source: Source
@@ -141,6 +144,7 @@ class Adapter:
     kept_layers: frozenset[int] | None = None
     ignored: tuple[str, ...] = ()
     renamed: bool = False
+    original: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})

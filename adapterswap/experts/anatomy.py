@@ -9,14 +9,12 @@ and names; reads no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import BaseModelError
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.empty_models import empty_language_model, empty_model_as_saved, read_config
+from adapterswap.experts.empty_models import empty_language_model, read_config
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of
 
 __all__ = [
@@ -24,7 +22,6 @@ __all__ = [
     "Anatomy",
     "adaptable_weights",
     "build_empty",
-    "names_in_memory",
     "read_anatomy",
     "rename_keys",
     "shape_of",
@@ -130,32 +127,6 @@ def rename_keys(model: Any) -> Callable[[str], str | None]:
         return None if converter else name
 
     return rename
-
-
-def names_in_memory(folder: Path, name: str, modules: Iterable[str]) -> dict[str, str]:
-    """The names that modules of a base have in the installed transformers, by the names given, which may be older.
-
-    Args:
-        folder: where the base's config.json lies.
-        name: what to call the base in messages.
-        modules: full names of modules.
-
-    Raises:
-        BaseModelError: transformers cannot build the base, or it has no such module under either name.
-    """
-    model = empty_model_as_saved(folder, name)
-    held = {module for module, _ in model.named_modules()}
-    rename = rename_keys(model)
-    found = {}
-    for module in modules:
-        found[module] = module if module in held else (rename(f"{module}.weight") or "").removesuffix(".weight")
-        if found[module] not in held or not found[module]:
-            raise BaseModelError(
-                f"{name} has no module {module} in the installed transformers",
-                "Save the expert again with this version of transformers, or pass the base model that it adapts",
-                parameter="base_model",
-            )
-    return found
 
 
 @dataclass(frozen=True)

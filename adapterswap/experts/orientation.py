@@ -15,6 +15,7 @@ from typing import Any
 from adapterswap.experts.anatomy import adaptable_weights, rename_keys
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.empty_models import empty_model_as_saved
+from adapterswap.experts.naming import ModelNames
 
 __all__ = ["Orientation"]
 
@@ -69,6 +70,24 @@ class Orientation:
         rename = rename_keys(self._model)
         names = {key: rename(key) for key in self._shapes}
         return {name: key for key, name in names.items() if name is not None}
+
+    def stored_key(self, module: str, parameter: str, container: str | None) -> str | None:
+        """The key of an adapter's module's parameter, under whatever name of the module; None if there is none.
+
+        Args:
+            module: the module's name in the adapter.
+            parameter: such as `weight`.
+            container: the adapter's list of layers.
+
+        Raises:
+            AdapterswapError: transformers cannot build the model without remote code.
+        """
+        name = self._names.find(module, container)
+        return None if name is None else self.stored_keys.get(f"{name}.{parameter}")
+
+    @cached_property
+    def _names(self) -> ModelNames:
+        return ModelNames(self._model, self._checkpoint.name)
 
     @cached_property
     def _model(self) -> Any:

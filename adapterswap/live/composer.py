@@ -17,7 +17,7 @@ from adapterswap.files.folders import check_place
 from adapterswap.files.smallfiles import expand
 from adapterswap.live.batching import Rows, pad_left
 from adapterswap.live.catalogue import Catalogue, Composable
-from adapterswap.live.loading import layers_taken, load_expert, slice_of
+from adapterswap.live.loading import as_in_model, layers_taken, load_expert, slice_of
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.session import Session
 from adapterswap.live.switching import Switch
@@ -70,6 +70,7 @@ class LiveComposer:
         """
         loaded: Any = model
         opened = {name: e if isinstance(e, Adapter) else open_adapter(e) for name, e in experts.items()}
+        opened = {name: as_in_model(adapter, name, model) for name, adapter in opened.items()}
         for name, adapter in opened.items():
             loaded = load_expert(loaded, adapter, name)
         composer = cls(loaded)
@@ -249,6 +250,7 @@ class LiveComposer:
         """
         adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
         name = name or expert_name(adapter, self.model.peft_config, "expert")
+        adapter = as_in_model(adapter, name, self.model)
         if compositions:
             if layers is not None:
                 raise ArgumentError(

@@ -26,19 +26,23 @@ from adapterswap.files.tensorfile import TensorFile
 __all__ = ["check_copies", "folder_without_copies", "without_copies"]
 
 
-def check_copies(file: TensorFile, owner: str, modules: Mapping[str, Any]) -> None:
+def check_copies(
+    file: TensorFile, owner: str, modules: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> None:
     """Compare every copy with the model's own weight, up to the rounding of the narrower of their dtypes.
 
     Args:
         file: the header of the expert's safetensors file, or of an adapter's of any kind that PEFT loads.
         owner: what to call the expert in messages, such as `the expert 'math'`.
         modules: the base's, by full name; LoRA layers of other experts may stand around them.
+        names: what the model calls modules that have another name in the file.
 
     Raises:
         ExpertError: the expert carries another weight than the model has, or one in an unknown dtype.
         UnsupportedError: adapters are merged, or the model's own weight cannot be compared with the copy.
     """
-    carried = {module: copy for module, copy in copies_in(file).items() if module in modules}
+    copies = {(names or {}).get(module, module): copy for module, copy in copies_in(file).items()}
+    carried = {module: copy for module, copy in copies.items() if module in modules}
     if not carried:
         return
     if any(getattr(modules[module], "merged", False) for module in carried):

@@ -26,6 +26,7 @@ from adapterswap.errors import (
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.anatomy import shape_of
 from adapterswap.experts.layers import format_layers, parse_layers
+from adapterswap.experts.naming import ModelNames, under_canonical_names
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-__all__ = ["layers_taken", "load_expert", "load_experts", "slice_of"]
+__all__ = ["as_in_model", "layers_taken", "load_expert", "load_experts", "slice_of"]
 
 
 def load_expert(
@@ -77,6 +78,7 @@ def load_expert(
     except AdapterswapError as error:
         raise error.recast(parameter="expert") from None
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    adapter = as_in_model(adapter, name, base)
     _check_name(name, getattr(model, "peft_config", {}))
     kept = adapter if layers is None else slice_of(adapter, layers, layers_of_base(base))
     _check_fit(kept, name, base)
@@ -91,6 +93,21 @@ def load_expert(
             parameter="expert",
         )
     return peft_model
+
+
+def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
+    """The adapter under the names of a running model's modules, where it knows them by others.
+
+    It is returned as it is where the model lacks a module under any name; `_check_fit` says so.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    held = {module for module, _ in base.named_modules()}
+    if held.issuperset((*adapter.modules, *adapter.saved)):
+        return adapter
+    try:
+        return under_canonical_names(adapter, ModelNames(base, "the model"), name)
+    except AdapterswapError:
+        return adapter
 
 
 def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
@@ -182,7 +199,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
         one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems, parameter="expert",
     )  # fmt: skip
     problems.raise_if_any()
-    check_copies(adapter.file, f"the expert {name!r}", modules)
+    check_copies(adapter.file, f"the expert {name!r}", modules, {old: new for new, old in adapter.original.items()})
 
 
 @contextmanager

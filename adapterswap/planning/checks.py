@@ -5,12 +5,12 @@ Each function adds the mistakes that it finds to a `Problems`, so that all are r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, ends_of, format_layers, parse_layers
+from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.sources import same_base
 from adapterswap.files.dtypes import FLOATS
@@ -29,6 +29,7 @@ __all__ = [
     "check_numbers",
     "check_rules",
     "check_saved",
+    "check_shapes",
     "check_used",
     "silenced_experts",
 ]
@@ -100,6 +101,12 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
                 "Compose experts of one task type",
                 kind=ExpertError,
             )
+
+
+def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
+    """Whether modules of the same name have the same shape; each expert is compared with the first."""
+    for name, adapter in experts.items():
+        first_name, first = next(iter(experts.items()))
         for ours, theirs in ((first.modules, adapter.modules), (first.saved, adapter.saved)):
             compare_shapes(
                 {module: held.shape for module, held in ours.items()},
@@ -107,52 +114,6 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
                 one=first_name, other=name, remedy="Compose experts of one base model", problems=problems,
                 kind=ExpertError,
             )  # fmt: skip
-    _check_names(experts, problems)
-
-
-def _check_names(experts: Mapping[str, Adapter], problems: Problems) -> None:
-    """Whether all experts name the modules of their base alike; if not, one module would be taken for two."""
-    remedy = "Use experts of one base, saved with the same version of transformers and the same model class"
-    layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
-    for name, container in layered.items():
-        first_name, first = next(iter(layered.items()))
-        if container != first:
-            problems.add(
-                f"The layers are named {first}.N in {first_name}, and {container}.N in {name}, which may be two names "
-                "of the same modules",
-                remedy,
-                kind=ExpertError,
-            )
-    if problems:
-        return
-    held = {name: {*adapter.modules, *adapter.saved} for name, adapter in experts.items()}
-    for name, modules in held.items():
-        for other, others in held.items():
-            twin = next(
-                (
-                    (long, short)
-                    for long in sorted(modules - others)
-                    for short in _other_names(long, others)
-                    if short not in modules
-                ),
-                None,
-            )
-            if twin is not None:
-                problems.add(
-                    f"{name} adapts {twin[0]}, and {other} adapts {twin[1]}, which may be two names of the same module",
-                    remedy,
-                    kind=ExpertError,
-                )
-                return
-
-
-def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
-    """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
-    _, *ends = ends_of(module)
-    yield from (end for end in ends if end in names)
-    last = module.rpartition(".")[2]
-    if last in EMBEDDINGS | HEADS:
-        yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
 
 
 def check_depth(experts: Mapping[str, Adapter], num_layers: int, problems: Problems) -> None:

@@ -23,7 +23,6 @@ from adapterswap.errors import (
 from adapterswap.experts.adapters import Adapter, by_layer
 from adapterswap.experts.checkpoints import Checkpoint, Parameter, open_checkpoint
 from adapterswap.experts.layers import num_layers_in_config
-from adapterswap.experts.sources import at_revision
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.checks import (
     check_architecture,
@@ -34,11 +33,13 @@ from adapterswap.planning.checks import (
     check_numbers,
     check_rules,
     check_saved,
+    check_shapes,
     check_used,
 )
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.depth import settle_depth
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.reconciling import reference_of, under_one_name
 from adapterswap.planning.short_names import as_composition
 from adapterswap.planning.slots import Slot, Term
 
@@ -94,7 +95,12 @@ def make_plan(
     problems.raise_if_any()
     check_names(names, experts, problems)
     used = {name: experts[name] for name in names if name in experts}
-    check_experts({name: expert for name, expert in used.items() if isinstance(expert, Adapter)}, composition, problems)
+    adapters = {name: expert for name, expert in used.items() if isinstance(expert, Adapter)}
+    check_experts(adapters, composition, problems)
+    if not problems:
+        adapters = under_one_name(adapters, composition.base_model, problems)
+        used |= adapters
+    check_shapes(adapters, problems)
     if any(isinstance(expert, Checkpoint) for expert in used.values()):
         plan = _plan_of_weights(composition, used, problems)
     else:
@@ -320,9 +326,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
 
 
 def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:
-    configs = [adapter.config for adapter in adapters.values() if adapter.config.base_model]
-    named = (at_revision(config.base_model, config.revision) for config in configs if config.base_model)
-    reference = composition.base_model or next(named, None)
+    reference = reference_of(adapters, composition.base_model)
     if reference is None and adapters:
         raise BaseModelError(
             f"{next(iter(adapters))} does not say which base model it adapts", _GIVE_BASE, parameter="base_model"

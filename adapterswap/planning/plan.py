@@ -81,12 +81,13 @@ class Plan:
         layout: Literal["exact", "portable"] = "exact",
         max_rank: int | None = None,
         max_error: float | None = None,
+        names: Literal["task", "language", "transformers4", "transformers5"] | None = None,
         overwrite: bool = False,
     ) -> Path:
         """Write the composed adapter to the folder `out_path`: `adapterswap.write_adapter` of this plan.
 
         Args:
-            out_path, layout, max_rank, max_error, overwrite: see `write_adapter`.
+            out_path, layout, max_rank, max_error, names, overwrite: see `write_adapter`.
 
         Returns:
             The folder's path.
@@ -97,7 +98,8 @@ class Plan:
         from adapterswap.writing import write_adapter
 
         return write_adapter(
-            self, out_path, layout=layout, max_rank=max_rank, max_error=max_error, overwrite=overwrite
+            self, out_path, layout=layout, max_rank=max_rank, max_error=max_error, names=names,
+            overwrite=overwrite,
         )  # fmt: skip
 
     def merge(

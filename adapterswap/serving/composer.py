@@ -71,7 +71,7 @@ class NamedComposer:
                 parameter="base_model",
             )
         self.num_layers = num_layers
-        # What may rename modules in the output: see `with_loadable_names`.
+        # What may rename modules in the output: see `with_written_names`.
         self._names = [config, version("transformers")]
         self._shapes = base_shapes(base_model, cache.memo)
         self._from_hub: dict[str, Adapter] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.arithmetic.layout import lay_out
-from adapterswap.arithmetic.outputs import Form, Layout, Reduced
+from adapterswap.arithmetic.outputs import Form, Layout, Names, Reduced
 from adapterswap.arithmetic.reduction import reduce
 from adapterswap.arithmetic.resolving import Resolved, resolve
 from adapterswap.changes.copies import check_one_base
@@ -25,7 +25,7 @@ from adapterswap.planning.plan import Plan
 from adapterswap.records.cards import adapter_card
 from adapterswap.records.record import adapter_source, base_source, composition_record
 from adapterswap.writing.folder import CARD, COMPOSED
-from adapterswap.writing.loadable import check_heads, loadable_form, with_loadable_names
+from adapterswap.writing.loadable import check_heads, loadable_form, with_written_names
 from adapterswap.writing.tensors import write_tensors
 
 __all__ = ["Prepared", "prepare", "write_adapter", "write_prepared"]
@@ -61,6 +61,7 @@ def write_adapter(
     layout: Literal["exact", "portable"] = "exact",
     max_rank: int | None = None,
     max_error: float | None = None,
+    names: Names | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write the composed adapter to the folder `out_path`.
@@ -75,6 +76,8 @@ def write_adapter(
         layout: `exact`, or `portable` (one rank, plain LoRA, scale 1: every engine reads it).
         max_rank: truncate modules of a higher rank; nonlinear methods need this or `max_error`.
         max_error: truncate blends to the smallest rank with at most this relative error of ΔW (Frobenius norm).
+        names: what the modules are called: as in the file of the `task` or `language` expert, or as in `transformers4`
+            or `transformers5`. By default the first expert's names, or today's where those are of transformers 4.
         overwrite: replace the folder, if `compose` or its like wrote it.
 
     Returns:
@@ -93,7 +96,7 @@ def write_adapter(
     """
     check_type(plan, Plan, "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
-    form = Form(layout=layout, max_rank=max_rank, max_error=max_error)
+    form = Form(layout=layout, max_rank=max_rank, max_error=max_error, names=names)
     plan.check_adapter()
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before the work
     return write_prepared(prepare(plan, form), out_path, overwrite=overwrite)
@@ -115,7 +118,7 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     check_heads(plan)
     check_one_base(plan.adapters)
     form = loadable_form(plan, form)
-    resolved = resolve(with_loadable_names(plan))
+    resolved = resolve(with_written_names(plan, form.names))
     reduced = reduce(resolved, form, progress)
     layout = lay_out(resolved, form, reduced)
     check_written(layout.config)

@@ -1,33 +1,41 @@
-"""Names and a layout that PEFT loads on transformers 5, for experts that were trained with transformers 4.
+"""The names that an adapter is written with, and the layout in which PEFT loads it.
 
 transformers 5 renamed the modules of multimodal models and fused the experts of most mixtures of experts into one
-parameter per layer. PEFT converts such adapters when it loads them, but not the full names and the per-module patterns
-that a composed config needs. Knows plans and names, and asks PEFT; reads no tensor.
+parameter per layer. PEFT converts adapters of transformers 4 when it loads them, but not the full names and the
+per-module patterns that a composed config needs. Knows plans and names, and asks PEFT; reads no tensor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Literal
 
-from adapterswap.arithmetic.outputs import Form
+from adapterswap.arithmetic.outputs import Form, Names
 from adapterswap.arithmetic.peft_config import is_fused
 from adapterswap.changes.kinds import LowRank
-from adapterswap.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    Problems,
+    UnsupportedError,
+)
 from adapterswap.experts.adapter_keys import factor_key
-from adapterswap.experts.anatomy import names_in_memory
+from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG
 from adapterswap.experts.empty_models import empty_model_as_saved
-from adapterswap.experts.layers import language_config
+from adapterswap.experts.layers import HEADS, language_config, layer_container
+from adapterswap.experts.naming import ModelNames, check_distinct, names_of_base
 from adapterswap.experts.peft_trial import try_in_peft
 from adapterswap.experts.sources import base_config, find_source
 from adapterswap.planning.checks import TASK_HEADS
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot, Term
 
-__all__ = ["check_heads", "loadable_form", "with_loadable_names"]
+__all__ = ["check_heads", "loadable_form", "with_written_names"]
 
 _OLD_PREFIX = "language_model."  # of multimodal models in transformers 4; a few audio models still have it
 
@@ -56,37 +64,142 @@ def check_heads(plan: Plan) -> None:
     problems.raise_if_any()
 
 
-def with_loadable_names(plan: Plan) -> Plan:
-    """The plan under the names that the base's modules have in the installed transformers.
+def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
+    """The plan under the names that its adapter is written with.
+
+    Args:
+        plan: an adapter's.
+        names: `transformers5` are the names of the base's modules in the installed transformers, `transformers4` those
+            of the Hub's checkpoints; `task` and `language` are those in the file of the first expert of that side. By
+            default those of the first expert, where the base as a whole or its language model alone has them. Names of
+            transformers 4 are brought up to date: PEFT would convert the keys on loading, and not the config.
 
     Raises:
-        BaseModelError: the experts have names of transformers 4, and no base is known to match them with, or it has no
-            modules of these names.
+        ArgumentError: the composition has no such side.
+        BaseModelError: no base is known to match names with, it has no module of such a name, or a name of
+            transformers 4 cannot be found.
+        ExpertError: two names mean one module.
         NotFoundError: the base does not exist, here or on the Hub.
+        UnsupportedError: the class or version of the model that the expert's names are of has no such module.
     """
-    names = list(plan.slots)
-    reference = plan.base_reference
-    old = any(name.startswith(_OLD_PREFIX) for name in names)
-    if not old and not _may_be_old(names, reference):
-        return plan
-    if reference is None:
-        raise BaseModelError(
-            f"The experts name their modules {names[-1]}, which may be a name of transformers 4, and no base model is "
-            "named to match it with",
-            "Pass `base_model`",
-            parameter="base_model",
+    if names in ("task", "language"):
+        return _as_expert(plan, _expert_of(plan, names), model=None)
+    if names is not None:
+        model = _names_of(plan)
+        canonical = _canonical(plan, model)
+        return _with_names(
+            plan, {name: model.older(new) if names == "transformers4" else new for name, new in canonical.items()}
         )
-    folder: Path = find_source(reference, [MODEL_CONFIG], what="base model").folder
+    if any(adapter.original for adapter in plan.adapters.values()):
+        model = _names_of(plan)
+        first = next(iter(plan.adapters))
+        if not model.is_multimodal or _is_older(plan.adapters[first], model):
+            return plan
+        try:
+            return _as_expert(plan, first, model=model)
+        except UnsupportedError:
+            return plan
+    modules, reference = list(plan.slots), plan.base_reference
+    old = any(name.startswith(_OLD_PREFIX) for name in modules)
+    if not old and not _may_be_old(modules, reference):
+        return plan
     try:
-        renamed = names_in_memory(folder, reference, names)
-    except BaseModelError:
+        return _with_names(plan, _canonical(plan, _names_of(plan)))
+    except (BaseModelError, ExpertError):
         if old:
             raise
         return plan  # the names of the text-only model with the same decoder, which PEFT loads into that
-    return replace(
-        plan,
-        slots={renamed[name]: _renamed(slot, renamed[name]) for name, slot in plan.slots.items()},
-    )
+
+
+def _names_of(plan: Plan) -> ModelNames:
+    """The names of the modules of the plan's base."""
+    reference = plan.base_reference
+    if reference is None:
+        raise BaseModelError(
+            f"The experts name their modules such as {list(plan.slots)[-1]}, and no base model is named to match the "
+            "names with",
+            "Pass `base_model`",
+            parameter="base_model",
+        )
+    return names_of_base(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+
+
+def _canonical(plan: Plan, model: ModelNames) -> dict[str, str]:
+    """The canonical name of every slot."""
+    container = layer_container(plan.slots)
+    found = {}
+    for name, slot in plan.slots.items():
+        shapes = [(term.lora.out_features, term.lora.in_features) for term in slot.low_rank]
+        canonical = model.find(name, container, shapes[0] if shapes else None)
+        if canonical is None:
+            raise BaseModelError(
+                f"{model.name} has no module {name} in the installed transformers",
+                "Save the expert again with this version of transformers, or pass the base model that it adapts",
+                parameter="base_model",
+            )
+        found[name] = canonical
+    return found
+
+
+def _expert_of(plan: Plan, side: Literal["task", "language"]) -> str:
+    """The first expert of a side."""
+    asked = plan.composition
+    sides = {} if asked.allocation is not None else {"task": asked.task, "language": asked.language}
+    found = next((name for name in sides.get(side, ()) if name in plan.adapters), None)
+    if found is None:
+        raise ArgumentError(
+            f"`names` is {side!r}, and the composition has no {side} expert",
+            "Pass `names=transformers5` or `names=transformers4`, or leave it out",
+            parameter="names",
+        )
+    return found
+
+
+def _as_expert(plan: Plan, expert: str, model: ModelNames | None) -> Plan:
+    """The plan with the names that an expert's file has, also for what that expert does not adapt."""
+    adapter = plan.adapters[expert]
+    if not any(other.original for other in plan.adapters.values()):
+        return plan  # all experts name their modules alike
+    model = model or _names_of(plan)
+    own = _own_names(adapter)
+    worlds: list[Callable[[str], str | None]] = [
+        lambda name: name, model.older, lambda name: _beside(model, name, own),
+    ]  # fmt: skip
+    world = next((world for world in worlds if _explains(world, own)), lambda name: None)
+    found: dict[str, str] = {}
+    for name in plan.slots:
+        if (written := own.get(name) or world(name)) is None:
+            raise UnsupportedError(
+                f"{expert} names its modules such as {next(iter(own.values()))}, and {name} has no name beside these",
+                "Choose other `names`, such as transformers5",
+                parameter="names",
+            )
+        found[name] = written
+    return _with_names(plan, found)
+
+
+def _own_names(adapter: Adapter) -> Mapping[str, str]:
+    """Canonical name → the name in the file."""
+    return adapter.original or {name: name for name in (*adapter.modules, *adapter.saved)}
+
+
+def _is_older(adapter: Adapter, model: ModelNames) -> bool:
+    own = _own_names(adapter)
+    return any(name != old for name, old in own.items()) and _explains(model.older, own)
+
+
+def _explains(world: Callable[[str], str | None], own: Mapping[str, str]) -> bool:
+    """Whether a way of naming gives an expert's own names."""
+    try:
+        return all(world(name) == old for name, old in own.items())
+    except AdapterswapError:
+        return False
+
+
+def _beside(model: ModelNames, name: str, own: Mapping[str, str]) -> str | None:
+    """The name in the class of model that the names `own` are of, by what stands before its list of layers."""
+    moved = model.exchange(name, model.container, layer_container(own.values()))
+    return name if moved is None and name.rpartition(".")[2] in HEADS else moved
 
 
 def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
@@ -104,13 +217,22 @@ def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
     return language_config(config) is not config or any(name.startswith("backbone.") for name in names)
 
 
+def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """The plan with its slots under other names."""
+    for in_full in (False, True):
+        check_distinct({n: names[n] for n, slot in plan.slots.items() if slot.in_full == in_full}, "The composition")
+    if all(new == name for name, new in names.items()):
+        return plan
+    return replace(plan, slots={names[name]: _renamed(slot, names[name]) for name, slot in plan.slots.items()})
+
+
 def _renamed(slot: Slot, name: str) -> Slot:
     def renamed(term: Term) -> Term:
         if not isinstance(term.change, LowRank):
             return term
         return replace(term, change=replace(term.change, lora=replace(term.change.lora, name=name)))
 
-    return replace(slot, name=name, module=name, terms=tuple(map(renamed, slot.terms)))
+    return replace(slot, name=name, terms=tuple(map(renamed, slot.terms)))
 
 
 def loadable_form(plan: Plan, form: Form) -> Form:

@@ -85,25 +85,49 @@ OTHER_NAMES: dict[str, tuple[dict[str, Any], Callable[[str], str]]] = {
     "multimodal, transformers 4": ({}, lambda key: key.replace("model.layers.", "language_model.model.layers.")),
     "without the head's model": ({}, lambda key: key.replace("model.layers.", "layers.")),
     "an embedding": (
-        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
         lambda key: key.replace("model.embed_tokens", "model.language_model.embed_tokens"),
     ),
-    "a head": ({"target_modules": ["lm_head"]}, lambda key: key.replace("lm_head", "language_model.lm_head")),
+    "a head": ({"target_modules": ["lm_head", "q_proj"]}, lambda key: key.replace("lm_head", "language_model.lm_head")),
 }
 
 
 @pytest.mark.parametrize("case", OTHER_NAMES)
 @pytest.mark.parametrize("method", ["layer_swap", "soup"])
-def test_two_names_of_one_module_are_refused(
+def test_two_names_of_one_module_are_one_module(
     case: str, method: str, expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The base says what its modules are called; the result is that of experts under those names, byte for byte."""
+    options, rename = OTHER_NAMES[case]
+    keep = lambda key: ".base_layer." not in key  # noqa: E731
+    one, two = (rewritten(expert(seed=seed, **options), tmp_path / f"{seed}", keep=keep) for seed in (1, 2))
+    other = rewritten(two, tmp_path / "other", rename)
+    for index, (pair, plain) in enumerate((((one, other), (one, two)), ((other, one), (two, one)))):
+        plans = [getattr(adapterswap, method)(*experts) for experts in (pair, plain)]
+        written, expected = (
+            adapterswap.write_adapter(plan, tmp_path / f"{index}-{name}")
+            for plan, name in zip(plans, ("out", "expected"), strict=True)
+        )
+        assert (written / WEIGHTS).read_bytes() == (expected / WEIGHTS).read_bytes()
+        assert (written / CONFIG).read_text() == (expected / CONFIG).read_text()
+        assert adapterswap.verify(written, dict(zip(plans[0].experts, pair, strict=True))).equal
+
+
+@pytest.mark.parametrize("case", OTHER_NAMES)
+def test_two_names_of_one_module_are_refused_without_the_base(
+    case: str, expert: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Otherwise the result would hold half of either expert, under names of which PEFT loads one."""
     options, rename = OTHER_NAMES[case]
-    one = expert(seed=1, **options)
-    other = rewritten(one, tmp_path / "other", rename, keep=lambda key: ".base_layer." not in key)
+    keep = lambda key: ".base_layer." not in key  # noqa: E731
+    source = expert(seed=1, **options)
+    one, other = (
+        rewritten(source, tmp_path / name, renaming, keep=keep, base_model_name_or_path="/nowhere")
+        for name, renaming in (("one", lambda key: key), ("other", rename))
+    )
     for pair in ((one, other), (other, one)):
-        with refused(ExpertError, match="two names of the same module"):
-            getattr(adapterswap, method)(*pair)
+        with refused(ExpertError, "base_model", match="two names of the same module"):
+            adapterswap.soup(*pair, num_layers=6)
 
 
 TARGETS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,224 @@
+"""One name for each module of a base, whatever an expert's file calls it.
+
+The canonical name is the module's name in the model that the installed transformers builds from the base's config. An
+expert may name it otherwise: transformers 4 called the layers of a multimodal model `language_model.model.layers`, the
+text-only model with the same decoder calls them `model.layers`, and Mixtral's router was in `block_sparse_moe`. Names
+are matched by transformers' own rules of renaming, then by exchanging what stands before the list of layers; a name
+that fits no module is not guessed at. (Wrappers such as `_orig_mod.` are removed when a file is read: see
+`adapter_keys`.)
+
+Building the model without memory for its weights takes a second or two, so it is asked for only where names differ.
+Knows models and names; reads no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from adapterswap.errors import BaseModelError, ExpertError
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, by_layer
+from adapterswap.experts.anatomy import adaptable_weights, rename_keys, shape_of
+from adapterswap.experts.empty_models import empty_model_as_saved
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, kind_of, layer_container, layer_of
+from adapterswap.files.smallfiles import read_small
+
+__all__ = ["ModelNames", "check_distinct", "names_of_base", "renamed_adapter", "under_canonical_names"]
+
+Shape = tuple[int, int]  # out, in
+
+# What may stand before the list of layers in one class of a model and not in another with the same decoder.
+_NEUTRAL = frozenset({"model", "language_model", "text_model", "thinker", "llm"})
+_EXPERTS = ".experts."
+
+_Module = TypeVar("_Module", LoraModule, FullModule)
+
+
+class ModelNames:
+    """The modules of a model by name, and the names under which experts may have stored them.
+
+    Attributes:
+        name: what messages call the model.
+        container: the language model's list of layers; None if there is none.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        """Args: model: of transformers, with or without weights; name: what messages call it."""
+        self.name = name
+        self._shapes: dict[str, Shape | None] = {
+            module: shape_of(getattr(part, "base_layer", part)) for module, part in model.named_modules() if module
+        }
+        self.container = layer_container(adaptable_weights(model))
+        self._rename = rename_keys(model)
+        self._model = model
+
+    def find(self, module: str, container: str | None, shape: Shape | None = None) -> str | None:
+        """The canonical name of a module; None where no module of the model fits, or several do.
+
+        Args:
+            module: its name in an expert.
+            container: the expert's own list of layers.
+            shape: (out, in) of its weight, which must fit wherever the name is not the model's own.
+        """
+        if module in self._shapes:
+            return module
+        start, within, end = module.rpartition(_EXPERTS)
+        if within and end[:1].isdigit():  # one expert of a layer; in memory they are one module
+            parent = self.find(start, container)
+            return f"{parent}{within}{end}" if parent and f"{parent}.experts" in self._shapes else None
+        fitting = (name for name in self._candidates(module, container) if self._fits(name, shape))
+        return next(fitting, None)
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the language model is a part of it, which another class may hold alone."""
+        config = self._model.config
+        return config.get_text_config() is not config
+
+    def older(self, module: str) -> str:
+        """The name in transformers 4, which is that of the Hub's checkpoints: transformers' renamings turned round.
+
+        Raises:
+            BaseModelError: the renamings cannot be turned round for it.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
+
+        rules = get_model_conversion_mapping(self._model, add_legacy=False)
+        back = [
+            rule.reverse_transform()
+            for rule in rules[::-1]
+            # A prefix taken from the whole model is another class's, and no older name of this one.
+            if isinstance(rule, WeightRenaming) and not (isinstance(rule, PrefixChange) and not rule.scope_prefix)
+        ]
+        old: str = rename_source_key(f"{module}.weight", back, [], reverse=True)[0].removesuffix(".weight")
+        if self.find(old, layer_container([old])) != module:
+            raise BaseModelError(
+                f"transformers has no rule that leads from a name of transformers 4 to {module} in {self.name}",
+                "Choose other names for the result",
+                parameter="names",
+            )
+        return old
+
+    def exchange(self, module: str, ours: str | None, theirs: str | None) -> str | None:
+        """`module` with what stands before the list `ours` replaced by what stands before `theirs`.
+
+        None where it does not lie in that part, or where more differs than the name of the language model's part.
+        """
+        if ours is None or theirs is None or not _same_decoder(ours, theirs):
+            return None
+        start, root = (f"{place.rpartition('.')[0]}." if "." in place else "" for place in (ours, theirs))
+        return f"{root}{module.removeprefix(start)}" if module.startswith(start) else None
+
+    def _candidates(self, module: str, container: str | None) -> Iterator[str]:
+        yield self._renamed(module)
+        moved = self.exchange(module, container, self.container)
+        if moved is not None:
+            yield from (moved, self._renamed(moved))
+        last = module.rpartition(".")[2]
+        if last in EMBEDDINGS | HEADS:  # it lies beside the layers, under a prefix of its own
+            ends = [name for name in self._shapes if name.rpartition(".")[2] == last]
+            yield from ends if len(ends) == 1 else ()
+
+    def _renamed(self, module: str) -> str:
+        return (self._rename(f"{module}.weight") or "").removesuffix(".weight")
+
+    def _fits(self, name: str, shape: Shape | None) -> bool:
+        return name in self._shapes and (shape is None or self._shapes[name] in (None, shape))
+
+
+def names_of_base(folder: Path, name: str) -> ModelNames:
+    """The names of the model that the config.json in a folder describes; `name` is what messages call it.
+
+    Raises:
+        AdapterswapError: transformers cannot build it without remote code.
+    """
+    return _built(folder, name, read_small(folder / "config.json", "Give a base model's folder, with its config.json"))
+
+
+@lru_cache(maxsize=4)
+def _built(folder: Path, name: str, config: bytes) -> ModelNames:
+    return ModelNames(empty_model_as_saved(folder, name), name)
+
+
+def under_canonical_names(adapter: Adapter, names: ModelNames, expert: str) -> Adapter:
+    """The adapter with every module under its canonical name.
+
+    Args:
+        adapter: as it was opened.
+        names: of the base.
+        expert: the adapter's name, for messages.
+
+    Raises:
+        ExpertError: a module fits none of the base's, or two fit one.
+    """
+    mapping: dict[str, str] = {}
+    held: list[LoraModule | FullModule] = [*adapter.modules.values(), *adapter.saved.values()]
+    for module in held:
+        shape = (module.out_features, module.in_features) if isinstance(module, LoraModule) else None
+        found = names.find(module.name, adapter.container, shape)
+        if found is None:
+            raise ExpertError(
+                f"{expert} adapts {module.name}, and {names.name} has no module of that shape known to have had "
+                "that name",
+                "Give the base that the experts adapt with `base_model`, or save the expert again with this version of "
+                "transformers",
+                parameter="base_model",
+            )
+        mapping[module.name] = found
+    return renamed_adapter(adapter, mapping, expert, names.container)
+
+
+def renamed_adapter(adapter: Adapter, mapping: Mapping[str, str], expert: str, container: str | None) -> Adapter:
+    """The adapter with its modules under other names; its file, which is read as before, keeps its own.
+
+    Args:
+        adapter: the adapter.
+        mapping: the new name of every module.
+        expert: the adapter's name, for messages.
+        container: the list of layers under the new names.
+
+    Raises:
+        ExpertError: two modules would have one name.
+    """
+    if all(new == old for old, new in mapping.items()):
+        return adapter
+    for parts in (adapter.modules, adapter.saved):
+        check_distinct({old: mapping[old] for old in parts}, expert)
+    original = {mapping[name]: adapter.original.get(name, name) for name in (*adapter.modules, *adapter.saved)}
+
+    def moved(module: _Module) -> _Module:
+        name = mapping[module.name]
+        return replace(module, name=name, layer=layer_of(name, container), kind=kind_of(name))
+
+    modules = {module.name: module for module in map(moved, adapter.modules.values())}
+    saved = {module.name: module for module in map(moved, adapter.saved.values())}
+    layered = any(m.layer is not None for m in modules.values()) or any(m.layer is not None for m in saved.values())
+    return replace(
+        adapter,
+        modules=by_layer(modules),
+        saved=by_layer(saved),
+        container=container if layered else None,
+        renamed=True,
+        original=original,
+    )
+
+
+def check_distinct(mapping: Mapping[str, str], whose: str) -> None:
+    """Raise `ExpertError` if two names would become one; `whose` they are."""
+    taken: dict[str, str] = {}
+    for old, new in mapping.items():
+        if new in taken:
+            raise ExpertError(
+                f"{whose}: {taken[new]} and {old} are two names of one module, {new}", "Save the expert again"
+            )
+        taken[new] = old
+
+
+def _same_decoder(one: str, other: str) -> bool:
+    """Whether two lists of layers may be one: they differ only in the names of what a language model is part of."""
+    own, their = ([part for part in name.split(".") if part not in _NEUTRAL] for name in (one, other))
+    return own == their

@@ -1,0 +1,129 @@
+"""Experts of one base under different names: brought under the base's own names, or refused with the two names.
+
+Names are compared from headers alone; only where two may mean one module is the base's model asked what its modules are
+called. Knows adapters and names; knows nothing of rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations
+
+from adapterswap.errors import AdapterswapError, ExpertError, Problems
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
+from adapterswap.experts.checkpoints import MODEL_CONFIG
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, ends_of
+from adapterswap.experts.naming import names_of_base, under_canonical_names
+from adapterswap.experts.sources import at_revision, cached_base_config, find_source
+
+__all__ = ["reference_of", "under_one_name"]
+
+_Modules = Mapping[str, LoraModule | FullModule]
+
+
+def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, problems: Problems) -> dict[str, Adapter]:
+    """The experts with one name for each module of their base.
+
+    They are returned as they are where no two of their names may mean the same module. Where experts have modules of
+    different names throughout, the base is asked if it is on this machine.
+
+    Args:
+        experts: of one base, by name.
+        base_model: the base, where it was declared; by default the first that an expert names.
+        problems: gets the names that could not be reconciled.
+    """
+    odd, reference = _differing_names(experts), reference_of(experts, base_model)
+    if odd is None and not (_differ_in_kind(experts) and reference and cached_base_config(reference) is not None):
+        return dict(experts)
+    if reference is None:
+        problems.add(
+            f"{odd}, and no base model is named to match them with",
+            "Pass `base_model`",
+            parameter="base_model",
+            kind=ExpertError,
+        )
+        return dict(experts)
+    try:
+        names = names_of_base(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    except AdapterswapError as error:
+        if odd is not None:
+            problems.add(
+                f"{odd}, and the base {reference} cannot say: {error.problems[0].message}",
+                "Pass `base_model` with the base's folder, or use experts that were saved from the same model class "
+                "with the same version of transformers",
+                parameter="base_model",
+                kind=ExpertError,
+            )
+        return dict(experts)
+    found = {}
+    for name, adapter in experts.items():
+        found[name] = adapter
+        with problems.collect():
+            found[name] = under_canonical_names(adapter, names, name)
+    return found
+
+
+def reference_of(experts: Mapping[str, Adapter], base_model: str | None) -> str | None:
+    """Where to find the base: the declared one, or the first that an expert names, at its revision."""
+    named = (
+        at_revision(adapter.config.base_model, adapter.config.revision)
+        for adapter in experts.values()
+        if adapter.config.base_model
+    )
+    return base_model or next(named, None)
+
+
+def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
+    """Two names of two experts that may mean one module, as a sentence; None if there are none."""
+    layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
+    for name, container in layered.items():
+        first_name, first = next(iter(layered.items()))
+        if container != first:
+            return (
+                f"The layers are named {first}.N in {first_name}, and {container}.N in {name}, which may be two names "
+                "of the same modules"
+            )
+    held: dict[str, _Modules] = {name: {**adapter.modules, **adapter.saved} for name, adapter in experts.items()}
+    for name, modules in held.items():
+        for other, others in held.items():
+            if (twin := _twin(modules, others)) is not None:
+                return (
+                    f"{name} adapts {twin[0]}, and {other} adapts {twin[1]}, which may be two names of the same module"
+                )
+    return None
+
+
+def _twin(ours: _Modules, theirs: _Modules) -> tuple[str, str] | None:
+    """A name of ours alone and one of theirs alone that may mean one module."""
+    mine, others = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    if not mine:
+        return None
+    for long in sorted(mine):
+        if (short := next((short for short in _other_names(long, theirs) if short not in ours), None)) is not None:
+            return long, short
+    known = {_place(theirs[name]): name for name in sorted(others)}
+    return next(((name, known[at]) for name in sorted(mine) if (at := _place(ours[name])) in known), None)
+
+
+def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
+    """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
+    _, *ends = ends_of(module)
+    yield from (end for end in ends if end in names)
+    last = module.rpartition(".")[2]
+    if last in EMBEDDINGS | HEADS:
+        yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
+
+
+def _place(module: LoraModule | FullModule) -> tuple[str, ...]:
+    """What two names of one module have in common: its kind, the numbers in the name, its last part."""
+    parts = module.name.split(".")
+    return module.kind, parts[-1], *(part for part in parts if part.isdigit())
+
+
+def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
+    """Whether two experts each have modules that the other has in no layer: as attention and MLP, or as two names."""
+    shapes = [
+        {re.sub(r"\d+", "0", module) for module in (*adapter.modules, *adapter.saved)} for adapter in experts.values()
+    ]
+    return any(one - other and other - one for one, other in combinations(shapes, 2))

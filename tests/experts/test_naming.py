@@ -1,0 +1,303 @@
+"""Forty ways to name the modules of eight architectures: each is exact, or refused by name; none is guessed.
+
+An expert is renamed as another tool, class of model or version of transformers would have named it, or as nothing
+would, and averaged with one under the base's own names. The result has to be that of the expert before it was renamed,
+byte for byte; tests/matrix compares such results with PEFT and plain torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matrix.architectures import ARCHITECTURES
+from safetensors.numpy import load_file, save_file
+
+import adapterswap
+from adapterswap.errors import AdapterswapError
+from adapterswap.experts.naming import names_of_base
+
+WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+
+NAMES = ("llama", "gpt2", "mixtral", "qwen3_moe", "nemotron_h", "gemma3", "qwen2_vl", "smolvlm")
+
+# What is before the language model's layers in each, in memory.
+ROOTS = {
+    "llama": "model", "gpt2": "transformer", "mixtral": "model", "qwen3_moe": "model", "nemotron_h": "model",
+    "gemma3": "model.language_model", "qwen2_vl": "model.language_model", "smolvlm": "model.text_model",
+}  # fmt: skip
+
+Rename = Callable[[str], str]
+
+
+def at_root(new: str) -> Callable[[str], Rename]:
+    """The language model under another prefix; what is beside it keeps its name."""
+
+    def variant(architecture: str) -> Rename:
+        root = f"{ROOTS[architecture]}."
+        start = f"{new}." if new else ""
+        return lambda name: f"{start}{name.removeprefix(root)}" if name.startswith(root) else name
+
+    return variant
+
+
+def older(architecture: str) -> Rename:
+    """As transformers 4 named it, by the matrix's own table."""
+    rules = ARCHITECTURES[architecture].v4
+    if architecture == "mixtral":
+        rules = ((r"\.mlp\.", ".block_sparse_moe."),)
+
+    def rename(name: str) -> str:
+        rule = next((rule for rule in rules if re.search(rule[0], name)), None)
+        return re.sub(rule[0], rule[1], name, count=1) if rule else name
+
+    return rename
+
+
+def replaced(old: str, new: str) -> Callable[[str], Rename]:
+    return lambda architecture: lambda name: re.sub(old, new, name, count=1)
+
+
+def both(*variants: Callable[[str], Rename]) -> Callable[[str], Rename]:
+    """One after the other."""
+
+    def variant(architecture: str) -> Rename:
+        def rename(name: str) -> str:
+            for one in variants:
+                name = one(architecture)(name)
+            return name
+
+        return rename
+
+    return variant
+
+
+IN_LAYER = r"((?:layers|h|blocks)\.\d+)\."
+WRAPPERS: dict[str, Callable[[str], Rename]] = {
+    "torch.compile": replaced("^", "_orig_mod."),
+    "torch.compile, each layer": replaced(IN_LAYER, r"\1._orig_mod."),
+    "torch.compile, each block": replaced(IN_LAYER + r"(\w+)\.", r"\1.\2._orig_mod."),
+    "data parallel": replaced("^", "module."),
+    "data parallel, compiled": replaced("^", "module._orig_mod."),
+    "compiled, data parallel": replaced("^", "_orig_mod.module."),
+    "FSDP": replaced("^", "_fsdp_wrapped_module."),
+    "FSDP, each layer": replaced(IN_LAYER, r"\1._fsdp_wrapped_module."),
+    "FSDP, whole and each layer": both(
+        replaced("^", "_fsdp_wrapped_module."), replaced(IN_LAYER, r"\1._fsdp_wrapped_module.")
+    ),
+    "checkpointing": replaced(IN_LAYER, r"\1._checkpoint_wrapped_module."),
+    "FSDP and checkpointing": replaced(IN_LAYER, r"\1._fsdp_wrapped_module._checkpoint_wrapped_module."),
+    "FSDP, checkpointing, compiled": replaced(
+        IN_LAYER, r"\1._fsdp_wrapped_module._checkpoint_wrapped_module._orig_mod."
+    ),
+}  # fmt: skip
+OLDER: dict[str, Callable[[str], Rename]] = {
+    "transformers 4": older,
+    "transformers 4, compiled": both(older, WRAPPERS["torch.compile"]),
+    "transformers 4, FSDP": both(older, WRAPPERS["FSDP, each layer"]),
+    "transformers 4, data parallel": both(older, WRAPPERS["data parallel"]),
+}
+ROOTED: dict[str, Callable[[str], Rename]] = {
+    f"under {root or 'nothing'}": at_root(root)
+    for root in (
+        "model", "", "model.language_model", "language_model.model", "language_model", "model.text_model", "text_model",
+        "text_model.model", "thinker.model", "model.llm", "llm.model",
+    )
+} | {
+    "text-only, compiled": both(at_root("model"), WRAPPERS["torch.compile"]),
+    "text-only, FSDP": both(at_root("model"), WRAPPERS["FSDP, each layer"]),
+    "multimodal, checkpointing": both(at_root("model.language_model"), WRAPPERS["checkpointing"]),
+}  # fmt: skip
+STRANGE: dict[str, Callable[[str], Rename]] = {
+    "under a decoder": at_root("model.decoder"),
+    "under a vision tower": at_root("model.vision_tower"),
+    "under an encoder": at_root("encoder"),
+    "a list called stages": replaced(r"(layers|h|blocks)\.(\d+)\.", r"stages.\2."),
+    "numbers in words": replaced(r"(layers|h|blocks)\.(\d+)\.", r"\1.n\2."),
+    "attention called attn_block": replaced(r"(self_attn|attn|mixer)\.", "attn_block."),
+    "projections with another end": replaced(r"_proj$", "_projection"),
+    "one segment more": replaced(IN_LAYER, r"\1.inner."),
+    "numbers from one": lambda architecture: lambda name: re.sub(r"\d+", lambda m: str(int(m[0]) + 1), name, count=1),
+    "another wrapper": replaced("^", "_ddp_wrapped."),
+}
+WRAPPER = r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
+VARIANTS = {**WRAPPERS, **OLDER, **ROOTED, **STRANGE}
+assert len(VARIANTS) == 40
+
+
+def random_factors(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        f"{PREFIX}{name}.lora_{factor}.weight": random.standard_normal(shape).astype(np.float32)
+        for name, (out, into) in shapes.items()
+        for factor, shape in (("A", (2, into)), ("B", (out, 2)))
+    }
+
+
+def write(folder: Path, tensors: Mapping[str, np.ndarray], base: Path) -> Path:
+    """An adapter; the ends of the names are its targets, as most are saved."""
+    folder.mkdir(parents=True)
+    save_file(dict(tensors), folder / WEIGHTS)
+    modules = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in tensors}
+    content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": 2}
+    content |= {"lora_alpha": 4, "use_rslora": True, "target_modules": sorted({m.rpartition(".")[2] for m in modules})}
+    (folder / CONFIG).write_text(json.dumps(content))
+    return folder
+
+
+class World:
+    """A base that is a config alone, and two experts under its own names."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        architecture = ARCHITECTURES[name]
+        config = architecture.config()
+        with torch.device("meta"):
+            model = architecture.model_class.from_config(config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder / "base")
+        self.base, self.folder = folder / "base", folder
+        shapes = {}
+        for module, part in model.named_modules():
+            if type(part).__name__ in ("Linear", "Conv1D"):
+                shape = tuple(part.weight.shape)
+                shapes[module] = shape if type(part).__name__ == "Linear" else shape[::-1]
+        self.shapes = shapes
+        self.task = write(folder / "task", random_factors(shapes, 1), self.base)
+        self.language = write(folder / "language", random_factors(shapes, 2), self.base)
+        self.expected = adapterswap.soup(self.task, self.language).write(folder / "expected")
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+    made: dict[str, World] = {}
+
+    def make(name: str) -> World:
+        if name not in made:
+            made[name] = World(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return make
+
+
+def renamed(world: World, rename: Rename, folder: Path) -> Path:
+    """The language expert under other names."""
+    tensors = load_file(world.language / WEIGHTS)
+
+    def key(old: str) -> str:
+        module, lora, factor = old.removeprefix(PREFIX).rpartition(".lora_")
+        return f"{PREFIX}{rename(module)}{lora}{factor}"
+
+    new = {key(old): tensor for old, tensor in tensors.items()}
+    assert len(new) == len(tensors)
+    return write(folder, new, world.base)
+
+
+def refusal(task: Path, language: Path, out: Path) -> str | None:
+    """Write the average of two experts to `out`; the message, where it is refused."""
+    try:
+        adapterswap.soup(task, language).write(out)
+    except AdapterswapError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("architecture", NAMES)
+def test_every_name_is_exact_or_refused(architecture: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
+    world = worlds(architecture)
+    exact, own = set(), set(load_file(world.language / WEIGHTS))
+    for number, (variant, rename) in enumerate(VARIANTS.items()):
+        folder, out = renamed(world, rename(architecture), tmp_path / f"in-{number}"), tmp_path / f"out-{number}"
+        message = refusal(world.task, folder, out)
+        if message is not None:
+            keys = set(load_file(folder / WEIGHTS)) - own
+            strange = [re.sub(WRAPPER, "", key.removeprefix(PREFIX)).rpartition(".lora_")[0] for key in keys]
+            starts = {start for name in strange for start in itertools.accumulate(name.split("."), "{}.{}".format)}
+            assert "adapts layer 5" in message or any(start in message for start in starts), (variant, message)
+            continue
+        assert (out / WEIGHTS).read_bytes() == (world.expected / WEIGHTS).read_bytes(), variant
+        assert (out / CONFIG).read_text() == (world.expected / CONFIG).read_text(), variant
+        exact.add(variant)
+    assert WRAPPERS.keys() | OLDER.keys() <= exact
+    if architecture != "gpt2":  # no other class holds its decoder
+        assert {"under model", "under nothing", "under model.language_model", "under language_model.model"} <= exact
+    assert not exact & (STRANGE.keys() - {"projections with another end"} if architecture == "gpt2" else STRANGE.keys())
+
+
+@pytest.mark.parametrize("architecture", NAMES)
+def test_names_of_transformers_4_and_back(architecture: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
+    """The names that the matrix's own table gives; what is written under them composes as before."""
+    world = worlds(architecture)
+    plan = adapterswap.soup(world.task, world.language)
+    out = plan.write(tmp_path / "old", names="transformers4")
+    expected = {older(architecture)(name) for name in world.shapes}
+    held = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in load_file(out / WEIGHTS)}
+    assert held == expected
+    assert set(json.loads((out / CONFIG).read_text())["target_modules"]) == expected
+    assert adapterswap.verify(out, {"task": world.task, "language": world.language}).equal
+    back = adapterswap.soup(out, world.task, language_weight=0).write(tmp_path / "new", names="transformers5")
+    old, new = (load_file(folder / WEIGHTS) for folder in (out, back))
+    for name in world.shapes:
+        for factor in "AB":
+            end = f".lora_{factor}.weight"
+            assert np.array_equal(new[f"{PREFIX}{name}{end}"], old[f"{PREFIX}{older(architecture)(name)}{end}"])
+
+
+def test_whose_names_are_written(worlds: Callable[[str], World], tmp_path: Path) -> None:
+    world = worlds("gemma3")
+    text = {name: shape for name, shape in world.shapes.items() if name.startswith("model.language_model.")}
+    named = {name.replace("model.language_model.", "model."): shape for name, shape in text.items()}
+    one = write(tmp_path / "text", random_factors(named, 3), world.base)
+    seeing, reading = adapterswap.soup(world.task, one), adapterswap.soup(one, world.task)
+
+    def modules(plan: adapterswap.Plan, folder: str, **options: str) -> set[str]:
+        return set(adapterswap.open_adapter(plan.write(tmp_path / folder, **options)).modules)
+
+    assert modules(seeing, "first") == modules(seeing, "task", names="task") == world.shapes.keys()
+    assert modules(reading, "all") == world.shapes.keys()  # the tower has no name in the text-only model
+    with pytest.raises(adapterswap.errors.UnsupportedError, match="vision_tower") as caught:
+        reading.write(tmp_path / "no", names="task")
+    assert caught.value.parameter == "names"
+    blind = write(tmp_path / "blind", random_factors(text, 4), world.base)
+    assert modules(adapterswap.soup(one, blind), "text-first") == named.keys()
+    assert modules(adapterswap.soup(blind, one), "text-second", names="language") == named.keys()
+    assert modules(adapterswap.soup(one, blind), "language", names="language") == text.keys()
+    assert modules(adapterswap.soup(one, blind), "today", names="transformers5") == text.keys()
+
+
+def test_one_module_under_two_names_of_one_expert(worlds: Callable[[str], World], tmp_path: Path) -> None:
+    world = worlds("gemma3")
+    name = "model.language_model.layers.0.self_attn.q_proj"
+    both_names = {"language_model.model.layers.0.self_attn.q_proj": world.shapes[name], name: world.shapes[name]}
+    expert = write(tmp_path / "twice", random_factors(both_names, 5), world.base)
+    with pytest.raises(AdapterswapError, match="layers"):
+        adapterswap.soup(world.task, expert)
+
+
+def test_a_square_of_another_shape_is_not_taken(worlds: Callable[[str], World], tmp_path: Path) -> None:
+    world = worlds("llama")
+    odd = {"model.language_model.layers.0.self_attn.k_proj": (48, 32)}
+    expert = write(tmp_path / "odd", random_factors(odd, 6), world.base)
+    with pytest.raises(adapterswap.errors.ExpertError, match=r"model\.language_model\.layers\.0\.self_attn\.k_proj"):
+        adapterswap.soup(world.task, expert)
+
+
+def test_canonical_names_of_single_modules(worlds: Callable[[str], World]) -> None:
+    names = names_of_base(worlds("gemma3").base, "gemma3")
+    layers = "model.language_model.layers"
+    for module, container, canonical in (
+        (f"{layers}.3.mlp.up_proj", layers, f"{layers}.3.mlp.up_proj"),
+        ("model.layers.3.mlp.up_proj", "model.layers", f"{layers}.3.mlp.up_proj"),
+        ("language_model.lm_head", None, "lm_head"),
+        ("vision_tower.vision_model.encoder.layers.0.self_attn.q_proj", None,
+         "model.vision_tower.encoder.layers.0.self_attn.q_proj"),
+        ("model.embed_tokens", None, "model.language_model.embed_tokens"),
+        ("model.decoder.layers.3.mlp.up_proj", "model.decoder.layers", None),
+        ("model.layers.99.mlp.up_proj", "model.layers", None),
+    ):  # fmt: skip
+        assert names.find(module, container) == canonical, module
