@@ -211,6 +211,7 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: int | None) -> 
         return
     from adapterswap.writing import write_adapter
 
+    adapter = replace(adapter, original={})  # the names are the model's own: see `as_in_model`
     if layers is None:
         whole = Composition(allocation=(Rule(expert="expert"),))
         plan = make_plan(whole, {"expert": without_copies(adapter)}, num_layers=num_layers)

@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from matrix.architectures import ARCHITECTURES
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 import adapterswap
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, ArgumentError
 from adapterswap.experts.naming import names_of_base
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
@@ -301,3 +303,17 @@ def test_canonical_names_of_single_modules(worlds: Callable[[str], World]) -> No
         ("model.layers.99.mlp.up_proj", "model.layers", None),
     ):  # fmt: skip
         assert names.find(module, container) == canonical, module
+
+
+def test_names_on_the_command_line(worlds: Callable[[str], World], run: Callable[..., Result], tmp_path: Path) -> None:
+    world = worlds("nemotron_h")
+    zones = ("-t", world.task, "-l", world.language, "--method", "soup", "-o")
+    assert run("compose", *zones, tmp_path / "old", "--names", "transformers4").exit_code == 0
+    assert all(name.startswith(("backbone.", "lm_head")) for name in adapterswap.open_adapter(tmp_path / "old").modules)
+    record = json.loads((tmp_path / "old" / "adapterswap.json").read_text())
+    assert record["output"]["names"] == "transformers4"
+    rules = adapterswap.Composition.model_validate({"allocation": [{"expert": "x"}]})
+    with refused(ArgumentError, "names"):
+        adapterswap.compose(rules, {"x": world.task}).write(tmp_path / "none", names="task")
+    with refused(ArgumentError, "names"):
+        adapterswap.compose(rules, {"x": world.task}).write(tmp_path / "none", names="gguf")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
+from adapterswap.errors import AdapterswapError, CompositionError, UnsupportedError
 from matrix.adapters import KINDS
 from matrix.architectures import ARCHITECTURES
 from matrix.operations import OPERATIONS
@@ -44,7 +44,7 @@ class Refusal:
 
 
 _V4 = ("v4", "v4_beside_v5")
-_TWO_WORLDS = ("v4_beside_v5", "text_only_beside")
+_MOE = [name for name, architecture in ARCHITECTURES.items() if architecture.v4_experts is not None]
 _HYBRID = [name for name, architecture in ARCHITECTURES.items() if architecture.family == "hybrid"]
 
 # PEFT 0.21 fuses the experts of these to `target_parameters` whenever all linear layers are asked for.
@@ -57,14 +57,10 @@ REFUSALS = [
     # Experts of attention alone leave the task nothing in partition A, and some hybrids have no attention in a zone.
     Refusal("a side or a zone has no module", CompositionError, "gives no module", operations=["partition_a"]),
     Refusal("a side or a zone has no module", CompositionError, "matches no module", _HYBRID),
-    Refusal("names of two worlds", ExpertError, "two names of", kinds=_TWO_WORLDS),
-    Refusal("the running model lacks the names", AdapterswapError, "does not have",
-            kinds=[*_V4, *_TWO_WORLDS], operations=["live"]),
+    # In memory the experts of a layer are one module.
+    Refusal("the running model lacks the names", AdapterswapError, "does not have", _MOE, _V4, ["live"]),
     Refusal("PEFT fuses no experts of this model", UnsupportedError, "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
     Refusal("a bias beside the head's LoRA", UnsupportedError, r"base_layer\.bias", ["phi", "gptj"], ["embeddings"]),
-    # `vision_tower.vision_model.` became `vision_tower.`, in the model and in its files.
-    Refusal("merge knows no older name of the tower", BaseModelError, "stores no such",
-            ["gemma3", "llava"], ["v4"], ["merge"]),
 ]  # fmt: skip
 
 
