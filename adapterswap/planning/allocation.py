@@ -123,7 +123,7 @@ class Rule(MethodFields):
         least, most = method.sides
         if least == most == 2 and (len(blend) != 2 or BASE in blend):
             raise FieldMistake(f"{self.method} goes from one expert to another: name exactly two", "blend")
-        if len(blend) < least:
+        if blend and len(blend) < least:
             message = f"{self.method} needs at least {least} experts, and the blend names {len(blend)}"
             raise FieldMistake(message, "blend")
         if method.counts_absent and BASE in blend:

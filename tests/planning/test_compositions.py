@@ -155,7 +155,7 @@ def test_names_that_are_none_are_refused(name: str) -> None:
 
 def test_a_recipe_reports_all_its_mistakes(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("bottom: x\ntop: -1\nnum_layer: 3\nmethod: swap\n")
+    recipe.write_text("bottom: x\ntop: -1\nnum_layer: 3\nmethod: layerswap\n")
     with pytest.raises(FieldError) as caught:
         read_recipe(recipe, Composition)
     told = str(caught.value)
@@ -164,7 +164,7 @@ def test_a_recipe_reports_all_its_mistakes(tmp_path: Path) -> None:
     assert "bottom is 'x'" in told
     assert "top is -1" in told
     assert "num_layer is not a known key. Did you mean 'num_layers'" in told
-    assert "method is 'swap'" in told
+    assert "method is 'layerswap'" in told
     assert "layer_swap" in told
 
 
