@@ -39,7 +39,7 @@ def must_reduce(module: Slot, form: Form) -> bool:
 
 def check_form(plan: Plan, form: Form) -> None:
     """Raise an `UnsupportedError` where a nonlinear plan is to be written without a bound on its rank or error."""
-    nonlinear = next((module for module in plan.modules.values() if module.terms and not module.is_linear), None)
+    nonlinear = next((slot for slot in plan.modules.values() if slot.terms and not slot.has_low_rank), None)
     whole = next(
         (slot for slot in plan.modules.values() if slot.terms and slot.rule and slot.rule.acts_on_weights), None
     )
@@ -85,6 +85,14 @@ def reduce(
 
 
 def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
+    rule = module.rule
+    if rule is not None and rule.on_cores:
+        sides = side_factors(module, read, resolved.kept_rows)
+        b, a = rule.combine_factors(
+            {side: (factors.b, factors.a) for side, factors in sides.items()},
+            seed=resolved.plan.composition.seed, module=module.name,
+        )  # fmt: skip
+        return truncate(Factors(a, b), rank=form.max_rank, error=form.max_error)
     if not module.is_linear:
         return approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
     terms = []

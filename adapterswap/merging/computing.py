@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.arithmetic.lowrank import concatenate
 from adapterswap.changes.deltas import Factors
 from adapterswap.errors import UnsupportedError
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
@@ -187,6 +188,9 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     on_weights = rule.acts_on_weights
     across = any(term.low_rank.transposed for term in slot.low_rank)  # then all ΔW are turned to out×in
     found: dict[str, Delta] = {}
+    factors_of: dict[str, list[tuple[float, Factors]]] = {}
+    by_factors = rule.on_cores and not slot.whole
+    name = slot.module if slot.name.endswith(".weight") else slot.name
     if on_weights:  # what of a side is no expert's whole weights is the base's
         turned = base.T if across else base
         for side, share in slot.whole_shares.items():
@@ -207,10 +211,19 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
             factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
             rows = kept_rows.get((term.side, term.lora.name))
-            enter(term, (factors if rows is None else factors.masked(rows)).rows())
+            factors = factors if rows is None else factors.masked(rows)
+            if by_factors:
+                factors_of.setdefault(term.side, []).append((rule.sides[term.side][term.expert], factors))
+            else:
+                enter(term, factors.rows())
+        if by_factors:
+            joined = {side: concatenate(parts) for side, parts in factors_of.items()}
+            pairs = {side: (factors.b, factors.a) for side, factors in joined.items()}
+            left, right = rule.combine_factors(pairs, seed=seed, module=name)
+            product = np.asarray(left @ right, np.float32)
+            return finite_bytes(base + (product.T if across else product), place.dtype, slot.name)
         # In the order of the rule: methods that go from one expert to another depend on it.
         deltas = {side: found[side] for side in slot.weights if side in found}
-        name = slot.module if slot.name.endswith(".weight") else slot.name
         merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
         merged = merged.T if across else merged
         return finite_bytes(merged if on_weights else base + merged, place.dtype, slot.name)

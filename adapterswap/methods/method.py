@@ -110,6 +110,7 @@ class Method:
         acts_on: `delta` combines ΔW; `weights` combines whole weights W, so only full weights can hold the result.
         weighted: experts may have weights; otherwise all count the same.
         sides: how many experts (averages count as one) it combines at least and at most; None is any number.
+        needs_factors: it works on LoRA's factors, so that full checkpoints are refused.
         counts_absent: an expert that does not change a module enters with ΔW = 0. Otherwise it is left out.
         in_rules: a rule's blend may name it; `linear` is what soups and task arithmetic are in rules.
         as_composition: a whole composition may name it.
@@ -127,6 +128,7 @@ class Method:
     acts_on: ClassVar[Literal["delta", "weights"]] = "delta"
     weighted: ClassVar[bool] = True
     sides: ClassVar[tuple[int, int | None]] = (1, None)
+    needs_factors: ClassVar[bool] = False
     counts_absent: ClassVar[bool] = False
     in_rules: ClassVar[bool] = True
     as_composition: ClassVar[bool] = True

@@ -30,6 +30,16 @@ from adapterswap.methods.sparse import (
     MagnitudePrune,
     Ties,
 )
+from adapterswap.methods.spectral import (
+    CoreDareTies,
+    CoreMethod,
+    CoreTies,
+    IsoC,
+    IsoCts,
+    KnotsDareTies,
+    KnotsTies,
+    Tsv,
+)
 from adapterswap.methods.spherical import Karcher, ModelStock, MultiSlerp, NuSlerp, Slerp
 
 if TYPE_CHECKING:
@@ -56,7 +66,8 @@ BUILT_IN: dict[str, Method] = {
     for method in (
         LayerSwap(), Soup(), TaskArithmetic(), Ties(), DareLinear(), DareTies(), Slerp(), MagnitudePrune(), Linear(),
         AdaMergeX(), Della(), DellaLinear(), Breadcrumbs(), BreadcrumbsTies(), Sce(), NuSlerp(), MultiSlerp(),
-        ModelStock(), NearSwap(), Karcher(), ArceeFusion(),
+        ModelStock(), NearSwap(), Karcher(), ArceeFusion(), Tsv(), IsoC(), IsoCts(), KnotsTies(), KnotsDareTies(),
+        CoreTies(), CoreDareTies(),
     )
 }  # fmt: skip
 
@@ -95,7 +106,12 @@ def find_method(name: str) -> Method:
     added = _added()
     if name not in added:
         known = [*BUILT_IN, *ALIASES, *added]
-        remedy = did_you_mean(name, known, f"Choose among {', '.join(known)}")
+        parts = [other for other in known if name and name in other]  # `swap` of layer_swap, which is not near enough
+        remedy = (
+            f"Did you mean {' or '.join(map(repr, parts))}?"
+            if len(parts) in (1, 2, 3)
+            else (did_you_mean(name, known, f"Choose among {', '.join(known)}"))
+        )
         raise ArgumentError(f"There is no method {name!r}", remedy, parameter="method")
     return _loaded(name)
 
@@ -173,8 +189,8 @@ def _loaded(name: str) -> Method:
         kind = entry.load()
     except Exception as error:  # whatever a package's own code raises
         raise DependencyError(f"{where} cannot be loaded: {reason_of(error)}", remedy) from error
-    if not (isinstance(kind, type) and issubclass(kind, NonlinearMethod | SpanMethod)):
-        raise DependencyError(f"{where} is not a subclass of NonlinearMethod or SpanMethod", remedy)
+    if not (isinstance(kind, type) and issubclass(kind, NonlinearMethod | SpanMethod | CoreMethod)):
+        raise DependencyError(f"{where} is not a subclass of NonlinearMethod, SpanMethod or CoreMethod", remedy)
     if getattr(kind, "name", None) != name or not _NAME.fullmatch(name):
         raise DependencyError(
             f"{where} has the name {getattr(kind, 'name', None)!r}",

@@ -17,6 +17,7 @@ from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_laye
 from adapterswap.files.yamlfiles import FieldMistake
 from adapterswap.methods.method import LARGEST, SEED, NonlinearMethod, Settings, SpanMethod
 from adapterswap.methods.registry import check_name, find_method, names_of
+from adapterswap.methods.spectral import CoreMethod
 from adapterswap.planning.parameters import MethodFields
 
 if TYPE_CHECKING:
@@ -234,12 +235,35 @@ class Rule(MethodFields):
             module: the module's name.
         """
         method = find_method(self.method)
-        assert isinstance(method, NonlinearMethod | SpanMethod)
+        assert isinstance(method, NonlinearMethod | SpanMethod | CoreMethod)
         if method.counts_absent:
             weights, zeros = self.blend or {}, 0 * next(iter(deltas.values()))
             deltas = {side: deltas.get(side, zeros) for side in weights}
         values = {**self.parameters, SEED.name: seed}
         return method.combine(deltas, weights, Settings(values, self.normalizes, module))
+
+    def combine_factors(
+        self,
+        factors: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
+        *,
+        seed: int,
+        module: str,
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """As `combine`, from the factors (B, A) of each side's ΔW to those of the result; see `on_cores`."""
+        method = find_method(self.method)
+        assert isinstance(method, CoreMethod)
+        values = {**self.parameters, SEED.name: seed}
+        return method.combine_factors(factors, self.blend or {}, Settings(values, self.normalizes, module))
+
+    @property
+    def on_cores(self) -> bool:
+        """Whether the method works in the joint space of the sides, and so on low-rank factors without a dense ΔW."""
+        return self.blend is not None and isinstance(find_method(self.method), CoreMethod)
+
+    @property
+    def needs_factors(self) -> bool:
+        """Whether the method is one on low-rank factors alone."""
+        return self.blend is not None and find_method(self.method).needs_factors
 
     def coefficients_of(self, gram: npt.NDArray[np.float64]) -> dict[str, float]:
         """The coefficients of the sides by a method that finds them from inner products, in the order of the blend."""

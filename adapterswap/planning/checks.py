@@ -24,6 +24,7 @@ __all__ = [
     "check_architecture",
     "check_depth",
     "check_experts",
+    "check_factors",
     "check_matches",
     "check_names",
     "check_numbers",
@@ -285,6 +286,19 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
         for held in (ours, theirs)
     )
     compare_shapes(*words, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
+
+
+def check_factors(slots: Mapping[str, Slot], problems: Problems) -> None:
+    """Methods in the space of LoRA's factors have none where an expert's weights are whole."""
+    for slot in slots.values():
+        if slot.rule is not None and slot.rule.needs_factors and slot.whole:
+            problems.add(
+                f"{slot.rule.method} works on LoRA's factors, and {slot.whole[0].expert} holds {slot.name} whole",
+                "Cut an adapter out of the full checkpoint with `adapterswap extract`, or use another method",
+                parameter="method",
+                kind=UnsupportedError,
+            )
+            return
 
 
 def check_numbers(slots: Mapping[str, Slot], problems: Problems) -> None:

@@ -28,6 +28,7 @@ from adapterswap.planning.checks import (
     check_architecture,
     check_depth,
     check_experts,
+    check_factors,
     check_matches,
     check_names,
     check_numbers,
@@ -179,6 +180,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     problems.raise_if_any()
     filled, untied = _settle_head(filled, tied, adapters, skeleton)
     check_matches(rules, list(filled.values()), adapters, composition, problems)
+    check_factors(filled, problems)
     check_numbers(filled, problems)
     if base is None and (needing := [slot.name for slot in filled.values() if slot.needs_base or not slot.terms]):
         more = f", like {len(needing) - 1} more" * (len(needing) > 1)

@@ -98,6 +98,11 @@ class Slot:
         return self.method == "linear" or self.has_span
 
     @property
+    def has_low_rank(self) -> bool:
+        """Whether the result of low-rank changes has a low rank itself, however it is computed."""
+        return self.is_linear or (self.rule is not None and self.rule.on_cores)
+
+    @property
     def has_span(self) -> bool:
         """Whether coefficients are found from the inner products of low-rank changes."""
         return self.method != "linear" and not self.is_stored and self.rule is not None and self.rule.spans

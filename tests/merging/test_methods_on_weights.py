@@ -14,7 +14,8 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.errors import AdapterswapError
+from adapterswap.errors import AdapterswapError, UnsupportedError
+from adapterswap.methods.method import DENSITY
 from adapterswap.methods.registry import find_method
 from merging.conftest import by_peft, weights
 
@@ -83,3 +84,31 @@ def test_whole_weights_need_no_base_where_all_experts_are_full(model: Callable[.
     with pytest.raises(AdapterswapError) as caught:
         adapterswap.compose(composition_of("sce"), experts)
     assert "base_model" in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", ["tsv", "iso_cts", "knots_ties", "core_ties", "multislerp", "della"])
+def test_full_weights_are_those_of_the_adapter(
+    method: str, architecture: str, model: Callable[..., Path], lora: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The composition written as an adapter and merged by PEFT, and written as full weights at once."""
+    values = {"density": 0.5} if find_method(method).has(DENSITY) else {}
+    composition = Composition(task="task", language="language", method=method, seed=SEED, **values)
+    plan = adapterswap.compose(
+        composition, {"task": lora(architecture, seed=1), "language": lora(architecture, seed=2)}
+    )
+    adapter = adapterswap.write_adapter(plan, tmp_path / "adapter", max_rank=None if method != "della" else 128)
+    merged = weights(adapterswap.merge(plan, str(model(architecture)), out_path=tmp_path / "out"))
+    by_adapter = by_peft(model(architecture), adapter)
+    for name, tensor in merged.items():
+        close(tensor, by_adapter[name], depth=16, scale=4.0, name=f"{name} ")
+
+
+def test_core_space_refuses_full_checkpoints(model: Callable[..., Path], lora: Callable[..., Path]) -> None:
+    composition = Composition(
+        task="task", language="language", method="core_ties", density=0.5, base_model=str(model())
+    )
+    for task in (model(seed=1), lora(seed=1)):
+        with pytest.raises(UnsupportedError) as caught:
+            adapterswap.compose(composition, {"task": task, "language": model(seed=2)})
+        assert caught.value.parameter == "method"

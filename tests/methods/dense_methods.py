@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import scipy.linalg
 import torch
 
 Array = npt.NDArray[np.float64]
@@ -220,6 +221,124 @@ def _arcee_fusion(base: Array, full: list[Array], weights: list[float], _: Choos
     return torch.where(importance >= middle + 1.5 * (high - low), other, one).numpy()
 
 
+def _mean_of_vectors(method: Callable[..., Array]) -> Callable[..., Array]:
+    """Vectors are averaged, and each matrix of a tensor with more axes is merged by itself."""
+
+    def merged_tensor(base: Array, full: list[Array], weights: list[float], chosen: Chooser, values: Any) -> Array:
+        scale = values.get("scale", 1)
+        if base.ndim < 2:
+            return base + scale * np.average([tensor - base for tensor in full], axis=0, weights=weights)
+        result = np.empty_like(base)
+        for place in np.ndindex(*base.shape[:-2]):
+            deltas = [tensor[place] - base[place] for tensor in full]
+            result[place] = base[place] + scale * method(deltas, weights, chosen, values)
+        return result
+
+    return merged_tensor
+
+
+_ROUNDING = 1e-6
+
+
+def basis(matrix: Array, none: float = _ROUNDING) -> Array:
+    """Orthonormal columns that span a matrix's, by QR with pivoting."""
+    q, r, _ = scipy.linalg.qr(matrix, mode="economic", pivoting=True)
+    size = abs(r[0, 0]) if r.size else 0.0
+    return np.asarray(q[:, np.abs(np.diagonal(r)) > none * size] if size else q[:, :0])
+
+
+def cores_of(deltas: list[Array]) -> tuple[Array, list[Array], Array]:
+    left, right = basis(np.hstack(deltas)), basis(np.hstack([delta.T for delta in deltas]))
+    return left, [left.T @ delta @ right for delta in deltas], right
+
+
+def _polar(columns: Array) -> Array:
+    """C·(CᵀC)^(-1/2), by eigenvalues."""
+    values, vectors = np.linalg.eigh(columns.T @ columns)
+    kept = values > 1e-12 * max(values.max(initial=0), 1e-300)
+    return np.asarray(columns @ (vectors[:, kept] / np.sqrt(values[kept])) @ vectors[:, kept].T)
+
+
+def _leading(matrix: Array, count: int, size: float) -> tuple[Array, Array, Array]:
+    u, sigma, v = (part.numpy() for part in torch.linalg.svd(torch.from_numpy(matrix), full_matrices=False))
+    count = min(count, int((sigma > _ROUNDING * size).sum()))
+    return u[:, :count], sigma[:count], v[:count].T
+
+
+def _size(cores: list[Array]) -> float:
+    return max(float(np.linalg.norm(core)) for core in cores)
+
+
+@_mean_of_vectors
+def _tsv(deltas: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    left, cores, right = cores_of(deltas)
+    if not cores[0].size:
+        return np.zeros_like(deltas[0])
+    parts = [_leading(core, int(min(core.shape) / len(cores)), _size(cores)) for core in cores]
+    u, sigma, v = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
+    return left @ _polar(u) @ np.diag(sigma) @ _polar(v).T @ right.T if len(sigma) else np.zeros_like(deltas[0])
+
+
+@_mean_of_vectors
+def _iso_c(deltas: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    total = np.sum(deltas, axis=0)
+    u, sigma, v = _leading(total, min(total.shape), _size(deltas))
+    return float(sigma.mean()) * u @ v.T if len(sigma) else np.zeros_like(total)
+
+
+@_mean_of_vectors
+def _iso_cts(deltas: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    left, cores, right = cores_of(deltas)
+    if not cores[0].size:
+        return np.zeros_like(deltas[0])
+    size, count = min(cores[0].shape), len(cores)
+    common = int(size * values.get("common_space_fraction", 0.8))
+    common = max(0, size - round((size - common) / count) * count)
+    each = round((size - int(size * values.get("common_space_fraction", 0.8))) / count)
+    shared = _leading(np.sum(cores, axis=0), common, _size(cores))
+    outside = np.eye(len(cores[0])) - shared[0] @ shared[0].T
+    parts = [*(_leading(outside @ core, each, _size(cores)) for core in cores), shared]
+    u, sigma, v = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
+    if not len(sigma):
+        return np.zeros_like(deltas[0])
+    return left @ (float(sigma.mean()) * _polar(u) @ _polar(v).T) @ right.T
+
+
+def _aligned(deltas: list[Array]) -> tuple[Array, list[Array]]:
+    """U and Uᵀ·ΔW_i, with U the left singular vectors of the ΔW side by side."""
+    u, sigma, _ = np.linalg.svd(np.hstack(deltas), full_matrices=False)
+    u = u[:, sigma > _ROUNDING * sigma[0]]
+    return u, [u.T @ delta for delta in deltas]
+
+
+def trimmed(delta: Array, density: float) -> Array:
+    if density >= 1:
+        return delta
+    order = np.argsort(-np.abs(delta), axis=None)[: max(1, int(density * delta.size))]
+    mask = np.zeros(delta.size)
+    mask[order] = 1
+    return delta * mask.reshape(delta.shape)
+
+
+def elected(parts: list[Array], weights: list[float], scale: float) -> Array:
+    """TIES' election, divided by the sum of the weights that agree."""
+    return _elected(parts, weights, scale, normalize=True)
+
+
+@_mean_of_vectors
+def _knots_ties(deltas: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    u, parts = _aligned(deltas)
+    return u @ elected([trimmed(part, values["density"]) for part in parts], weights, 1)
+
+
+@_mean_of_vectors
+def _knots_dare_ties(deltas: list[Array], weights: list[float], chosen: Chooser, values: Mapping[str, Any]) -> Array:
+    u, parts = _aligned(deltas)
+    density = values["density"]
+    kept = [part * chosen(i, np.full(part.shape, density)) / density for i, part in enumerate(parts)]
+    return u @ elected(kept, weights, 1)
+
+
 METHODS: dict[str, Callable[..., Array]] = {
     "della": _della,
     "della_linear": _della_linear,
@@ -232,4 +351,9 @@ METHODS: dict[str, Callable[..., Array]] = {
     "model_stock": _model_stock,
     "nearswap": _nearswap,
     "arcee_fusion": _arcee_fusion,
+    "tsv": _tsv,
+    "iso_c": _iso_c,
+    "iso_cts": _iso_cts,
+    "knots_ties": _knots_ties,
+    "knots_dare_ties": _knots_dare_ties,
 }

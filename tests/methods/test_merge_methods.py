@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tolerances import close
 from writing.test_blends import deltas, handmade
 
@@ -19,6 +20,7 @@ import adapterswap
 from adapterswap import Composition, Rule
 from adapterswap.errors import FieldError, UnsupportedError
 from adapterswap.methods.dense import drop_mask
+from adapterswap.methods.method import DENSITY
 from adapterswap.methods.registry import BUILT_IN, find_method
 from methods import dense_methods
 
@@ -44,6 +46,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nearswap": ("nearswap", {"t": 0.3}),
     "nearswap of little": ("nearswap", {"t": 1e-3}),
     "arcee_fusion": ("arcee_fusion", {}),
+    "tsv": ("tsv", {}),
+    "tsv scaled": ("tsv", {"scale": 0.5}),
+    "iso_c": ("iso_c", {}),
+    "iso_c scaled": ("iso_c", {"scale": 1.5}),
+    "iso_cts": ("iso_cts", {}),
+    "iso_cts of less": ("iso_cts", {"common_space_fraction": 0.4, "scale": 0.8}),
+    "knots_ties": ("knots_ties", {"density": 0.6, "scale": 0.7}),
+    "knots_ties of all": ("knots_ties", {"density": 1.0}),
+    "knots_dare_ties": ("knots_dare_ties", {"density": 0.5}),
 }
 NAMES = ("a", "b", "c")
 SEED, MODULE = 3, "m"
@@ -256,3 +267,50 @@ def test_an_expert_that_lacks_a_module_counts_as_no_change(tmp_path: Path) -> No
             other = deltas(short).get(name, absent)
             expected = dense_methods.merged(method, absent, [delta, other], [1.0, 1.0], own_choice(()), **values)
             close(written.get(name, absent), expected, depth=4, scale=float(np.abs(delta).max()))
+
+
+@pytest.mark.parametrize("method", ["core_ties", "core_dare_ties"])
+def test_core_space_is_made_of_the_factors(method: str, tmp_path: Path) -> None:
+    """The bases are the singular vectors of all B and of all A, as the authors take them, with λ·s as part of B."""
+    names = ("math", "swahili")
+    folders = [
+        handmade(tmp_path / name, layers=2, rank=2, alpha=3 + i, rslora=False, seed=i) for i, name in enumerate(names)
+    ]
+    composition = Composition(
+        task="math",
+        language="swahili",
+        num_layers=2,
+        method=method,
+        density=0.6,
+        scale=0.9,
+        language_weight=0.6,
+        seed=SEED,
+    )
+    plan = adapterswap.compose(composition, dict(zip(names, folders, strict=True)))
+    out = adapterswap.write_adapter(plan, tmp_path / "out")
+    tensors = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+    for name, written in deltas(out).items():
+        key = f"base_model.model.{name}."
+        a = [held[f"{key}lora_A.weight"].double().numpy() for held in tensors]
+        b = [held[f"{key}lora_B.weight"].double().numpy() * (3 + i) / 2 for i, held in enumerate(tensors)]
+        left = np.linalg.svd(np.hstack(b), full_matrices=False)[0]
+        right = np.linalg.svd(np.vstack(a), full_matrices=False)[2]
+        cores = [left.T @ factor @ other @ right.T for factor, other in zip(b, a, strict=True)]
+        if method == "core_ties":
+            kept = [dense_methods.trimmed(core, 0.6) for core in cores]
+        else:
+            chosen = own_choice(names, name)
+            kept = [core * chosen(i, np.full(core.shape, 0.6)) / 0.6 for i, core in enumerate(cores)]
+        close(written, left @ dense_methods.elected(kept, [1.0, 0.6], 0.9) @ right, depth=4)
+    assert len(deltas(out)) == 4
+
+
+def test_low_rank_methods_keep_the_rank_of_the_experts_together(pair: list[Path], tmp_path: Path) -> None:
+    for method in ("tsv", "iso_c", "iso_cts", "knots_ties", "core_ties"):
+        values = {"density": 0.5} if find_method(method).has(DENSITY) else {}
+        exact = deltas(adapterswap.write_adapter(planned(pair, method, values), tmp_path / method))
+        reduced = deltas(adapterswap.write_adapter(planned(pair, method, values), tmp_path / f"{method}-2", max_rank=2))
+        for name, delta in exact.items():
+            sigma = np.linalg.svd(delta, compute_uv=False)
+            assert np.all(sigma[5:] < 1e-5 * sigma[0])
+            close(np.linalg.norm(delta - reduced[name]), np.linalg.norm(sigma[2:]), scale=float(sigma[0]), depth=4)

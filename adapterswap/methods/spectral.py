@@ -1,0 +1,317 @@
+"""Methods on singular values and aligned spaces: TSV-Merge, Iso-C, Iso-CTS, KnOTS, Core Space.
+
+A ΔW of LoRA has few directions. All of them lie in the joint space of the experts: ΔW_i = U·M_i·Vᵀ with one U (out×p),
+one V (in×q), and cores M_i (p×q). What happens to the cores happens to the ΔW, so the result has at most that rank, and
+an adapter holds it. Knows arrays, nothing of adapters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.errors import UnsupportedError
+from adapterswap.methods.method import DENSITY, SCALE, SEED, Method, Parameter, Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.float32]
+    Core = npt.NDArray[np.float64]
+    Cores = Mapping[str, Core]
+    Pairs = Mapping[str, tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]]
+
+__all__ = ["CoreDareTies", "CoreMethod", "CoreTies", "IsoC", "IsoCts", "KnotsDareTies", "KnotsTies", "Tsv"]
+
+# Parts of the largest singular value below which a direction counts as none: of dense ΔW, which are rounded to float32,
+# and of factors, whose products are taken in float64.
+_NONE, _NONE_OF_FACTORS = 1e-6, 1e-10
+
+
+class CoreMethod(Method, ABC):
+    """A method on the joint space of the experts: its result has no more directions than they have together."""
+
+    linear = False
+    counts_absent = True
+
+    def exact_in_adapters(self, values: Mapping[str, Any]) -> bool:
+        return True
+
+    def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: Settings) -> Array:
+        """The merged ΔW of dense ones; of a stored tensor with more axes than two, matrix by matrix.
+
+        A vector has no singular values; there the weighted mean is taken, times λ, as the authors do.
+        """
+        import numpy as np
+
+        shape = next(iter(deltas.values())).shape
+        if len(shape) < 2:
+            total = sum(weights[name] for name in deltas)
+            mean = sum(weights[name] / total * delta.astype(np.float64) for name, delta in deltas.items())
+            return np.asarray(settings["scale"] * mean, np.float32)
+        merged = np.empty(shape, np.float32)
+        for place in np.ndindex(*shape[:-2]):
+            matrices = {name: delta[place].astype(np.float64) for name, delta in deltas.items()}
+            merged[place] = self._combine_dense(matrices, weights, settings)
+        return merged
+
+    def _combine_dense(self, deltas: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        import numpy as np
+
+        left = _directions(np.concatenate(list(deltas.values()), axis=1))
+        right = _directions(np.concatenate([delta.T for delta in deltas.values()], axis=1))
+        cores = {name: left.T @ delta @ right for name, delta in deltas.items()}
+        return np.asarray(left @ self._core(cores, weights, settings) @ right.T, np.float64)
+
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> tuple[Core, Core]:
+        """The factors B (out×k) and A (k×in) of the merged ΔW, from those of each side's; no dense ΔW is formed.
+
+        Args:
+            pairs: (B, A) by side; a side that changes nothing is left out.
+            weights: w_i of all sides.
+            settings: see `Settings`.
+        """
+        pairs = _complete(pairs, weights)
+        left, right = _spaces(pairs)
+        cores = {name: (left.T @ b) @ (a @ right) for name, (b, a) in pairs.items()}
+        return left @ self._core(cores, weights, settings), right.T
+
+    def _core(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        import numpy as np
+
+        shape = next(iter(cores.values())).shape
+        return self.combine_cores(cores, weights, settings) if all(shape) else np.zeros(shape)  # none changes anything
+
+    @abstractmethod
+    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        """The merged core, λ included, from those of the sides; p×q, float64."""
+
+
+def _directions(matrix: Core, none: float = _NONE) -> Core:
+    """An orthonormal basis of the columns, by falling singular values; without those that are rounding."""
+    import numpy as np
+
+    u, sigma, _ = np.linalg.svd(matrix, full_matrices=False)
+    return np.asarray(u[:, sigma > none * (sigma[0] if len(sigma) else 0)], np.float64)
+
+
+def _complete(pairs: Pairs, weights: Mapping[str, float]) -> Pairs:
+    """All sides in their order, in float64; those that change nothing have factors of rank 0."""
+    import numpy as np
+
+    b, a = next(iter(pairs.values()))
+    none = np.zeros((len(b), 0)), np.zeros((0, a.shape[1]))
+    found = {side: pairs.get(side, none) for side in weights}
+    return {side: (b.astype(np.float64), a.astype(np.float64)) for side, (b, a) in found.items()}
+
+
+def _spaces(pairs: Pairs) -> tuple[Core, Core]:
+    """The left singular vectors of all B side by side, and the right ones of all A."""
+    import numpy as np
+
+    return (
+        _directions(np.concatenate([b for b, _ in pairs.values()], axis=1), _NONE_OF_FACTORS),
+        _directions(np.concatenate([a.T for _, a in pairs.values()], axis=1), _NONE_OF_FACTORS),
+    )
+
+
+def _svd(matrix: Core, count: int, cores: Cores) -> tuple[Core, Core, Core]:
+    """The first singular vectors and values, without those of values that are rounding beside the experts' own size."""
+    import numpy as np
+
+    u, sigma, vt = np.linalg.svd(matrix, full_matrices=False)
+    largest = max(float(np.linalg.norm(core)) for core in cores.values())
+    kept = min(count, int(np.sum(sigma > _NONE * largest)))
+    return u[:, :kept], sigma[:kept], vt[:kept]
+
+
+def _orthogonal(columns: Core) -> Core:
+    """The nearest matrix with orthonormal columns (the polar factor), or as near as dependent columns allow."""
+    import numpy as np
+
+    u, sigma, vt = np.linalg.svd(columns, full_matrices=False)
+    kept = sigma > _NONE * sigma[0] if len(sigma) else slice(0)
+    return np.asarray(u[:, kept] @ vt[kept], np.float64)
+
+
+class Tsv(CoreMethod):
+    name = "tsv"
+    title = "TSV-Merge (Gargiulo et al. 2025)"
+    reference = "Gargiulo et al., CVPR 2025, arXiv:2412.00081"
+    formula = "λ·U⊥·Σ·V⊥ᵀ of the experts' first singular vectors side by side, each side made orthonormal"
+    notes = (
+        "Each of n experts keeps 1/n of the singular values, as in the authors' code; of LoRA experts, of those of the "
+        "joint space (Core Space, arXiv:2509.17786), since the others are zero. Vectors are averaged."
+    )
+    parameters = (SCALE,)
+    weighted = False
+
+    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        import numpy as np
+
+        each = min(next(iter(cores.values())).shape) // len(cores)
+        found = [_svd(core, each, cores) for core in cores.values()]
+        left, sigma, right = _side_by_side(found)
+        merged = (_orthogonal(left) * sigma) @ _orthogonal(right).T
+        return np.asarray(settings["scale"] * merged, np.float64)
+
+
+def _side_by_side(found: Sequence[tuple[Core, Core, Core]]) -> tuple[Core, Core, Core]:
+    import numpy as np
+
+    return (
+        np.concatenate([u for u, _, _ in found], axis=1),
+        np.concatenate([sigma for _, sigma, _ in found]),
+        np.concatenate([vt.T for _, _, vt in found], axis=1),
+    )
+
+
+class IsoC(CoreMethod):
+    name = "iso_c"
+    title = "Iso-C (Marczak et al. 2025)"
+    reference = "Marczak et al., ICML 2025, arXiv:2502.04959"
+    formula = "λ·σ̄·U·Vᵀ of the singular vectors of Σ ΔW_i, with σ̄ the mean of its singular values"
+    notes = (
+        "The mean is over the directions that Σ ΔW_i has. The authors' code divides by the size of the matrix, which "
+        "is the same for fine-tuned weights; LoRA leaves most of those directions undefined. Vectors are averaged."
+    )
+    parameters = (SCALE,)
+    weighted = False
+
+    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        import numpy as np
+
+        total = np.sum(list(cores.values()), axis=0)
+        u, sigma, vt = _svd(total, min(total.shape), cores)
+        return np.asarray(settings["scale"] * sigma.mean() * u @ vt if len(sigma) else np.zeros_like(total), np.float64)
+
+
+COMMON = Parameter("common_space_fraction", "share of the directions that the experts have in common", 0.8, ge=0, le=1)
+
+
+class IsoCts(CoreMethod):
+    name = "iso_cts"
+    title = "Iso-CTS (Marczak et al. 2025)"
+    reference = "Marczak et al., ICML 2025, arXiv:2502.04959"
+    formula = "λ·σ̄·U⊥·V⊥ᵀ of the first singular vectors of Σ ΔW_i and of the ΔW_i outside of these; σ̄ their mean value"
+    notes = (
+        "How many directions are common follows the authors' code: so many that the others can be shared evenly. "
+        "Counts are of the joint space's directions. Vectors are averaged."
+    )
+    parameters = (SCALE, COMMON)
+    weighted = False
+
+    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        import numpy as np
+
+        size, count = min(next(iter(cores.values())).shape), len(cores)
+        own = round((size - int(size * settings["common_space_fraction"])) / count)
+        total = np.sum(list(cores.values()), axis=0)
+        shared = _svd(total, max(0, size - own * count), cores)
+        found = [_svd(core - shared[0] @ (shared[0].T @ core), own, cores) for core in cores.values()]
+        left, sigma, right = _side_by_side([*found, shared])
+        if not len(sigma):
+            return np.zeros_like(total)
+        return np.asarray(settings["scale"] * sigma.mean() * _orthogonal(left) @ _orthogonal(right).T, np.float64)
+
+
+class _Knots(CoreMethod):
+    """KnOTS: the ΔW side by side are U·Σ·[V_1ᵀ, V_2ᵀ, …]; Σ·V_iᵀ = Uᵀ·ΔW_i are merged entry by entry."""
+
+    reference = "Stoica et al., ICLR 2025, arXiv:2410.19735"
+    notes = "Shares are of a module's entries; the authors' code counts over all modules together."
+    normalizes = True
+
+    def _combine_dense(self, deltas: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        import numpy as np
+
+        left = _directions(np.concatenate(list(deltas.values()), axis=1))
+        merged = self.combine_cores({name: left.T @ delta for name, delta in deltas.items()}, weights, settings)
+        return np.asarray(left @ merged, np.float64)
+
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> tuple[Core, Core]:
+        import numpy as np
+
+        # The left singular vectors of the ΔW side by side are those of the cores: the basis of A is orthonormal.
+        pairs = _complete(pairs, weights)
+        left, right = _spaces(pairs)
+        cores = [(left.T @ b) @ (a @ right) for b, a in pairs.values()]
+        left = left @ _directions(np.concatenate(cores, axis=1))
+        parts = {name: (left.T @ b) @ a for name, (b, a) in pairs.items()}
+        return left, self.combine_cores(parts, weights, settings)
+
+
+class _Core(CoreMethod):
+    """Core Space: the cores between the left singular vectors of all B and the right ones of all A."""
+
+    reference = "Panariello et al., NeurIPS 2025, arXiv:2509.17786"
+    notes = "The space is made of the factors A and B, so full checkpoints and vectors are refused. λ·s is part of B."
+    normalizes = True
+    needs_factors = True
+
+    def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: Settings) -> Array:
+        raise UnsupportedError(
+            f"{settings.module}: {self.name} works in the space of LoRA's factors, and an expert has whole weights",
+            "Use the method of the same kind on ΔW, or cut adapters out of the checkpoints with `adapterswap extract`",
+            parameter="method",
+        )
+
+
+def _ties(parts: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    import numpy as np
+
+    from adapterswap.methods.dense import keep_largest, sum_agreeing
+
+    kept = {name: keep_largest(part.astype(np.float32), settings["density"]) for name, part in parts.items()}
+    return sum_agreeing(kept, weights, settings).astype(np.float64)
+
+
+def _dare_ties(parts: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    import numpy as np
+
+    from adapterswap.methods.dense import drop, sum_agreeing
+
+    single = {name: part.astype(np.float32) for name, part in parts.items()}
+    return sum_agreeing(drop(single, settings), weights, settings).astype(np.float64)
+
+
+class KnotsTies(_Knots):
+    name = "knots_ties"
+    title = "KnOTS with TIES (Stoica et al. 2025)"
+    formula = "U·TIES(Uᵀ·ΔW_1, Uᵀ·ΔW_2, …), with U the left singular vectors of all ΔW side by side"
+    parameters = (SCALE, DENSITY)
+
+    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        return _ties(cores, weights, settings)
+
+
+class KnotsDareTies(_Knots):
+    name = "knots_dare_ties"
+    title = "KnOTS with DARE and TIES' election of signs (Stoica et al. 2025)"
+    formula = "U·DARE-TIES(Uᵀ·ΔW_1, Uᵀ·ΔW_2, …), with U the left singular vectors of all ΔW side by side"
+    parameters = (SCALE, DENSITY, SEED)
+
+    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        return _dare_ties(cores, weights, settings)
+
+
+class CoreTies(_Core):
+    name = "core_ties"
+    title = "TIES in Core Space (Panariello et al. 2025)"
+    formula = "U·TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"
+    parameters = (SCALE, DENSITY)
+
+    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        return _ties(cores, weights, settings)
+
+
+class CoreDareTies(_Core):
+    name = "core_dare_ties"
+    title = "DARE with TIES' election of signs in Core Space (Panariello et al. 2025)"
+    formula = "U·DARE-TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"
+    parameters = (SCALE, DENSITY, SEED)
+
+    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+        return _dare_ties(cores, weights, settings)
