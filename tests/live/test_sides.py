@@ -24,6 +24,9 @@ TASK, LANGUAGE = ("math", "telugu"), ("swahili", "math")
     "options",
     [
         {"method": "slerp"},
+        {"method": "nuslerp", "language_weight": 0.5},
+        {"method": "multislerp", "task_weight": 2},
+        {"method": "model_stock"},
         {"method": "soup", "weights": "magnitude", "task_weight": 2},
         {"method": "task_arithmetic", "scale": 0.6},
         {"bottom": 2, "top": 1, "bottom_transition": 1, "weights": "magnitude"},
@@ -46,7 +49,19 @@ def test_sides_live_are_the_sides_that_are_written(
     assert (tmp_path / "saved" / name).read_bytes() == (out / name).read_bytes()
 
 
-def test_nonlinear_methods_of_sides_are_not_live(composer: Callable[..., LiveComposer]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "ties", "density": 0.5},
+        {"method": "tsv"},
+        {"method": "karcher"},
+        {"method": "model_stock", "filter_wise": True},
+    ],
+    ids=lambda options: options["method"],
+)
+def test_nonlinear_methods_of_sides_are_not_live(
+    options: dict[str, Any], composer: Callable[..., LiveComposer]
+) -> None:
     composing = composer()
     with refused(UnsupportedError, "composition"):
-        composing.set(Composition(task=TASK, language=LANGUAGE, method="ties", density=0.5))
+        composing.set(Composition(task=TASK, language=LANGUAGE, **options))

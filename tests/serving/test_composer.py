@@ -252,7 +252,7 @@ def test_weights_of_experts_without_a_common_module_count(
     served = composer()
     for name, module in (("math", "q_proj"), ("swahili", "v_proj")):
         make_expert(served_base("llama"), experts / name, seed=1, target_modules=[module])
-    for method in ("soup", "soup,weights=magnitude", "slerp"):
+    for method in ("soup", "soup,weights=magnitude", "slerp", "multislerp"):
         name = f"math+swahili@method={method}"
         assert served.folder(name) != served.folder(f"{name},language_weight=3")
 
