@@ -5,14 +5,16 @@ numpy arrays in, numpy arrays out. B is out×r with the scale folded in, A is r�
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.arithmetic.joint import Joint, Spectrum, mixed
 from adapterswap.changes.deltas import Factors
 
-__all__ = ["Truncated", "concatenate", "cosine", "inner", "smallest_rank", "truncate"]
+__all__ = ["Truncated", "concatenate", "cosine", "cut", "inner", "smallest_rank", "truncate"]
 
 Matrix = npt.NDArray[np.floating]
 
@@ -40,10 +42,8 @@ def concatenate(terms: list[tuple[float, Factors]]) -> Factors:
 
 
 def inner(one: Factors, other: Factors) -> float:
-    """The Frobenius inner product ⟨B_1·A_1, B_2·A_2⟩ = Σ (B_1ᵀB_2) ∘ (A_1A_2ᵀ), in float64: O((out+in)·r²)."""
-    left = one.b.astype(np.float64).T @ other.b.astype(np.float64)
-    right = one.a.astype(np.float64) @ other.a.astype(np.float64).T
-    return float(np.sum(left * right))
+    """The Frobenius inner product ⟨B_1·A_1, B_2·A_2⟩; see `Joint.inner`."""
+    return Joint([one, other]).inner(0, 1)
 
 
 def cosine(product: float, norms: tuple[float, float]) -> float | None:
@@ -55,24 +55,41 @@ def cosine(product: float, norms: tuple[float, float]) -> float | None:
 def truncate(factors: Factors, *, rank: int | None = None, error: float | None = None) -> Truncated:
     """The best approximation of ΔW of a given rank, or of the smallest rank within a relative error.
 
-    QR of B and of Aᵀ, then an SVD of the r×r core R_B·R_Aᵀ: the singular values of ΔW itself, in O((out+in)·r²), where
-    a dense SVD costs O(out·in·min(out, in)) (Eckart & Young 1936 for the optimum).
+    The singular values of ΔW itself, by `Joint`, in O((out+in)·r²) and in float64, where a dense SVD costs
+    O(out·in·min(out, in)) (Eckart & Young 1936 for the optimum).
 
     Args:
         factors: of ΔW.
         rank: at most this rank.
         error: at most this relative error; the smallest rank that reaches it. Both may be given: rank wins.
+
+    Returns:
+        Factors in the dtype of `factors`.
+
+    Raises:
+        LinAlgError: a factor holds NaN or infinity.
     """
-    q_b, r_b = np.linalg.qr(factors.b)
-    q_a, r_a = np.linalg.qr(factors.a.T)
-    u, sigma, vt = np.linalg.svd(r_b.astype(np.float64) @ r_a.astype(np.float64).T)
-    keep = smallest_rank(sigma, error) if error is not None else len(sigma)
-    keep = max(1, min(keep, rank or keep, len(sigma)))
-    root = np.sqrt(sigma[:keep])
+    joint = Joint([factors])
+    spectrum, keep, lost = cut(joint, [1.0], rank=rank, error=error)
+    left, right = joint.mixture([1.0], spectrum, keep)
     dtype = factors.a.dtype
-    b = q_b @ (u[:, :keep] * root).astype(dtype)
-    a = (root[:, None] * vt[:keep]).astype(dtype) @ q_a.T
-    return Truncated(Factors(a, b), sigma[:keep], _tail(sigma, keep))
+    a, b = mixed([factors.a], right.T, 0).T.astype(dtype), mixed([factors.b], left, 1).astype(dtype)
+    return Truncated(Factors(a, b), spectrum.sigma[:keep], lost)
+
+
+def cut(
+    joint: Joint, weights: Sequence[float], *, rank: int | None, error: float | None
+) -> tuple[Spectrum, int, float]:
+    """The spectrum of Σ w_i·ΔW_i, the rank to keep of it (at least 1), and the relative error of keeping that.
+
+    Args, raises: as for `truncate`. The spectrum has min(out, in, Σ r_i) singular values, zeros among them.
+    """
+    spectrum = joint.spectrum(weights)
+    count = min(*joint.shape, sum(joint.ranks))
+    sigma = np.pad(spectrum.sigma, (0, max(0, count - len(spectrum.sigma))))[:count]
+    keep = smallest_rank(sigma, error) if error is not None else count
+    keep = max(1, min(keep, rank or keep, count))
+    return spectrum._replace(sigma=sigma), keep, _tail(sigma, keep)
 
 
 def smallest_rank(sigma: Matrix, error: float) -> int:
@@ -82,5 +99,8 @@ def smallest_rank(sigma: Matrix, error: float) -> int:
 
 def _tail(sigma: Matrix, keep: int) -> float:
     """√(Σ_{i>keep} σ_i²) / √(Σ σ_i²): the relative error of keeping `keep` singular values."""
-    total = float(np.sum(np.square(sigma)))
-    return float(np.sqrt(np.sum(np.square(sigma[keep:])) / total)) if total else 0.0
+    largest = float(sigma[0]) if len(sigma) else 0.0
+    if not largest:
+        return 0.0
+    shares = np.square(sigma / largest)  # squares of very large or small values leave the range of numbers
+    return float(np.sqrt(np.sum(shares[keep:]) / np.sum(shares)))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from adapterswap.arithmetic.cores import cores, torch_threads
+from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.reading import read_factors
 from adapterswap.checking.result import Verification

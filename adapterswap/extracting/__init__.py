@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapterswap.arithmetic.cores import cores, torch_threads
 from adapterswap.arithmetic.peft_config import check_base_name
 from adapterswap.errors import ArgumentError, ExpertError
 from adapterswap.experts.checkpoints import open_checkpoint

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from adapterswap.arithmetic.cores import cores, torch_threads
+from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.bases import choose_device
 from adapterswap.changes.kinds import Whole
 from adapterswap.files.numbers import open_files

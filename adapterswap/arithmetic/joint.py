@@ -1,0 +1,313 @@
+"""Low-rank changes of one weight in joint orthonormal bases: the engine of what commutes with a change of basis.
+
+K changes ΔW_i = B_i·A_i (out×in) share Q_B (out×p), a basis of the columns of all B_i, and Q_A (in×q), one of the rows
+of all A_i. Then ΔW_i = Q_B·C_i·Q_Aᵀ with a small core C_i = S_Bi·S_Aiᵀ, and norms, cosines, singular values, sums and
+all that is made of them are those of the cores. No ΔW is formed, nor are Q_B and Q_A unless they must be.
+
+S_B comes from the Gram matrix BᵀB in float64, of columns scaled to length 1, by Cholesky: O(out·R²) in one pass through
+B, R being the sum of the ranks. That squares B's condition number, so where the inverse shows a large one, S_B comes
+from a Householder QR, which does not. Norms that almost cancel are taken from the cores, others from the Gram matrices.
+Numbers that are nothing but rounding, beside the sizes of what was added up, count as zero.
+
+numpy arrays in, numpy arrays out: float32, or float64 of sizes that float32 has. Knows nothing of adapters and plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.changes.deltas import Factors
+
+__all__ = ["Basis", "Joint", "Mixture", "Spectrum", "blocks_of", "mixed"]
+
+Matrix = npt.NDArray[np.floating]
+Core = npt.NDArray[np.float64]
+
+_ROWS = 2048  # of B, or columns of A, in float64 at a time
+# Σ 1/λ_i of the scaled Gram matrix, up to which Cholesky is trusted: singular values then have relative errors of at
+# most about 1e-16 times this.
+_ILL_CONDITIONED = 1e6
+_CANCELLED = 1e-4  # ‖Σ w_i·ΔW_i‖² beside (Σ|w_i|·‖b‖‖a‖)², from which on Gram matrices give it to some twelve digits
+_ROUNDING = 4 * float(np.finfo(np.float64).eps)
+
+
+class Mixture(NamedTuple):
+    """Factors as combinations of those that a `Joint` was made of: b = [B_1 … B_K]·left, a = right·[A_1; …; A_K].
+
+    Attributes:
+        left: R×k, and
+        right: k×R, in float64.
+    """
+
+    left: Core
+    right: Core
+
+
+class Spectrum(NamedTuple):
+    """The singular value decomposition of a core.
+
+    Attributes:
+        u: p×m, orthonormal columns, in coordinates of Q_B.
+        sigma: m singular values in falling order; what is rounding is 0.
+        vt: m×q, orthonormal rows, in coordinates of Q_A.
+    """
+
+    u: Core
+    sigma: Core
+    vt: Core
+
+
+class Basis:
+    """An orthonormal basis Q of the columns of X (n×R), given by parts that stand side by side.
+
+    Attributes:
+        coordinates: S (p×R), with X = Q·S.
+    """
+
+    def __init__(self, parts: Sequence[Matrix], axis: int, gram: Core | None = None) -> None:
+        """Of the columns of `parts` (n×r_i, axis 1), or of the rows of `parts` (r_i×n, axis 0).
+
+        Args:
+            parts: at least one.
+            axis: along which they stand side by side.
+            gram: XᵀX in float64, if it is known.
+        """
+        self._parts, self._axis = tuple(parts), axis
+        self._inverse: Core | None = None  # of S, where it is square and well-conditioned
+        self._q: Core | None = None
+        gram = self_products(parts, axis) if gram is None else gram
+        lengths = np.sqrt(np.diagonal(gram))
+        if self._tall and (triangle := _triangle(gram, lengths)) is not None:
+            self._inverse = triangle[1].T / lengths[:, None]
+            self.coordinates: Core = triangle[0].T * lengths
+        else:
+            self.coordinates = self._by_qr("r")[1]
+
+    def expand(self, vectors: Core) -> Core:
+        """Q·vectors (n×k), for vectors (p×k) in coordinates of Q."""
+        if self._inverse is not None:
+            return mixed(self._parts, self._inverse @ vectors, axis=1 if self._axis == 1 else 0)
+        if self._q is None:
+            self._q = self._by_qr("reduced")[0]
+        return self._q @ vectors
+
+    @property
+    def _tall(self) -> bool:
+        columns = sum(part.shape[self._axis] for part in self._parts)
+        return bool(self._parts[0].shape[1 - self._axis] >= columns)
+
+    def _by_qr(self, mode: str) -> tuple[Core, Core]:
+        """Q (empty in the mode `r`) and S, of columns that are brought to one size by powers of two before."""
+        x = np.concatenate(self._parts, axis=self._axis, dtype=np.float64)
+        x = x if self._axis == 1 else x.T
+        largest = np.abs(x).max(axis=0, initial=0)
+        scale = np.exp2(np.floor(np.log2(np.where(largest > 0, largest, 1))))
+        if mode == "r":
+            return np.empty((0, 0)), np.asarray(np.linalg.qr(x / scale, mode="r") * scale)
+        q, r = np.linalg.qr(x / scale)
+        return np.asarray(q), np.asarray(r * scale)
+
+
+class Joint:
+    """K low-rank changes of one weight, ready for arithmetic between them.
+
+    Attributes:
+        shape: (out, in).
+        ranks: of the factors, one for each change.
+    """
+
+    def __init__(self, changes: Sequence[Factors]) -> None:
+        """Of at least one pair of factors, all of one shape; pairs that are the same arrays or equal count once.
+
+        Raises:
+            LinAlgError: a factor holds NaN or infinity.
+        """
+        self._changes = tuple(changes)
+        self.shape = changes[0].shape
+        self.ranks = tuple(change.a.shape[0] for change in changes)
+        self._twins = [next(j for j in range(i + 1) if _equal(changes[j], changes[i])) for i in range(len(changes))]
+        self._distinct = sorted(set(self._twins))
+        distinct = [changes[i] for i in self._distinct]
+        bs, as_ = [each.b for each in distinct], [each.a for each in distinct]
+        left, right = self_products(bs, 1), self_products(as_, 0)
+        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+            raise np.linalg.LinAlgError("NaN or infinity in a factor")
+        stops = np.cumsum([change.a.shape[0] for change in distinct])
+        self._places = {i: slice(stop - self.ranks[i], stop) for i, stop in zip(self._distinct, stops, strict=True)}
+        self._left_gram, self._right_gram = left, right
+        # ΔW_i is a sum of products b·aᵀ of this length: what rounding is measured by
+        self._lengths = np.sqrt(np.diagonal(left)) * np.sqrt(np.diagonal(right))
+        self._used = np.flatnonzero(self._lengths)  # a product with a factor of zeros is nothing
+
+    def inner(self, one: int, other: int) -> float:
+        """⟨ΔW_one, ΔW_other⟩, the Frobenius inner product: Σ (B_1ᵀB_2) ∘ (A_1A_2ᵀ)."""
+        rows, columns = self._place(one), self._place(other)
+        return float(np.sum(self._left_gram[rows, columns] * self._right_gram[rows, columns]))
+
+    def norm(self, weights: Sequence[float]) -> float:
+        """‖Σ w_i·ΔW_i‖ (Frobenius), to some twelve digits of the sum, or of its terms where they cancel."""
+        mix = self._weighted(weights)
+        square = float(mix @ (self._left_gram * self._right_gram) @ mix)
+        size = float(np.sum(np.abs(mix) * self._lengths))
+        if size == 0:
+            return 0.0
+        if square > _CANCELLED * size**2 > 0:
+            return math.sqrt(square)
+        core = self.core(weights)
+        largest = float(np.abs(core).max(initial=0))
+        norm = largest * float(np.linalg.norm(core / largest)) if largest else 0.0
+        return norm if norm > _ROUNDING * size else 0.0
+
+    @cached_property
+    def left(self) -> Basis:
+        """Q_B, and the coordinates of the columns of the B_i that are not multiplied by zeros alone."""
+        return self._basis(1)
+
+    @cached_property
+    def right(self) -> Basis:
+        """Q_A, likewise."""
+        return self._basis(0)
+
+    def core(self, weights: Sequence[float]) -> Core:
+        """Q_Bᵀ·(Σ w_i·ΔW_i)·Q_A = Σ w_i·C_i (p×q)."""
+        mix = self._weighted(weights)[self._used]
+        return np.asarray((self.left.coordinates * mix) @ self.right.coordinates.T)
+
+    def core_of(self, index: int) -> Core:
+        """C_i (p×q)."""
+        return self.core([float(i == index) for i in range(len(self._changes))])
+
+    def spectrum(self, weights: Sequence[float]) -> Spectrum:
+        """The singular values of Σ w_i·ΔW_i, and its singular vectors in coordinates.
+
+        Raises:
+            LinAlgError: it does not converge.
+        """
+        u, sigma, vt = np.linalg.svd(self.core(weights), full_matrices=False)
+        size = float(np.sum(np.abs(self._weighted(weights)) * self._lengths))
+        return Spectrum(u, np.where(sigma > _ROUNDING * size, sigma, 0.0), vt)
+
+    def mixture(self, weights: Sequence[float], spectrum: Spectrum, keep: int) -> Mixture:
+        """The first `keep` singular values of Σ w_i·ΔW_i as factors b·a, √σ to each side, from the given factors.
+
+        b = ΔW·V/√σ and a = Uᵀ·ΔW/√σ, so that no basis is formed. Columns for σ = 0, or beyond the spectrum, are zeros.
+        The largest entry of a column of `left` is positive, so that the signs depend on no basis.
+        """
+        sigma = spectrum.sigma[: min(keep, spectrum.u.shape[1])]
+        root = np.sqrt(np.divide(1, sigma, out=np.zeros_like(sigma), where=sigma > 0))
+        mix = self._weighted(weights)[self._used]
+        left, right = np.zeros((len(self._lengths), keep)), np.zeros((keep, len(self._lengths)))
+        count = len(sigma)
+        left[self._used, :count] = mix[:, None] * (self.right.coordinates.T @ spectrum.vt[:count].T) * root
+        right[:count, self._used] = root[:, None] * (spectrum.u[:, :count].T @ self.left.coordinates) * mix
+        largest = np.take_along_axis(left, np.abs(left).argmax(axis=0)[None, :], axis=0)[0]
+        signs = np.where(largest < 0, -1.0, 1.0)
+        return self._for_all(Mixture(left * signs, signs[:, None] * right))
+
+    def factors(self, core: Core) -> Factors:
+        """A core's ΔW as factors: Q_B·U·√Σ and √Σ·Vᵀ·Q_Aᵀ in float64; what is rounding is left out.
+
+        Raises:
+            LinAlgError: the core's singular value decomposition does not converge.
+        """
+        u, sigma, vt = np.linalg.svd(core, full_matrices=False)
+        if not sigma.any():
+            return Factors(np.zeros((1, self.shape[1])), np.zeros((self.shape[0], 1)))
+        kept = sigma > _ROUNDING * sigma[0] * max(core.shape)
+        root = np.sqrt(sigma[kept])
+        return Factors(self.right.expand(vt[kept].T * root).T, self.left.expand(u[:, kept] * root))
+
+    def coordinates(self, index: int) -> tuple[Core, Core]:
+        """S_Bi (p×r_i) and S_Ai (q×r_i), with C_i = S_Bi·S_Aiᵀ; without columns whose product is zero."""
+        place = self._place(index)
+        within = (self._used >= place.start) & (self._used < place.stop)
+        return self.left.coordinates[:, within], self.right.coordinates[:, within]
+
+    def _place(self, index: int) -> slice:
+        return self._places[self._twins[index]]
+
+    def _weighted(self, weights: Sequence[float]) -> Core:
+        """The weight of each product b·aᵀ of the distinct changes."""
+        mix = np.zeros(len(self._lengths))
+        for index, weight in enumerate(weights):
+            mix[self._place(index)] += weight
+        return mix
+
+    def _basis(self, axis: int) -> Basis:
+        gram = self._left_gram if axis == 1 else self._right_gram
+        parts = []
+        for index in self._distinct:
+            place = self._places[index]
+            kept = self._used[(self._used >= place.start) & (self._used < place.stop)] - place.start
+            part = self._changes[index].b if axis == 1 else self._changes[index].a
+            parts.append(part if len(kept) == part.shape[axis] else np.take(part, kept, axis=axis))
+        return Basis(parts, axis, gram[np.ix_(self._used, self._used)])
+
+    def _for_all(self, mixture: Mixture) -> Mixture:
+        """From the distinct changes to all: of twins the first counts."""
+        if len(self._distinct) == len(self._changes):
+            return mixture
+        left, right = [], []
+        for index, rank in enumerate(self.ranks):
+            place = self._place(index)
+            first = self._twins[index] == index
+            left.append(mixture.left[place] if first else np.zeros((rank, mixture.left.shape[1])))
+            right.append(mixture.right[:, place] if first else np.zeros((mixture.right.shape[0], rank)))
+        return Mixture(np.concatenate(left), np.concatenate(right, axis=1))
+
+
+def blocks_of(parts: Sequence[Matrix], axis: int) -> list[slice]:
+    """The ranges of the long axis that are computed with at a time."""
+    total = parts[0].shape[1 - axis]
+    return [slice(start, min(start + _ROWS, total)) for start in range(0, total, _ROWS)]
+
+
+def self_products(parts: Sequence[Matrix], axis: int) -> Core:
+    """XᵀX in float64 of X = [parts side by side] (axis 1), or X·Xᵀ of parts that stand one on the other (axis 0)."""
+    rank = sum(part.shape[axis] for part in parts)
+    total = np.zeros((rank, rank))
+    for block in blocks_of(parts, axis):
+        piece = _block(parts, axis, block)
+        total += piece.T @ piece if axis == 1 else piece @ piece.T
+    return total
+
+
+def mixed(parts: Sequence[Matrix], mix: Core, axis: int) -> Core:
+    """[parts side by side]·mix (n×k): of columns of B (axis 1), or of rows of A (axis 0, Aᵀ·mix), in float64."""
+    result = np.empty((parts[0].shape[1 - axis], mix.shape[1]))
+    for block in blocks_of(parts, axis):
+        piece = _block(parts, axis, block)
+        np.matmul(piece if axis == 1 else piece.T, mix, out=result[block])
+    return result
+
+
+def _block(parts: Sequence[Matrix], axis: int, block: slice) -> Core:
+    pieces = [part[block] if axis == 1 else part[:, block] for part in parts]
+    return np.concatenate(pieces, axis=axis, dtype=np.float64)
+
+
+def _triangle(gram: Core, lengths: Core) -> tuple[Core, Core] | None:
+    """Cholesky's L of the Gram matrix of columns scaled to length 1, and its inverse; None if it is ill-conditioned."""
+    try:
+        lower = np.linalg.cholesky(gram / lengths / lengths[:, None])
+    except np.linalg.LinAlgError:
+        return None
+    if not np.diagonal(lower).all():
+        return None
+    inverse = np.linalg.inv(lower)
+    return (np.asarray(lower), np.asarray(inverse)) if float(np.sum(np.square(inverse))) <= _ILL_CONDITIONED else None
+
+
+def _equal(one: Factors, other: Factors) -> bool:
+    if one.a is other.a and one.b is other.b:
+        return True
+    if one.a.shape != other.a.shape or one.b.shape != other.b.shape:
+        return False
+    first = np.array_equal(one.a[0], other.a[0]) and np.array_equal(one.b[:1], other.b[:1])  # most differ here
+    return first and np.array_equal(one.a, other.a) and np.array_equal(one.b, other.b)
