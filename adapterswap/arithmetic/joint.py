@@ -33,7 +33,7 @@ _ROWS = 2048  # of B, or columns of A, in float64 at a time
 # Σ 1/λ_i of the scaled Gram matrix, up to which Cholesky is trusted: singular values then have relative errors of at
 # most about 1e-16 times this.
 _ILL_CONDITIONED = 1e6
-_CANCELLED = 1e-4  # ‖Σ w_i·ΔW_i‖² beside (Σ|w_i|·‖b‖‖a‖)², from which on Gram matrices give it to some twelve digits
+_CANCELLED = 1e-2  # ‖Σ w_i·ΔW_i‖² beside the sizes of the terms that add up to it, down to which their sum is taken
 _ROUNDING = 4 * float(np.finfo(np.float64).eps)
 
 
@@ -151,15 +151,15 @@ class Joint:
         return float(np.sum(self._left_gram[rows, columns] * self._right_gram[rows, columns]))
 
     def norm(self, weights: Sequence[float]) -> float:
-        """‖Σ w_i·ΔW_i‖ (Frobenius), to some twelve digits of the sum, or of its terms where they cancel."""
+        """‖Σ w_i·ΔW_i‖ (Frobenius), to ten digits or more of the sum, or to rounding of the terms that cancel."""
         mix = self._weighted(weights)
-        square = float(mix @ (self._left_gram * self._right_gram) @ mix)
-        size = float(np.sum(np.abs(mix) * self._lengths))
-        if size == 0:
+        terms = mix[:, None] * (self._left_gram * self._right_gram) * mix
+        square, added = float(np.sum(terms)), float(np.sum(np.abs(terms)))
+        if added == 0:
             return 0.0
-        if square > _CANCELLED * size**2 > 0:
+        if square > _CANCELLED * added:
             return math.sqrt(square)
-        core = self.core(weights)
+        core, size = self.core(weights), float(np.sum(np.abs(mix) * self._lengths))
         largest = float(np.abs(core).max(initial=0))
         norm = largest * float(np.linalg.norm(core / largest)) if largest else 0.0
         return norm if norm > _ROUNDING * size else 0.0

@@ -7,12 +7,15 @@ is computed.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
 __all__ = ["cores", "map_in_threads", "one_blas_thread", "torch_threads"]
+
+_THREADS = 4  # each holds a few copies of the largest weight's factors
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -45,20 +48,21 @@ def one_blas_thread() -> Iterator[None]:
         yield
 
 
-def map_in_threads(compute: Callable[[_Item], _Result], items: Iterable[_Item], workers: int) -> Iterator[_Result]:
-    """`compute` of every item, in order, on so many threads; matrix products take one thread each.
+def map_in_threads(compute: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
+    """`compute` of every item, in order, on a thread for each core, up to four; products of matrices take one each.
 
-    No more than two items a worker are computed or wait to be taken, so memory does not grow with their number.
+    No more than two items for each thread are computed or wait to be taken, so memory does not grow with their number.
     """
-    waiting = []
-    with one_blas_thread(), ThreadPoolExecutor(workers) as pool:
+    threads = min(_THREADS, cores())
+    waiting: deque[Future[_Result]] = deque()
+    with one_blas_thread(), ThreadPoolExecutor(threads) as pool:
         try:
             for item in items:
                 waiting.append(pool.submit(compute, item))
-                if len(waiting) >= 2 * workers:
-                    yield waiting.pop(0).result()
+                if len(waiting) >= 2 * threads:
+                    yield waiting.popleft().result()
             while waiting:
-                yield waiting.pop(0).result()
+                yield waiting.popleft().result()
         finally:
             for future in waiting:
                 future.cancel()

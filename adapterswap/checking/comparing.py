@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.lowrank import cosine, inner
+from adapterswap.arithmetic.joint import Joint
+from adapterswap.arithmetic.lowrank import cosine
+from adapterswap.arithmetic.threads import map_in_threads
 from adapterswap.changes.reading import read_factors
 from adapterswap.errors import AdapterswapError, ExpertError, UnsupportedError, check_type
 from adapterswap.experts.adapters import Adapter
@@ -37,6 +39,8 @@ class Difference:
     Attributes:
         name, layer, kind: the module.
         norms: ‖X‖ and ‖Y‖ (Frobenius).
+        product: ⟨X, Y⟩.
+        apart: ‖X - Y‖.
         distance: ‖X - Y‖ / ‖X‖; infinite for X = 0 ≠ Y.
         cosine: ⟨X, Y⟩ / (‖X‖·‖Y‖); None where one is zero.
     """
@@ -46,12 +50,12 @@ class Difference:
     kind: Kind
     norms: tuple[float, float]
     product: float
+    apart: float
 
     @property
     def distance(self) -> float:
         one, other = self.norms
-        apart = math.sqrt(max(0.0, one**2 + other**2 - 2 * self.product))
-        return apart / one if one else (math.inf if other else 0.0)
+        return self.apart / one if one else (math.inf if other else 0.0)
 
     @property
     def cosine(self) -> float | None:
@@ -152,7 +156,7 @@ class Comparison:
 
 
 def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
-    """Compare two adapters: the distance and the cosine of their ΔW, exact up to about 1e-8.
+    """Compare two adapters: the distance and the cosine of their ΔW, exact up to about 1e-10.
 
     Args:
         one, other: opened adapters, folders or Hub ids. A module that one of them lacks counts as ΔW = 0.
@@ -193,27 +197,26 @@ def _finite(value: float | None) -> float | None:
 def compare(one: Adapter, other: Adapter) -> list[Difference]:
     """The difference of every LoRA module that either adapter has, in the order of layers.
 
-    The cosine and distance are exact up to about 1e-8, since they are computed from inner products.
-
     Raises:
         ExpertError: a module has another shape in the other adapter; a tensor holds NaN or infinity.
     """
     names = dict.fromkeys([*one.modules, *other.modules])
-    found = []
     with open_files([one.file, other.file]) as files:
-        for name in names:
-            pair = [adapter.modules.get(name) for adapter in (one, other)]
-            _check_shapes(name, [module.shape for module in pair if module is not None])
-            factors = [
-                read_factors(adapter.name, files[adapter.file.path], module)
-                for module, adapter in zip(pair, (one, other), strict=True)
-                if module is not None
-            ]
-            present = iter([math.sqrt(max(0.0, inner(each, each))) for each in factors])
-            norms = [0.0 if module is None else next(present) for module in pair]
-            product = inner(factors[0], factors[1]) if len(factors) == 2 else 0.0
-            module = next(each for each in pair if each is not None)
-            found.append(Difference(name, module.layer, module.kind, (norms[0], norms[1]), product))
+
+        def difference(name: str) -> Difference:
+            pair = [(adapter, adapter.modules.get(name)) for adapter in (one, other)]
+            held = [(adapter, module) for adapter, module in pair if module is not None]
+            _check_shapes(name, [module.shape for _, module in held])
+            joint = Joint([read_factors(adapter.name, files[adapter.file.path], module) for adapter, module in held])
+            module = held[0][1]
+            if len(held) == 1:
+                norm = joint.norm([1])
+                norms = (norm, 0.0) if pair[1][1] is None else (0.0, norm)
+                return Difference(name, module.layer, module.kind, norms, 0.0, norm)
+            norms = joint.norm([1, 0]), joint.norm([0, 1])
+            return Difference(name, module.layer, module.kind, norms, joint.inner(0, 1), joint.norm([1, -1]))
+
+        found = list(map_in_threads(difference, names))
     return sorted(found, key=lambda each: (-1 if each.layer is None else each.layer, each.name))
 
 
@@ -273,8 +276,9 @@ def _squared(values: _Vector) -> float:
 def total(differences: Sequence[Difference], name: str = "all") -> Difference:
     """Several modules as one: their ΔW side by side; no module is a ΔW of zero."""
     if not differences:
-        return Difference(name, None, "other", (0.0, 0.0), 0.0)
+        return Difference(name, None, "other", (0.0, 0.0), 0.0, 0.0)
     norms = [math.sqrt(math.fsum(each.norms[side] ** 2 for each in differences)) for side in (0, 1)]
     product = math.fsum(each.product for each in differences)
+    apart = math.sqrt(math.fsum(each.apart**2 for each in differences))
     first = differences[0]
-    return Difference(name, first.layer, first.kind, (norms[0], norms[1]), product)
+    return Difference(name, first.layer, first.kind, (norms[0], norms[1]), product, apart)

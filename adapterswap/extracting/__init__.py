@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.arithmetic.peft_config import check_base_name
+from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.errors import ArgumentError, ExpertError
 from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.experts.identity import hashed
