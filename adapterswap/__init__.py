@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from adapterswap.checking.inspecting import inspect as inspect
     from adapterswap.checking.result import Verification as Verification
     from adapterswap.checking.verifying import verify as verify
+    from adapterswap.converting import Conversion as Conversion
+    from adapterswap.converting import convert as convert
     from adapterswap.errors import AdapterswapError as AdapterswapError
     from adapterswap.evaluation.results import EvaluationResult as EvaluationResult
     from adapterswap.evaluation.subject_evaluation import evaluate as evaluate
@@ -67,6 +69,7 @@ _HOME = {
     "Checkpoint": "experts.checkpoints",
     "Comparison": "checking.comparing",
     "Composition": "planning.compositions",
+    "Conversion": "converting",
     "EvaluationResult": "evaluation.results",
     "Exported": "writing.gguf",
     "Extraction": "extracting.result",
@@ -83,6 +86,7 @@ _HOME = {
     "Verification": "checking.result",
     "analyze": "analysis.analyzing",
     "compose": "planning.composing",
+    "convert": "converting",
     "dare": "planning.composing",
     "diff": "checking.comparing",
     "evaluate": "evaluation.subject_evaluation",

@@ -21,6 +21,7 @@ from adapterswap.arithmetic.resolving import Resolved
 from adapterswap.experts.adapter_keys import base_copy_key, parameter_key
 from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.checkpoints import find_base_tensor
+from adapterswap.files.numbers import decode, finite_bytes
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
@@ -66,7 +67,17 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     ]
     tensors += _base_copies(modules)
     tensors += [tensor for module in plan.saved.values() for tensor in _saved_tensors(module, plan)]
+    if form.dtype is not None:
+        tensors = [_in_dtype(tensor, form.dtype) for tensor in tensors]
     return Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors))
+
+
+def _in_dtype(tensor: OutputTensor, dtype: str) -> OutputTensor:
+    """The tensor in another dtype; numbers that are known already are rounded once more."""
+    if tensor.data is None or tensor.dtype == dtype:
+        return replace(tensor, dtype=dtype)
+    values = decode(tensor.data.reshape(-1), tensor.dtype, tensor.shape)
+    return replace(tensor, dtype=dtype, data=finite_bytes(values, dtype, tensor.key))
 
 
 def blend_scale(plan: Plan, form: Form) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from adapterswap.errors import ArgumentError, Problems, check_type
-from adapterswap.files.dtypes import DTYPE_BYTES
+from adapterswap.files.dtypes import DTYPE_BYTES, FLOATS
 from adapterswap.files.tensorfile import Tensor
 
 if TYPE_CHECKING:
@@ -38,12 +38,14 @@ class Form:
         max_rank: no module has a higher rank; those that would are truncated.
         max_error: blends are truncated to the smallest rank with at most this relative error of ΔW.
         names: whose names the modules are written with; by default the first expert's.
+        dtype: of every tensor, by its name in files; by default the experts'.
     """
 
     layout: Literal["exact", "portable"] = "exact"
     max_rank: int | None = None
     max_error: float | None = None
     names: Names | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_type(self.max_rank, (Integral, type(None)), "max_rank", "Pass a whole number such as 64")
@@ -53,6 +55,8 @@ class Form:
             problems.add(f"layout is {self.layout!r}", "Choose exact or portable", parameter="layout")
         if self.names not in (None, *NAMES):
             problems.add(f"names is {self.names!r}", f"Choose {', '.join(NAMES)}", parameter="names")
+        if self.dtype not in (None, *FLOATS):
+            problems.add(f"dtype is {self.dtype!r}", f"Choose from {', '.join(FLOATS)}", parameter="dtype")
         if self.max_rank is not None and self.max_rank < 1:
             problems.add(
                 f"max_rank is {self.max_rank}, and a rank is 1 or more", "Pass a larger one", parameter="max_rank"

@@ -20,8 +20,9 @@ from adapterswap.arithmetic.outputs import Form
 from adapterswap.checking.extracted import verify_extracted
 from adapterswap.checking.result import Verification
 from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
-from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, WEIGHT_FILES, Checkpoint, read_shards
+from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.opening import open_expert
 from adapterswap.experts.sources import at_revision, find_source, public_name
 from adapterswap.files.numbers import open_files, read_bytes, row_ranges
@@ -34,13 +35,14 @@ from adapterswap.planning.making import make_plan
 from adapterswap.records.record import (
     FORMAT,
     CompositionRecord,
+    ConversionRecord,
     ExtractionRecord,
     Record,
     SourceRecord,
     base_source,
     parse_record,
 )
-from adapterswap.writing import write_adapter
+from adapterswap.writing import prepare, write_prepared
 
 __all__ = ["Verification", "verify"]
 
@@ -106,6 +108,8 @@ def verify(
     record = _record(folder, content)
     if isinstance(record, ExtractionRecord):
         return verify_extracted(folder, content, record, experts or {}, base_model)
+    if record.conversion is not None:
+        return _verify_converted(folder, record, record.conversion, experts or {})
     opened = _sources(record, experts or {})
     is_model = record.kind == "model"
     if is_model:
@@ -118,6 +122,27 @@ def verify(
         else:
             _write_adapter(record, composition, opened, again)
         return _compare(folder, content, record, opened, again, base_model)
+
+
+def _verify_converted(
+    folder: Path, record: CompositionRecord, conversion: ConversionRecord, given: Mapping[str, str | Path]
+) -> Verification:
+    """Compare a converted adapter's files with their hashes, and the files of its source where that is at hand.
+
+    The last digits of a singular value decomposition are the machine's, so nothing is converted anew.
+    """
+    changed, unchecked = {}, []
+    for name, source in record.experts.items():
+        reference = given.get(name) or source.reference
+        if reference is None:
+            unchecked.append(name)
+            continue
+        place = find_source(reference, ADAPTER_FILES, what="adapter", parameter="experts").folder
+        found = {file: sha256_of(place / file) for file in source.sha256 if exists(place / file)}
+        if odd := next((file for file, digest in source.sha256.items() if found.get(file) != digest), None):
+            changed[name] = odd
+    differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
+    return Verification(changed, (WEIGHTS,) if differing else (), config, extracted=True, unchecked=tuple(unchecked))
 
 
 def _composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
@@ -144,14 +169,7 @@ def _write_adapter(
         declared = at_revision(record.base_model, revision)
         composition = composition.model_copy(update={"base_model": declared})
     form = Form(**record.output)
-    write_adapter(
-        make_plan(composition, adapters, recorded=True),
-        again,
-        layout=form.layout,
-        max_rank=form.max_rank,
-        max_error=form.max_error,
-        names=form.names,
-    )
+    write_prepared(prepare(make_plan(composition, adapters, recorded=True), form), again)
 
 
 def _write_model(

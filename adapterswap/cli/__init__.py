@@ -28,6 +28,7 @@ COMMANDS = {
     "export": "Export an adapter or a composition as LoRA in GGUF.",
     "inspect": "Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.",
     "slice": "Cut an expert to some layers: a shell or a core.",
+    "convert": "Convert an adapter: other names, layout or dtype, or another kind to rsLoRA.",
     "extract": "Cut an adapter out of a full fine-tune.",
     "verify": "Recompute what was composed or merged from its sources and compare.",
     "diff": "Compare two adapters: distance and cosine of their ΔW.",

@@ -54,7 +54,7 @@ def adapter_card(plan: Plan, record: CompositionRecord) -> str:
     experts = "\n".join(
         f"| {escaped(name)} | {escaped(source)} |" for name, source in zip(plan.experts, sources, strict=True)
     )
-    lines = [*map(escaped, [*record.origins, *unusual(plan)]), *_truncation(record)]
+    lines = [*map(escaped, [*record.origins, *unusual(plan)]), *_conversion(record), *_truncation(record)]
     remarks = "".join(f"- {line}\n" for line in lines)
     return f"""---
 {dump_yaml(front).strip()}
@@ -124,6 +124,17 @@ Layers from bottom (left) to top (right):
 {f"{chr(10)}{remarks}" if remarks else ""}
 `adapterswap.json` says what every tensor came from, with SHA-256 hashes of the experts.
 """
+
+
+def _conversion(record: CompositionRecord) -> list[str]:
+    """A line on where the numbers come from, if they were not those of a LoRA in a safetensors file."""
+    found = record.conversion
+    if found is None or not found.modules:
+        return [] if found is None else ["converted from a pickled file (adapter_model.bin)"]
+    ranks = sorted({module["rank"] for module in found.modules.values()})
+    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
+    error = escaped(error_text(found.relative_error or 0.0))
+    return [f"converted from {escaped(found.peft_type)} to rsLoRA of {rank}: the relative error of ΔW is {error}"]
 
 
 def _truncation(record: CompositionRecord) -> list[str]:

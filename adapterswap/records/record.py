@@ -31,6 +31,7 @@ from adapterswap.planning.slicing import sliced_layers
 __all__ = [
     "FORMAT",
     "CompositionRecord",
+    "ConversionRecord",
     "ExtractedModule",
     "ExtractionRecord",
     "ExtractionRequest",
@@ -117,6 +118,21 @@ class ExtractionOrigin(BaseModel):
     full: SourceRecord
 
 
+class ConversionRecord(_Written):
+    """What was not a LoRA in a safetensors file before: where its numbers come from, and how near they are.
+
+    The last digits of a singular value decomposition are the machine's, so the result is known by its hash.
+    """
+
+    peft_type: str
+    pickled: bool = False
+    rank: int | None = None
+    max_error: float | None = None
+    relative_error: float | None = Field(default=None, ge=0, description="Over all modules together.")
+    modules: dict[str, dict[str, int | float]] = Field(default={}, description="Rank, relative error and norm of ΔW.")
+    sha256: dict[str, str] = Field(description="Of the adapter's own files.")
+
+
 class RuleRecord(BaseModel):
     """A rule as it was applied: fields as for `Rule`. Only what is read again is checked."""
 
@@ -150,6 +166,7 @@ class CompositionRecord(_Written):
         description="The owner, or each expert's coefficient.",
     )
     slice: SliceRecord | None = None
+    conversion: ConversionRecord | None = None
     magnitudes: dict[str, float] = Field(default={}, description="The mean |ΔW| by which weights were divided.")
     kept_rows: dict[str, float] = Field(default={}, description="The share of rows above the row threshold.")
     reduced: dict[str, dict[str, int | float]] = Field(

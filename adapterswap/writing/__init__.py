@@ -23,7 +23,7 @@ from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.planning.plan import Plan
 from adapterswap.records.cards import adapter_card
-from adapterswap.records.record import adapter_source, base_source, composition_record
+from adapterswap.records.record import CompositionRecord, adapter_source, base_source, composition_record
 from adapterswap.writing.folder import CARD, COMPOSED
 from adapterswap.writing.loadable import check_heads, loadable_form, with_written_names
 from adapterswap.writing.tensors import write_tensors
@@ -126,12 +126,18 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
 
 
 def write_prepared(
-    written: Prepared, out_path: str | Path, *, overwrite: bool = False, hashes: Mapping[str, str] | None = None
+    written: Prepared,
+    out_path: str | Path,
+    *,
+    overwrite: bool = False,
+    hashes: Mapping[str, str] | None = None,
+    amend: Callable[[CompositionRecord, Path], CompositionRecord] = lambda record, folder: record,
 ) -> Path:
     """Write what `prepare` made; see `write_adapter`.
 
     `hashes` are the SHA-256 of the experts' files by name, where they were found since the experts were opened: hashing
-    is most of a swap's time. They are believed.
+    is most of a swap's time. They are believed. `amend` adds to the record; it gets the folder of the
+    written files too.
     """
     out_path, plan = expand(out_path), written.plan
     with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
@@ -144,6 +150,7 @@ def write_prepared(
             measured=written.measured,
         )
         write_json(folder / CONFIG, written.layout.config)
+        record = amend(record, folder)
         write_json(folder / PROVENANCE, record.content())
         (folder / CARD).write_text(adapter_card(plan, record), encoding="utf-8")
     return out_path

@@ -1,0 +1,342 @@
+"""Convert an adapter: other names, another layout or dtype, safetensors for a pickle, rsLoRA for other kinds of PEFT's.
+
+What is a LoRA already is written anew by a plan of one expert, so nothing of it is lost but by rounding or truncation.
+Of other kinds PEFT gives the dense ΔW, of which the truncated SVD is the best approximation of its rank (Eckart & Young
+1936). Knows folders of adapters; knows nothing of compositions of several.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from adapterswap.arithmetic.approximation import approximate
+from adapterswap.arithmetic.outputs import Form
+from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
+from adapterswap.changes.deltas import Factors
+from adapterswap.checking.comparing import Difference, compare
+from adapterswap.converting.peft_deltas import CONVERTIBLE, load_with_base
+from adapterswap.converting.pickled import PICKLED, as_safetensors
+from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, NotFoundError, Problems, UnsupportedError
+from adapterswap.experts.adapter_keys import factor_key
+from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, open_adapter, read_adapter
+from adapterswap.experts.checkpoints import WEIGHT_FILES
+from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.naming import renamed_adapter
+from adapterswap.experts.sources import Source, at_revision, find_source
+from adapterswap.files.dtypes import FLOAT_NAMES
+from adapterswap.files.folders import check_target
+from adapterswap.files.numbers import decode, finite_bytes
+from adapterswap.files.smallfiles import exists, expand, read_json, shown, write_json
+from adapterswap.planning.allocation import Rule
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.names import expert_name
+from adapterswap.planning.plan import Plan
+from adapterswap.records.record import CompositionRecord, ConversionRecord
+from adapterswap.writing import prepare, write_prepared
+from adapterswap.writing.folder import COMPOSED
+
+__all__ = ["Conversion", "ConvertedModule", "convert"]
+
+# What makes a LoRA more than s·B·A, or another one.
+_VARIANTS = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config")
+_RESOLUTION = 5e-8  # of errors that are computed from inner products
+_CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
+
+
+@dataclass(frozen=True)
+class ConvertedModule:
+    """A module of a converted adapter.
+
+    Attributes:
+        name: its full name, as it is written.
+        rank: of its factors.
+        norm: ‖ΔW‖ before (Frobenius).
+        error: ‖ΔW - ΔW'‖ / ‖ΔW‖, with the factors as they are written; below 5e-8 it is 0.
+    """
+
+    name: str
+    rank: int
+    norm: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` wrote, or would write.
+
+    Attributes:
+        out_path: the folder.
+        peft_type: the kind that it was before, such as LORA, DORA or LOHA.
+        pickled: whether it was a pickle.
+        modules: its LoRA modules.
+    """
+
+    out_path: Path
+    peft_type: str
+    pickled: bool
+    modules: tuple[ConvertedModule, ...]
+
+    @property
+    def relative_error(self) -> float:
+        """‖ΔW - ΔW'‖ / ‖ΔW‖ over all modules together."""
+        norm = math.sqrt(math.fsum(module.norm**2 for module in self.modules))
+        apart = math.sqrt(math.fsum((module.norm * module.error) ** 2 for module in self.modules))
+        return apart / norm if norm else 0.0
+
+    @property
+    def worst(self) -> ConvertedModule:
+        """The module with the largest error."""
+        return max(self.modules, key=lambda module: module.error)
+
+
+def convert(
+    adapter: str | Path,
+    out_path: str | Path,
+    *,
+    names: Literal["transformers4", "transformers5"] | None = None,
+    layout: Literal["exact", "portable"] = "exact",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    rank: int | None = None,
+    max_error: float | None = None,
+    base_model: str | None = None,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Conversion:
+    """Write an adapter anew: under other names, in another layout or dtype, as safetensors, or as an rsLoRA.
+
+    A LoRA keeps its ΔW, up to the rounding to `dtype` and to `rank`. For other kinds (DoRA, LoHa, LoKr, OFT, (IA)³, …)
+    PEFT gives each module's ΔW on its base, and ΔW ≈ B·A is its truncated SVD, with lora_alpha = √rank, so that
+    rsLoRA's scale is 1.
+
+    Args:
+        adapter: a folder or Hub id.
+        out_path: the folder to write; it appears whole or not at all.
+        names: the names of the modules in `transformers4` or `transformers5`; see `write_adapter`.
+        layout: `exact`, or `portable` (one rank, plain LoRA, scale 1).
+        dtype: of the tensors; by default the adapter's own, float32 where ΔW is computed.
+        rank: the highest rank of a module; other kinds than LoRA need this or `max_error`.
+        max_error: no module may have a larger relative error of ΔW, rounding included, or the conversion is refused. Of
+            other kinds than LoRA each module gets the smallest rank that suffices, up to `rank`.
+        base_model: the adapter's base, where it names none or another place. DoRA and the like need its weights.
+        allow_pickle: read `adapter_model.bin`, by `torch.load(weights_only=True)` and nothing else.
+        overwrite: replace the folder, if `convert` or its like wrote it.
+        dry_run: compute and report everything, and write nothing.
+        progress: called after each module of another kind with how many are done, and how many there are.
+
+    Returns:
+        The kind that it was, and each module's rank and relative error.
+
+    Raises:
+        ArgumentError: an argument has the wrong type or value, or another kind than LoRA is given neither `rank` nor
+            `max_error`.
+        NotFoundError: there is no such adapter.
+        ExpertError: it is damaged, or changes nothing.
+        BaseModelError: its base is needed, and is not known or cannot be loaded.
+        UnsupportedError: it is a pickle and `allow_pickle` is False; PEFT has no ΔW for its kind; an error is above
+            `max_error`.
+        OutputError: the folder exists (without `overwrite`), holds other files, overlaps the input, or cannot be
+            written.
+    """
+    if names not in (None, "transformers4", "transformers5"):
+        raise ArgumentError(f"`names` is {names!r}", "Pass transformers4 or transformers5", parameter="names")
+    if dtype is not None and dtype not in FLOAT_NAMES:
+        raise ArgumentError(f"`dtype` is {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
+    stored = FLOAT_NAMES[dtype] if dtype else None
+    form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[adapter, base_model])
+    source = find_source(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
+    with tempfile.TemporaryDirectory(prefix="adapterswap-convert-") as place:
+        folder, pickled = _safetensors(source, Path(place), allow_pickle=allow_pickle)
+        kind = _kind(folder)
+        if kind == "LORA":
+            opened, own = read_adapter(replace(source, folder=folder)), {}
+        else:
+            if rank is None and max_error is None:
+                raise ArgumentError(
+                    f"{adapter} is {kind}, which LoRA can only come near",
+                    "Pass `rank=16`, or `max_error=0.1` for the smallest rank with that error",
+                    parameter="rank",
+                )
+            cut = Path(place) / "cut"
+            cut.mkdir()
+            own = _cut(folder, cut, form, base_model, progress)
+            opened = read_adapter(replace(source, folder=cut))
+            form = replace(form, max_rank=None, max_error=None)
+        expert = expert_name(adapter, {}, "expert")
+        prepared = prepare(_plan_of(opened, expert, base_model), form)
+        target = Path(place) / "written"
+        original = {file: sha256_of(source.folder / file) for file in (PICKLED if pickled else WEIGHTS, CONFIG)}
+
+        def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
+            if kind == "LORA" and not pickled:
+                return record
+            experts = {name: one.model_copy(update={"sha256": original}) for name, one in record.experts.items()}
+            sha256 = {file: sha256_of(written / file) for file in (WEIGHTS, CONFIG)}
+            total = Conversion(target, kind, pickled, tuple(own.values()))
+            conversion = ConversionRecord(
+                peft_type=kind,
+                pickled=pickled,
+                rank=rank,
+                max_error=max_error,
+                sha256=sha256,
+                **({"relative_error": total.relative_error} if own else {}),
+                modules={m.name: {"rank": m.rank, "relative_error": m.error, "norm": m.norm} for m in own.values()},
+            )
+            return record.model_copy(update={"experts": experts, "conversion": conversion})
+
+        trial = dry_run or max_error is not None  # errors are known once the files are
+        written = write_prepared(
+            prepared, target if trial else out_path, overwrite=overwrite and not trial, amend=amend
+        )
+        modules = _measured(opened, open_adapter(written), prepared.plan.slots, own)
+        found = Conversion(expand(out_path), kind, pickled, modules)
+        _check_errors(found, max_error)
+        if trial and not dry_run:
+            write_prepared(prepared, out_path, overwrite=overwrite, amend=amend)
+    return found
+
+
+def _safetensors(source: Source, place: Path, *, allow_pickle: bool) -> tuple[Path, bool]:
+    """A folder with the adapter's config and safetensors, and whether they were a pickle."""
+    if exists(source.folder / WEIGHTS) or not exists(source.folder / PICKLED):
+        return source.folder, False
+    if not allow_pickle:
+        raise UnsupportedError(
+            f"{source.folder} holds a pickled adapter ({PICKLED}), which can run code when loaded",
+            "Pass `allow_pickle=True` to read its tensors with torch's restricted unpickler, which runs none",
+            parameter="allow_pickle",
+        )
+    folder = place / "safetensors"
+    folder.mkdir()
+    as_safetensors(source.folder / PICKLED, folder)
+    shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
+    return folder, True
+
+
+def _kind(folder: Path) -> str:
+    """What the adapter is: LORA where it is s·B·A, DORA and the like for its variants, else PEFT's name."""
+    config = read_json(folder / CONFIG, "Give the folder of a PEFT adapter")
+    kind = config.get("peft_type")
+    init = config.get("init_lora_weights")
+    if kind not in CONVERTIBLE:
+        raise UnsupportedError(
+            f"The adapter is of the kind {shown(kind)}, of which PEFT gives no ΔW for each module that is tested here",
+            f"Convert one of {', '.join(CONVERTIBLE)}",
+            parameter="adapter",
+        )
+    if isinstance(init, str) and init.lower().startswith(_CHANGING_INITS):
+        raise UnsupportedError(
+            f"init_lora_weights is {shown(init)}, which changed the base's weights",
+            "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
+            parameter="adapter",
+        )
+    if kind == "LORA" and config.get("use_dora"):
+        return "DORA"
+    variant = next((key for key in _VARIANTS if config.get(key)), None)
+    if kind == "LORA" and variant is not None:
+        raise UnsupportedError(f"{variant} is set, and such a LoRA is not converted", "Retrain it", parameter="adapter")
+    return str(kind)
+
+
+def _cut(
+    folder: Path, out: Path, form: Form, base_model: str | None, progress: Callable[[int, int], None]
+) -> dict[str, ConvertedModule]:
+    """Write an rsLoRA into `out` that stands for the adapter of another kind in `folder`; what came of each module."""
+    from safetensors.numpy import save_file
+
+    config = read_json(folder / CONFIG)
+    named = config.get("base_model_name_or_path")
+    reference = base_model or (at_revision(named, config.get("revision")) if isinstance(named, str) else None)
+    if reference is None:
+        raise BaseModelError("The adapter names no base model", "Pass `base_model`", parameter="base_model")
+    base = find_source(reference, WEIGHT_FILES, what="base model")
+    loaded = load_with_base(folder, base.folder, reference)
+    tensors: dict[str, Any] = {}
+    found: dict[str, ConvertedModule] = {}
+    dtype = form.dtype or "F32"
+    for change in loaded.changes(progress):
+        if not np.isfinite(change.delta).all():
+            raise ExpertError(f"ΔW of {change.name} holds NaN or infinity", "Train the adapter again")
+        norm = float(np.linalg.norm(change.delta.astype(np.float64)))
+        if norm == 0:
+            continue
+        cut = approximate(change.delta, rank=form.max_rank, error=form.max_error)
+        a, b = (
+            decode(finite_bytes(values, dtype, change.name), dtype, values.shape)
+            for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
+        )
+        error = float(np.linalg.norm((change.delta - Factors(a, b).b @ a).astype(np.float64))) / norm
+        found[change.name] = ConvertedModule(change.name, a.shape[0], norm, error)
+        tensors[factor_key(change.name, "A", embedding=False)] = a
+        tensors[factor_key(change.name, "B", embedding=False)] = b
+    if not found:
+        raise ExpertError("The adapter changes no weight of its base", "Train it first", parameter="adapter")
+    tensors |= {key: tensor.float().numpy() for key, tensor in loaded.saved.items()}
+    shapes = {name: Shape(module.rank, *written_scale(module.rank, True, 1.0)) for name, module in found.items()}
+    rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
+    save_file(tensors, out / WEIGHTS)
+    content = adapter_config(
+        shapes, rank, alpha, rslora=True, base_model=named or reference, revision=config.get("revision"),
+        task_type=config.get("task_type"), fan_in_fan_out=bool(config.get("fan_in_fan_out")), tied=False,
+        saved=config.get("modules_to_save") or (), auto_mapping=config.get("auto_mapping"),
+    )  # fmt: skip
+    write_json(out / CONFIG, content)
+    return found
+
+
+def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
+    """The plan that gives everything to the one expert. Where the base is out of reach, its depth does not matter."""
+    composition = Composition(allocation=(Rule(expert=expert),), base_model=base_model)
+    try:
+        return make_plan(composition, {expert: adapter})
+    except (NotFoundError, BaseModelError):
+        return make_plan(composition.model_copy(update={"num_layers": _least_depth(adapter)}), {expert: adapter})
+
+
+def _least_depth(adapter: Adapter) -> int:
+    layers = [module.layer for module in adapter.modules.values()] + [module.layer for module in adapter.saved.values()]
+    return 1 + max((layer for layer in layers if layer is not None), default=0)
+
+
+def _measured(
+    before: Adapter, after: Adapter, slots: Mapping[str, Any], own: Mapping[str, ConvertedModule]
+) -> tuple[ConvertedModule, ...]:
+    """The modules with their errors: of a LoRA against its own factors, of other kinds against the dense ΔW."""
+    if own:
+        names = {slot.module: name for name, slot in slots.items()}
+        return tuple(replace(module, name=names.get(name, name)) for name, module in own.items())
+    new = {slot.module: name for name, slot in slots.items()}
+    renamed = renamed_adapter(before, {n: new.get(n, n) for n in (*before.modules, *before.saved)}, "", after.container)
+    return tuple(
+        ConvertedModule(one.name, after.modules[one.name].rank, one.norms[0], _error(one))
+        for one in compare(renamed, after)
+        if one.name in after.modules
+    )
+
+
+def _error(difference: Difference) -> float:
+    """The relative error; 0 where it is below what inner products can tell."""
+    return difference.distance if difference.norms[0] and difference.distance > _RESOLUTION else 0.0
+
+
+def _check_errors(found: Conversion, max_error: float | None) -> None:
+    problems = Problems(UnsupportedError)
+    for module in found.modules:
+        if max_error is not None and module.error > max_error * (1 + 1e-6) + 1e-7:
+            problems.add(
+                f"the relative error of {module.name} is {module.error:.3g} at rank {module.rank}, above {max_error:g}",
+                "Pass a larger `rank`, a larger `max_error`, or `dtype=float32`",
+                parameter="max_error",
+            )
+    problems.raise_if_any()

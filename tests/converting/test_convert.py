@@ -1,0 +1,268 @@
+"""`convert` against PEFT: its own logits with each kind of adapter, its own conversion to LoRA, its own reading."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from click.testing import Result
+from conftest import load_base, logits
+from peft import PeftModel, get_peft_model
+from refusals import refused
+from safetensors.torch import load_file, save_file
+from tolerances import close
+
+import adapterswap
+from adapterswap.converting import Conversion
+from adapterswap.converting.peft_deltas import CONVERTIBLE
+from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, OutputError, UnsupportedError
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
+FULL = 48  # no ΔW of the pico model has a higher rank
+
+# Kind → PEFT's config.
+KINDS: dict[str, Callable[..., Any]] = {
+    "DORA": lambda **o: peft.LoraConfig(r=4, use_dora=True, use_rslora=True, **o),
+    "ADALORA": lambda **o: peft.AdaLoraConfig(init_r=6, target_r=4, total_step=10, **o),
+    "LOHA": lambda **o: peft.LoHaConfig(r=3, **o),
+    "LOKR": lambda **o: peft.LoKrConfig(r=4, **o),
+    "OFT": lambda **o: peft.OFTConfig(r=0, oft_block_size=4, **o),
+    "BOFT": lambda **o: peft.BOFTConfig(boft_block_size=4, **o),
+    "IA3": lambda **o: peft.IA3Config(feedforward_modules=["down_proj"], **o),
+    "VERA": lambda **o: peft.VeraConfig(r=4, **o),
+    "HRA": lambda **o: peft.HRAConfig(r=4, **o),
+    "FOURIERFT": lambda **o: peft.FourierFTConfig(n_frequency=30, **o),
+    "VBLORA": lambda **o: peft.VBLoRAConfig(r=2, vector_length=16, num_vectors=8, **o),
+    "RANDLORA": lambda **o: peft.RandLoraConfig(r=4, **o),
+    "MISS": lambda **o: peft.MissConfig(r=4, **o),
+    "SHIRA": lambda **o: peft.ShiraConfig(r=2, **o),
+    "C3A": lambda **o: peft.C3AConfig(block_size=8, **o),
+    "DELORA": lambda **o: peft.DeloraConfig(r=4, **o),
+    "WAVEFT": lambda **o: peft.WaveFTConfig(n_frequency=30, **o),
+    "GRALORA": lambda **o: peft.GraloraConfig(r=4, gralora_k=2, **o),
+}
+
+
+def trained(base: Path, folder: Path, kind: str, **options: Any) -> Path:
+    """An adapter with random numbers in everything that it would train, saved by PEFT."""
+    config = KINDS[kind](target_modules=TARGETS, task_type="CAUSAL_LM", **options)
+    model = get_peft_model(load_base(base), config)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's, about its own defaults
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_becomes_an_rslora(kind: str, base: Callable[[str], Path], tmp_path: Path) -> None:
+    """At full rank the LoRA computes what PEFT computes with the adapter itself."""
+    adapter = trained(base("llama"), tmp_path / "in", kind)
+    own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
+    found = adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
+    assert found.peft_type == kind
+    assert found.relative_error < 1e-5
+    assert len(found.modules) == len(TARGETS) * 6
+    config = json.loads((tmp_path / "out" / CONFIG).read_text())
+    assert config["peft_type"] == "LORA"
+    assert config["use_rslora"]
+    result = PeftModel.from_pretrained(load_base(base("llama")), tmp_path / "out").eval()
+    assert not torch.allclose(logits(own), logits(load_base(base("llama"))), atol=1e-3)
+    close(logits(result), logits(own), depth=6)
+    assert adapterswap.verify(tmp_path / "out", {"in": adapter}).equal
+    swapped = adapterswap.layer_swap(tmp_path / "out", adapterswap.open_adapter(tmp_path / "out"), bottom=1, top=1)
+    assert len(swapped.modules) == len(found.modules)
+
+
+def test_every_kind_that_is_let_in_is_tested() -> None:
+    assert {"LORA", *KINDS} - {"DORA"} == set(CONVERTIBLE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_error_is_the_one_of_pefts_own_conversion(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = trained(base("llama"), tmp_path / "in", "LOHA")
+    model = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
+    deltas = {
+        name: module.get_delta_weight("default").double()
+        for name, module in model.get_base_model().named_modules()
+        if hasattr(module, "get_delta_weight")
+    }
+    found = adapterswap.convert(adapter, tmp_path / "out", rank=4)
+    _, theirs = peft.convert_to_lora(model, rank=4)
+    for module in found.modules:
+        key = f"base_model.model.{module.name}.lora_"
+        product = theirs[f"{key}B.weight"].double() @ theirs[f"{key}A.weight"].double()
+        delta = deltas[module.name]
+        assert module.error == pytest.approx(float((delta - product).norm() / delta.norm()), rel=1e-3)
+        assert module.norm == pytest.approx(float(delta.norm()), rel=1e-4)
+        assert module.rank == 4
+    written = load_file(tmp_path / "out" / WEIGHTS)
+    worst = found.worst
+    key = f"base_model.model.{worst.name}.lora_"
+    ours = written[f"{key}B.weight"].double() @ written[f"{key}A.weight"].double()  # scale 1
+    error = float((deltas[worst.name] - ours).norm() / deltas[worst.name].norm())
+    assert worst.error == pytest.approx(error, rel=1e-3)
+    assert found.relative_error <= worst.error
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_bound_on_the_error(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = trained(base("llama"), tmp_path / "in", "LOHA")
+    found = adapterswap.convert(adapter, tmp_path / "out", max_error=0.2)
+    assert found.worst.error <= 0.2
+    assert len({module.rank for module in found.modules}) > 1 or found.modules[0].rank < FULL
+    with refused(UnsupportedError, "max_error"):
+        adapterswap.convert(adapter, tmp_path / "none", rank=1, max_error=0.2)
+    with refused(ArgumentError, "rank"):
+        adapterswap.convert(adapter, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with refused(BaseModelError, "base_model"):
+        (tmp_path / "moved").mkdir()
+        for file in adapter.iterdir():
+            (tmp_path / "moved" / file.name).write_bytes(file.read_bytes())
+        config = json.loads((adapter / CONFIG).read_text()) | {"base_model_name_or_path": None}
+        (tmp_path / "moved" / CONFIG).write_text(json.dumps(config))
+        adapterswap.convert(tmp_path / "moved", tmp_path / "none", rank=4)
+
+
+def test_a_lora_in_another_dtype_and_layout(math: Path, base: Callable[[str], Path], tmp_path: Path) -> None:
+    own = logits(PeftModel.from_pretrained(load_base(base("llama")), math))
+    for layout in ("exact", "portable"):
+        for dtype in (None, "float32", "float16", "bfloat16"):
+            out = tmp_path / f"{layout}-{dtype}"
+            found = adapterswap.convert(math, out, layout=layout, dtype=dtype)
+            tensors = load_file(out / WEIGHTS)
+            wanted = getattr(torch, dtype or "float32")
+            assert {tensor.dtype for tensor in tensors.values()} == {wanted}
+            assert found.relative_error < {None: 1e-6, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+            assert (found.relative_error > 1e-5) == (dtype in ("float16", "bfloat16"))
+            assert adapterswap.verify(out, {math.name: math}).equal
+            if dtype in (None, "float32"):
+                close(logits(PeftModel.from_pretrained(load_base(base("llama")), out)), own, depth=6)
+            config = json.loads((out / CONFIG).read_text())
+            assert config["use_rslora"] == (layout == "exact")
+    plain = adapterswap.convert(math, tmp_path / "plain")
+    assert (plain.out_path / WEIGHTS).read_bytes() == (math / WEIGHTS).read_bytes() or plain.relative_error == 0
+    with refused(UnsupportedError, "max_error"):
+        adapterswap.convert(math, tmp_path / "coarse", dtype="bfloat16", max_error=1e-4)
+    with refused(UnsupportedError, "max_error"):
+        adapterswap.convert(math, tmp_path / "low", rank=1, max_error=0.01)
+
+
+def test_a_pickled_adapter(math: Path, run: Callable[..., Result], tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    torch.save(load_file(math / WEIGHTS), folder / "adapter_model.bin")
+    (folder / CONFIG).write_bytes((math / CONFIG).read_bytes())
+    with refused(UnsupportedError, "allow_pickle"):
+        adapterswap.convert(folder, tmp_path / "out")
+    result = run("convert", folder, "-o", tmp_path / "out", "--allow-pickle", "--json")
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["pickled"]
+    assert told["relative_error"] == 0
+    ours, theirs = load_file(tmp_path / "out" / WEIGHTS), load_file(math / WEIGHTS)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert run("verify", tmp_path / "out", "--expert", f"pickled={folder}").exit_code == 0
+    assert "pickled" in (tmp_path / "out" / "README.md").read_text()
+    torch.save({"a": torch.ones(2)}, folder / "adapter_model.bin")
+    assert run("verify", tmp_path / "out", "--expert", f"pickled={folder}").exit_code == 1
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return Path.touch, (Path("hostile-was-here"),)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda path: path.write_bytes(pickle.dumps({"a": Hostile()})),
+        lambda path: torch.save({"a": Hostile()}, path),
+        lambda path: torch.save([torch.ones(2)], path),
+        lambda path: torch.save({"a": "text"}, path),
+        lambda path: torch.save({"a": torch.eye(2).to_sparse()}, path),
+        lambda path: path.write_bytes(b"nothing"),
+    ],
+)
+def test_a_hostile_pickle_runs_nothing(
+    content: Callable[[Path], object], math: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    content(folder / "adapter_model.bin")
+    (folder / CONFIG).write_bytes((math / CONFIG).read_bytes())
+    with refused(ExpertError):
+        adapterswap.convert(folder, tmp_path / "out", allow_pickle=True)
+    assert not (tmp_path / "hostile-was-here").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def changed(source: Path, folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    save_file(load_file(source / WEIGHTS), folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(json.loads((source / CONFIG).read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"init_lora_weights": "pissa", "use_dora": True}, {"peft_type": "PROMPT_TUNING"}, {"peft_type": None},
+     {"lora_bias": True}],
+)  # fmt: skip
+def test_what_is_not_converted(config: dict[str, Any], math: Path, tmp_path: Path) -> None:
+    with refused(UnsupportedError, "adapter"):
+        adapterswap.convert(changed(math, tmp_path / "odd", **config), tmp_path / "out", rank=4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_change_of_a_bias_is_refused(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """(IA)³ scales what a linear layer gives, its bias too; Qwen2's projections have one."""
+    adapter = trained(base("qwen2"), tmp_path / "in", "IA3")
+    with refused(UnsupportedError, match="bias of model.layers.0.self_attn"):
+        adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_base_is_not_taken(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = trained(base("llama"), tmp_path / "in", "LOHA")
+    with refused(ExpertError, match="PEFT"):
+        adapterswap.convert(adapter, tmp_path / "out", rank=4, base_model=str(base("gpt2")))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whole_modules_are_kept(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = trained(base("llama"), tmp_path / "in", "LOKR", modules_to_save=["norm"])
+    own = PeftModel.from_pretrained(load_base(base("llama")), adapter).eval()
+    adapterswap.convert(adapter, tmp_path / "out", rank=FULL)
+    result = PeftModel.from_pretrained(load_base(base("llama")), tmp_path / "out").eval()
+    close(logits(result), logits(own), depth=6)
+    assert np.isin("base_model.model.model.norm.weight", list(load_file(tmp_path / "out" / WEIGHTS)))
+
+
+def test_convert_on_the_command_line(math: Path, run: Callable[..., Result], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    dry = run("convert", math, "-o", out, "--dtype", "bfloat16", "--dry-run")
+    assert dry.exit_code == 0, dry.stderr
+    assert not out.exists()
+    result = run("convert", math, "-o", out, "--dtype", "bfloat16", "--layout", "portable")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("LORA: 42 modules, rank 8")
+    assert "relative error of ΔW: 0.00" in result.stderr
+    again = run("convert", math, "-o", out)
+    assert again.exit_code == 1
+    with refused(OutputError, "out_path"):
+        adapterswap.convert(math, out)
+    assert isinstance(adapterswap.convert(math, out, overwrite=True), Conversion)
