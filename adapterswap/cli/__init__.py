@@ -40,7 +40,7 @@ COMMANDS = {
     "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",
     "sweep": "Judge many compositions over one loaded base.",
     "report": "Write one HTML page, LaTeX and CSV of a sweep or a lab run.",
-    "serve": "Serve compositions by name with vLLM.",
+    "serve": "Serve compositions by name with vLLM or llama.cpp.",
     "lab": "Tell the whole story on an embedded pico model, offline.",
 }
 

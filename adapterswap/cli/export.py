@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from adapterswap.writing.gguf import Exported
     from adapterswap.writing.gguf_layout import PreparedGguf
 
-_OUTTYPES = (
+OUTTYPES = (
     "f32",
     "f16",
     "bf16",
@@ -30,7 +30,7 @@ _OUTTYPES = (
 @click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base.  [default: the one that the experts name]")
 @click.option(
     "--outtype",
-    type=click.Choice(_OUTTYPES),
+    type=click.Choice(OUTTYPES),
     default="f32",
     show_default=True,
     help="Number format. f32 is exact; q8_0 needs ranks that are multiples of 32.",

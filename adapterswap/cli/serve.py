@@ -1,4 +1,4 @@
-"""`adapterswap serve`: a base and experts → vLLM's OpenAI server, which composes by name."""
+"""`adapterswap serve`: a base and experts → an OpenAI server (vLLM, llama.cpp) that composes by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.export import OUTTYPES
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import human_bytes, note, note_dry_run, print_json
 
@@ -33,7 +34,8 @@ class _Serve(click.Command):
             )
             value = "".join(f" {arg}" for arg in written[written.index(option) + 1 :][:1] if not arg.startswith("-"))
             raise click.UsageError(
-                f"{error.format_message()} Options for vLLM go after `--`: adapterswap serve … -- {option}{value}",
+                f"{error.format_message()} The engine's own options go after `--`: "
+                f"adapterswap serve … -- {option}{value}",
                 error.ctx,
             ) from None
 
@@ -44,19 +46,48 @@ class _Serve(click.Command):
 @click.option(
     "--cache", type=PATH, metavar="DIR", help="Where compositions are kept.  [default: ~/.cache/adapterswap/serving]"
 )
+@click.option(
+    "--engine", type=click.Choice(["vllm", "llama.cpp"]), default="vllm", show_default=True, help="What runs the base."
+)
+@click.option("--gguf", type=PATH, metavar="FILE", help="llama.cpp: the base, converted by convert_hf_to_gguf.py.")
+@click.option(
+    "--llama-server", type=PATH, metavar="BIN", help="llama.cpp's server.  [default: on the PATH, or xllamacpp]"
+)
+@click.option("--outtype", type=click.Choice(OUTTYPES), help="llama.cpp: number format of the experts.  [default: f32]")
 @click.option("--dry-run", is_flag=True, help="Check everything, show the command, start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM ARGS]")
+@click.argument("engine_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE ARGS]")
 def command(
-    base_model: str, experts_path: str, cache: str | None, dry_run: bool, as_json: bool, vllm_args: tuple[str, ...]
+    base_model: str,
+    experts_path: str,
+    cache: str | None,
+    engine: str,
+    gguf: str | None,
+    llama_server: str | None,
+    outtype: str | None,
+    dry_run: bool,
+    as_json: bool,
+    engine_args: tuple[str, ...],
 ) -> None:
-    """Serve compositions by name with vLLM.
+    """Serve compositions by name with vLLM or llama.cpp.
 
     A request for the model `math+swahili`, or `math+swahili@bottom=4,top=1`, or the bare name of an expert is composed
-    on first use. Arguments after `--` go to vLLM's OpenAI server and win over what is chosen here: `-- --port 8001
+    on first use. Arguments after `--` go to the engine's server and win over what is chosen here: `-- --port 8001
     --dtype bfloat16`. It listens on 127.0.0.1 unless `--host` is among them, and only once it has decoded a token; it
-    prints `ready` then, and exits with 1 and the reason if vLLM cannot serve the base.
+    prints `ready` then, and exits with 1 and the reason if the engine cannot serve the base.
     """
+    if engine == "llama.cpp":
+        if gguf is None:
+            raise click.UsageError("--engine llama.cpp needs --gguf, the base as a GGUF file.")
+        from adapterswap.cli.serve_llama import serve_with_llama
+
+        serve_with_llama(
+            base_model, experts_path, cache, gguf, llama_server, outtype or "f32", engine_args,
+            dry_run=dry_run, as_json=as_json,
+        )  # fmt: skip
+        return
+    if gguf or llama_server or outtype:
+        raise click.UsageError("--gguf, --llama-server and --outtype are for --engine llama.cpp.")
     import os
     import sys
 
@@ -76,7 +107,7 @@ def command(
         with problems.collect():
             experts[name] = composer.open(name)
     problems.raise_if_any()
-    launch = plan_launch(composer, experts, experts_path, vllm_args)
+    launch = plan_launch(composer, experts, experts_path, engine_args)
     if as_json:
         print_json(_as_json(launch, composer, experts, dry_run))
     else:

@@ -56,13 +56,14 @@ def _build(folder: Path, base_model: str) -> dict[str, str]:
     return {name: weight.shape for name, weight in weights.items()}
 
 
-def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str) -> None:
-    """Whether a server with this base can load the adapter and answer right; `name` stands for it in messages.
+def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: str = "vLLM") -> None:
+    """Whether a server with this base can load the adapter and answer right; `name` and `engine` stand for it and the
+    server in messages.
 
     Raises:
         ExpertError: it adapts modules that the base does not have, or in another shape.
-        UnsupportedError: it holds what vLLM does not serve: modules trained in full, or an embedding whose LoRA also
-            changes the tied head.
+        UnsupportedError: it holds what the engine does not serve: modules trained in full, or an embedding whose LoRA
+            also changes the tied head.
     """
     problems = Problems(ExpertError)
     remedy = "Serve experts of this base model"
@@ -75,14 +76,14 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str) -> None:
     compare_shapes(held, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts")
     if adapter.saved:
         problems.add(
-            f"{name} holds {', '.join(adapter.saved)} trained in full (modules_to_save), which vLLM does not serve",
+            f"{name} holds {', '.join(adapter.saved)} trained in full (modules_to_save), which {engine} does not serve",
             "Merge it into full weights, or train it as LoRA",
             parameter="experts",
             kind=UnsupportedError,
         )
     if adapter.config.tied and any(module.embedding for module in adapter.modules.values()):
         problems.add(
-            f"{name} adapts an embedding and the head tied to it together (ensure_weight_tying), unknown to vLLM",
+            f"{name} adapts an embedding and the head tied to it together (ensure_weight_tying), unknown to {engine}",
             "Merge it into full weights, or train it without ensure_weight_tying",
             parameter="experts",
             kind=UnsupportedError,

@@ -115,6 +115,10 @@ class Cache:
             raise self._unwritable(error) from None
         return entry
 
+    def entry(self, key: str) -> Path:
+        """Where the folder named `key` is, or would be."""
+        return self._entries / key
+
     def collect(self, keep: int) -> int | None:
         """Remove all but the `keep` entries used last, and what killed processes left; only where no server lives.
 

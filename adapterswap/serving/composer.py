@@ -57,6 +57,8 @@ class NamedComposer:
         BaseModelError: it does not say how many layers the base has, or which modules.
     """
 
+    engine = "vLLM"  # what messages call it
+
     def __init__(self, manifest: Manifest, base_model: str, cache: Cache, max_lora_rank: int | None) -> None:
         self.manifest = manifest
         self.base_model = base_model
@@ -145,8 +147,8 @@ class NamedComposer:
         if name in self._from_hub:
             return self._from_hub[name]
         adapter = open_adapter(self.manifest.experts[name])
-        check_fits(adapter, self._shapes, name)
-        check_copies(adapter, self.base_model, self.cache.memo, name)
+        check_fits(adapter, self._shapes, name, self.engine)
+        check_copies(adapter, self.base_model, self.cache.memo, name, self.engine)
         if adapter.source.revision:
             self._from_hub[name] = adapter
         return adapter

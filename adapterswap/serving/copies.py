@@ -21,7 +21,7 @@ from adapterswap.serving.memo import Memo
 __all__ = ["check_copies"]
 
 
-def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> None:
+def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engine: str = "vLLM") -> None:
     """Compare every copy with the base's weight, up to the rounding of the narrower of their dtypes.
 
     Args:
@@ -29,6 +29,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
         base_model: a folder, or a Hub id, of which nothing is compared.
         memo: where it is kept that they are equal; an embedding of 8B takes a gigabyte to read.
         name: what to call the expert in messages.
+        engine: what to call the server.
 
     Raises:
         BaseModelError: the expert carries another weight than the base has; see `check_base`.
@@ -45,6 +46,6 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str) -> No
         return
     check_base(
         carried_copies(adapter, base, name), base, "the base",
-        effect="which vLLM leaves out", remedy="Serve experts of this base model", parameter="base_model",
+        effect=f"which {engine} leaves out", remedy="Serve experts of this base model", parameter="base_model",
     )  # fmt: skip
     memo.put(key, True)

@@ -1,0 +1,191 @@
+"""Names as scales: a composition of experts that llama.cpp loaded layer by layer, as a list for a request.
+
+llama.cpp loads adapters when it starts, and a request gives each a scale. With one file per layer of each expert, any
+layer swap and any linear blend of whole layers is such a list; nothing is composed and nothing written for it. Knows
+plans and files; knows nothing of servers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from adapterswap import __version__
+from adapterswap.arithmetic.outputs import Form
+from adapterswap.arithmetic.resolving import resolve
+from adapterswap.errors import Problems, UnsupportedError
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.layers import format_layers
+from adapterswap.experts.sources import base_config
+from adapterswap.files.smallfiles import shown
+from adapterswap.planning.composing import adapter_plan
+from adapterswap.planning.plan import Plan
+from adapterswap.records.record import FORMAT
+from adapterswap.serving.cache import Cache
+from adapterswap.serving.composer import NamedComposer
+from adapterswap.serving.manifest import Manifest
+from adapterswap.serving.memo import content_hash
+from adapterswap.writing.gguf import check_outtype, write_gguf
+from adapterswap.writing.gguf_layout import PreparedGguf, prepare_gguf
+
+__all__ = ["Piece", "PieceComposer"]
+
+_KEPT = 1000  # names whose scales are remembered
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One loaded file: what an expert does to one layer, or outside the layers (None)."""
+
+    expert: str
+    layer: int | None
+    path: Path
+
+
+class PieceComposer(NamedComposer):
+    """Turns names into scales of pieces, for one base and one manifest. May be used from several threads.
+
+    Experts are opened once, since llama.cpp loads them once.
+
+    Args:
+        manifest: the experts, and what may be asked of them.
+        base_model: the folder or Hub id of the base, of which the config is read.
+        cache: where the pieces are kept.
+        outtype: their number format; see `adapterswap.export`.
+
+    Attributes:
+        pieces: all of them, in the order in which the engine loads them: a piece's place is its id.
+
+    Raises:
+        AdapterswapError: an expert cannot be opened or exported, with all that are wrong; see `adapterswap.export`.
+    """
+
+    engine = "llama.cpp"
+
+    def __init__(self, manifest: Manifest, base_model: str, cache: Cache, outtype: str = "f32") -> None:
+        super().__init__(manifest, base_model, cache, None)
+        check_outtype(outtype)
+        self.outtype = outtype
+        self._opened: dict[str, Adapter] = {}
+        problems = Problems()
+        plans: dict[str, Plan] = {}
+        for name in manifest.experts:
+            with problems.collect():
+                self._opened[name] = super().open(name)
+                plans[name] = adapter_plan(self._opened[name], base_model)
+        problems.raise_if_any()
+        self._prepared: dict[str, PreparedGguf] = {}  # by key in the cache
+        self.pieces: list[Piece] = []
+        for name, plan in plans.items():
+            with problems.collect():
+                self._prepare(name, plan)
+        problems.raise_if_any()
+        self._scales: dict[str, dict[int, float]] = {}
+        self._remembering = threading.Lock()
+
+    def open(self, name: str) -> Adapter:
+        """The expert of this name, as it was when the engine loaded it."""
+        return self._opened[name]
+
+    def scales(self, name: str) -> Mapping[int, float]:
+        """The scale of each piece that takes part in what `name` means, by its id; the others have 0.
+
+        Raises:
+            UnknownNameError: it means nothing here, names an expert that does not exist, or is not allowed.
+            FieldError, CompositionError: the name is malformed, or the experts cannot be composed in this way.
+            UnsupportedError: it gives parts of a layer to different experts, sets rows of ΔW to zero, or is not linear.
+        """
+        with self._remembering:
+            known = self._scales.get(name)
+        if known is None:
+            with self._hidden_paths():
+                known = self._found(name)
+            with self._remembering:
+                if len(self._scales) >= _KEPT:
+                    self._scales.clear()
+                self._scales[name] = known
+        return known
+
+    def _found(self, name: str) -> dict[int, float]:
+        plan = self.plan(name)
+        if plan.composition.row_threshold is not None:
+            raise UnsupportedError(
+                f"{shown(name)} sets rows of ΔW to zero, and llama.cpp scales whole layers",
+                "Write it with `adapterswap export`, and serve that file",
+                parameter="name",
+            )
+        coefficients = _coefficients(resolve(plan).plan)
+        scales: dict[int, float] = {}
+        split: set[int | None] = set()
+        for place, piece in enumerate(self.pieces):
+            if piece.expert not in plan.experts:
+                continue
+            adapter = self._opened[piece.expert]
+            found = {
+                coefficients.get((piece.expert, module.name), 0.0)
+                for module in adapter.modules.values()
+                if module.layer == piece.layer
+            }
+            if len(found) > 1:
+                split.add(piece.layer)
+            scales[place] = found.pop()
+        if split:
+            layers = format_layers(layer for layer in split if layer is not None)
+            raise UnsupportedError(
+                f"{shown(name)} gives modules of one layer (of {layers}) different scales, and llama.cpp scales whole "
+                "layers here",
+                "Write it with `adapterswap export`, and serve that file",
+                parameter="name",
+            )
+        return {place: scale for place, scale in scales.items() if scale}
+
+    def write(self) -> None:
+        """Write what is not in the cache, and keep it there as long as this process lives.
+
+        Raises:
+            AdapterswapError: an expert holds NaN or infinity, or changed; the cache cannot be written.
+        """
+        self.cache.hold()
+        problems = Problems()
+        for key, prepared in self._prepared.items():
+            with problems.collect():
+                self.cache.get(key, partial(self._write_pieces, prepared))
+        problems.raise_if_any()
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the base's."""
+        return next(iter(self._prepared.values())).architecture
+
+    def _prepare(self, name: str, plan: Plan) -> None:
+        prepared = prepare_gguf(plan, Form())
+        adapter = self._opened[name]
+        origin = {
+            "adapterswap": __version__,
+            "format": FORMAT,
+            "pieces": self.outtype,
+            "expert": [name, content_hash(adapter, self.cache.memo), adapter.config.sha256],
+            "base": [base_config(self.base_model)[1], plan.base_model, plan.base_revision],
+        }
+        key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
+        self._prepared[key] = prepared
+        exported = write_gguf(prepared, self.cache.entry(key), outtype=self.outtype, pieces=True, dry_run=True)
+        self.pieces += [Piece(name, file.layer, file.path) for file in exported.files]
+
+    def _write_pieces(self, prepared: PreparedGguf, folder: Path) -> None:
+        write_gguf(prepared, folder, outtype=self.outtype, pieces=True)
+
+
+def _coefficients(plan: Plan) -> dict[tuple[str, str], float]:
+    """Each expert's coefficient in each module that it enters."""
+    found: dict[tuple[str, str], float] = {}
+    for slot in plan:
+        for term in slot.terms:
+            key = term.expert, slot.name
+            found[key] = found.get(key, 0.0) + term.coefficient
+    return found
