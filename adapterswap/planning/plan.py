@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,21 +160,21 @@ class Plan:
             max_error=max_error, overwrite=overwrite,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def modules(self) -> dict[str, Slot]:
         """Of an adapter: the modules with LoRA, by full name."""
         return {name: slot for name, slot in self.slots.items() if not slot.in_full}
 
-    @property
+    @cached_property
     def saved(self) -> dict[str, Slot]:
         """Of an adapter: the modules that experts hold in full (`modules_to_save`), by full name."""
         return {name: slot for name, slot in self.slots.items() if slot.in_full}
 
-    @property
+    @cached_property
     def adapters(self) -> dict[str, Adapter]:
         return {name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)}
 
-    @property
+    @cached_property
     def checkpoints(self) -> dict[str, Checkpoint]:
         return {name: expert for name, expert in self.experts.items() if isinstance(expert, Checkpoint)}
 
