@@ -76,7 +76,10 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
                     product = _product(work.slot, block, device, kept_rows)
                 data = _linear(block, product, device)
         else:
-            data = _nonlinear(block, kept_rows, seed)
+            try:
+                data = _nonlinear(block, kept_rows, seed)
+            except np.linalg.LinAlgError:  # an SVD of infinite numbers
+                raise _overflow(work.slot.name, work.place.dtype) from None
         size = DTYPE_BYTES[work.place.dtype] * columns
         yield Done(work.place.start + block.start * size, data)
 

@@ -63,7 +63,8 @@ class CoreMethod(Method, ABC):
         left = _directions(np.concatenate(list(deltas.values()), axis=1))
         right = _directions(np.concatenate([delta.T for delta in deltas.values()], axis=1))
         cores = {name: left.T @ delta @ right for name, delta in deltas.items()}
-        return np.asarray(left @ self._core(cores, weights, settings) @ right.T, np.float64)
+        shape = (len(left), len(right))
+        return np.asarray(left @ self._core(cores, shape, weights, settings) @ right.T, np.float64)
 
     def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> tuple[Core, Core]:
         """The factors B (out×k) and A (k×in) of the merged ΔW, from those of each side's; no dense ΔW is formed.
@@ -76,17 +77,28 @@ class CoreMethod(Method, ABC):
         pairs = _complete(pairs, weights)
         left, right = _spaces(pairs)
         cores = {name: (left.T @ b) @ (a @ right) for name, (b, a) in pairs.items()}
-        return left @ self._core(cores, weights, settings), right.T
+        return left @ self._core(cores, (len(left), len(right)), weights, settings), right.T
 
-    def _core(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def _core(self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings) -> Core:
         import numpy as np
 
-        shape = next(iter(cores.values())).shape
-        return self.combine_cores(cores, weights, settings) if all(shape) else np.zeros(shape)  # none changes anything
+        size = next(iter(cores.values())).shape
+        if not all(size):  # no expert changes anything
+            return np.zeros(size)
+        return self.combine_cores(cores, shape, weights, settings)
 
     @abstractmethod
-    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
-        """The merged core, λ included, from those of the sides; p×q, float64."""
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
+        """The merged core, λ included.
+
+        Args:
+            cores: of the sides, p×q, float64.
+            shape: of ΔW, (out, in).
+            weights: w_i of the sides.
+            settings: see `Settings`.
+        """
 
 
 def _directions(matrix: Core, none: float = _NONE) -> Core:
@@ -142,16 +154,18 @@ class Tsv(CoreMethod):
     reference = "Gargiulo et al., CVPR 2025, arXiv:2412.00081"
     formula = "λ·U⊥·Σ·V⊥ᵀ of the experts' first singular vectors side by side, each side made orthonormal"
     notes = (
-        "Each of n experts keeps 1/n of the singular values, as in the authors' code; of LoRA experts, of those of the "
-        "joint space (Core Space, arXiv:2509.17786), since the others are zero. Vectors are averaged."
+        "Each of n experts keeps min(out, in)/n singular values, rounded down, as in the authors' code: all that an "
+        "expert has, unless its rank is higher. Those that are zero take no part. Vectors (biases, norms) are averaged."
     )
     parameters = (SCALE,)
     weighted = False
 
-    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
         import numpy as np
 
-        each = min(next(iter(cores.values())).shape) // len(cores)
+        each = max(1, min(shape) // len(cores))
         found = [_svd(core, each, cores) for core in cores.values()]
         left, sigma, right = _side_by_side(found)
         merged = (_orthogonal(left) * sigma) @ _orthogonal(right).T
@@ -180,7 +194,9 @@ class IsoC(CoreMethod):
     parameters = (SCALE,)
     weighted = False
 
-    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
         import numpy as np
 
         total = np.sum(list(cores.values()), axis=0)
@@ -197,21 +213,26 @@ class IsoCts(CoreMethod):
     reference = "Marczak et al., ICML 2025, arXiv:2502.04959"
     formula = "λ·σ̄·U⊥·V⊥ᵀ of the first singular vectors of Σ ΔW_i and of the ΔW_i outside of these; σ̄ their mean value"
     notes = (
-        "How many directions are common follows the authors' code: so many that the others can be shared evenly. "
-        "Counts are of the joint space's directions. Vectors are averaged."
+        "How many directions are common follows the authors' code: so many that the others can be shared evenly; "
+        "counted of those that Σ ΔW_i has. Vectors are averaged."
     )
     parameters = (SCALE, COMMON)
     weighted = False
 
-    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
         import numpy as np
 
-        size, count = min(next(iter(cores.values())).shape), len(cores)
-        own = round((size - int(size * settings["common_space_fraction"])) / count)
         total = np.sum(list(cores.values()), axis=0)
-        shared = _svd(total, max(0, size - own * count), cores)
-        found = [_svd(core - shared[0] @ (shared[0].T @ core), own, cores) for core in cores.values()]
-        left, sigma, right = _side_by_side([*found, shared])
+        u, sigma, vt = _svd(total, min(total.shape), cores)
+        size, count = len(sigma), len(cores)
+        own = round((size - int(size * settings["common_space_fraction"])) / count)
+        own -= own * count > size  # it was rounded up beyond all
+        shared = size - own * count
+        u, sigma, vt = u[:, :shared], sigma[:shared], vt[:shared]
+        found = [_svd(core - u @ (u.T @ core), own, cores) for core in cores.values()]
+        left, sigma, right = _side_by_side([*found, (u, sigma, vt)])
         if not len(sigma):
             return np.zeros_like(total)
         return np.asarray(settings["scale"] * sigma.mean() * _orthogonal(left) @ _orthogonal(right).T, np.float64)
@@ -228,8 +249,9 @@ class _Knots(CoreMethod):
         import numpy as np
 
         left = _directions(np.concatenate(list(deltas.values()), axis=1))
-        merged = self.combine_cores({name: left.T @ delta for name, delta in deltas.items()}, weights, settings)
-        return np.asarray(left @ merged, np.float64)
+        parts = {name: left.T @ delta for name, delta in deltas.items()}
+        shape = next(iter(deltas.values())).shape
+        return np.asarray(left @ self._core(parts, (shape[0], shape[1]), weights, settings), np.float64)
 
     def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> tuple[Core, Core]:
         import numpy as np
@@ -240,7 +262,7 @@ class _Knots(CoreMethod):
         cores = [(left.T @ b) @ (a @ right) for b, a in pairs.values()]
         left = left @ _directions(np.concatenate(cores, axis=1))
         parts = {name: (left.T @ b) @ a for name, (b, a) in pairs.items()}
-        return left, self.combine_cores(parts, weights, settings)
+        return left, self._core(parts, (len(left), len(right)), weights, settings)
 
 
 class _Core(CoreMethod):
@@ -283,7 +305,9 @@ class KnotsTies(_Knots):
     formula = "U·TIES(Uᵀ·ΔW_1, Uᵀ·ΔW_2, …), with U the left singular vectors of all ΔW side by side"
     parameters = (SCALE, DENSITY)
 
-    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
         return _ties(cores, weights, settings)
 
 
@@ -293,7 +317,9 @@ class KnotsDareTies(_Knots):
     formula = "U·DARE-TIES(Uᵀ·ΔW_1, Uᵀ·ΔW_2, …), with U the left singular vectors of all ΔW side by side"
     parameters = (SCALE, DENSITY, SEED)
 
-    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
         return _dare_ties(cores, weights, settings)
 
 
@@ -303,7 +329,9 @@ class CoreTies(_Core):
     formula = "U·TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"
     parameters = (SCALE, DENSITY)
 
-    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
         return _ties(cores, weights, settings)
 
 
@@ -313,5 +341,7 @@ class CoreDareTies(_Core):
     formula = "U·DARE-TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"
     parameters = (SCALE, DENSITY, SEED)
 
-    def combine_cores(self, cores: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
         return _dare_ties(cores, weights, settings)

@@ -122,8 +122,14 @@ class NamedComposer:
         experts = {expert: self.open(expert) for expert in composition.expert_names}
         plan = make_plan(self._of_this_base(composition), experts, num_layers=self.num_layers)
         if any(not slot.is_linear for slot in plan):
+            low_rank = all(slot.has_low_rank for slot in plan)
+            what = (
+                "is not a weighted sum, and too slow to compute"
+                if low_rank
+                else "is not low-rank, and too slow to reduce"
+            )
             raise UnsupportedError(
-                f"{shown(name)}: {composition.method} is not low-rank, and too slow to reduce while a client waits",
+                f"{shown(name)}: {composition.method} {what} while a client waits",
                 "Write it with `adapterswap compose` and a `max_rank`, and serve the result as an expert",
                 parameter="name",
             )

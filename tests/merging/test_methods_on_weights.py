@@ -112,3 +112,21 @@ def test_core_space_refuses_full_checkpoints(model: Callable[..., Path], lora: C
         with pytest.raises(UnsupportedError) as caught:
             adapterswap.compose(composition, {"task": task, "language": model(seed=2)})
         assert caught.value.parameter == "method"
+
+
+@pytest.mark.parametrize("case", ["karcher", "arcee_fusion", "sce", "tsv"])
+def test_sides_are_averaged_first(case: str, model: Callable[..., Path], tmp_path: Path) -> None:
+    """An average of several counts as one expert, and the base in it as one without a change. The record verifies."""
+    method, values = CASES[case]
+    folders = {"a": model(seed=1), "b": model(seed=2), "c": model(seed=3)}
+    averages = {"pair": ["a", "b"], "half": ["c", "base"]}
+    rule = {"blend": {"pair": 1, "half": 1}, "averages": averages, "method": method, **values}
+    composition = Composition(allocation=[rule], base_model=str(model()))
+    out = adapterswap.merge(adapterswap.compose(composition, folders), out_path=tmp_path / "out")
+    base, (a, b, c) = weights(model()), (weights(folder) for folder in folders.values())
+    sides = [{name: (a[name] + b[name]) / 2 for name in base}, {name: (c[name] + base[name]) / 2 for name in base}]
+    expected = expected_of(case, base, sides)
+    for name, tensor in weights(out).items():
+        close(tensor.numpy(), expected[name], depth=8, scale=4.0, name=f"{name} ")
+    places = {name: str(folder) for name, folder in folders.items()}
+    assert adapterswap.verify(out, experts=places, base_model=str(model())).equal

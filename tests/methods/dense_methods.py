@@ -274,7 +274,7 @@ def _tsv(deltas: list[Array], weights: list[float], chosen: Chooser, values: Map
     left, cores, right = cores_of(deltas)
     if not cores[0].size:
         return np.zeros_like(deltas[0])
-    parts = [_leading(core, int(min(core.shape) / len(cores)), _size(cores)) for core in cores]
+    parts = [_leading(core, max(1, int(min(deltas[0].shape) / len(cores))), _size(cores)) for core in cores]
     u, sigma, v = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
     return left @ _polar(u) @ np.diag(sigma) @ _polar(v).T @ right.T if len(sigma) else np.zeros_like(deltas[0])
 
@@ -291,11 +291,11 @@ def _iso_cts(deltas: list[Array], weights: list[float], chosen: Chooser, values:
     left, cores, right = cores_of(deltas)
     if not cores[0].size:
         return np.zeros_like(deltas[0])
-    size, count = min(cores[0].shape), len(cores)
-    common = int(size * values.get("common_space_fraction", 0.8))
-    common = max(0, size - round((size - common) / count) * count)
+    total, count = np.sum(cores, axis=0), len(cores)
+    size = len(_leading(total, min(total.shape), _size(cores))[1])
     each = round((size - int(size * values.get("common_space_fraction", 0.8))) / count)
-    shared = _leading(np.sum(cores, axis=0), common, _size(cores))
+    each = each if each * count <= size else each - 1
+    shared = _leading(total, size - each * count, _size(cores))
     outside = np.eye(len(cores[0])) - shared[0] @ shared[0].T
     parts = [*(_leading(outside @ core, each, _size(cores)) for core in cores), shared]
     u, sigma, v = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
