@@ -111,6 +111,7 @@ def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *,
         weights = _magnitude_weights(rule, slot.weights, magnitudes)
     else:
         weights = rule.coefficients_of(_gram(slot, rule, read))
+        apart = apart or not any(weights.values())  # a module of zeros is written as one
     settled = replace(slot, terms=reweighted(slot.terms, rule, weights, apart=apart), weights=weights)
     # A stored tensor whose rule waits for magnitudes needs the base; from now on its coefficients say whether.
     return replace(settled, rule=rule.model_copy(update={"weights": None})) if slot.is_stored else settled

@@ -261,6 +261,8 @@ class _Knots(CoreMethod):
         left, right = _spaces(pairs)
         cores = [(left.T @ b) @ (a @ right) for b, a in pairs.values()]
         left = left @ _directions(np.concatenate(cores, axis=1))
+        if not left.shape[1]:  # no expert changes anything
+            return np.zeros((len(left), 1)), np.zeros((1, len(right)))
         parts = {name: (left.T @ b) @ a for name, (b, a) in pairs.items()}
         return left, self._core(parts, (len(left), len(right)), weights, settings)
 

@@ -12,16 +12,16 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tolerances import close
 from writing.test_blends import deltas, handmade
 
 import adapterswap
 from adapterswap import Composition, Rule
-from adapterswap.errors import FieldError, UnsupportedError
+from adapterswap.errors import ExpertError, FieldError, UnsupportedError
 from adapterswap.methods.dense import drop_mask
 from adapterswap.methods.method import DENSITY
-from adapterswap.methods.registry import BUILT_IN, find_method
+from adapterswap.methods.registry import BUILT_IN, find_method, names_of
 from methods import dense_methods
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -314,3 +314,30 @@ def test_low_rank_methods_keep_the_rank_of_the_experts_together(pair: list[Path]
             sigma = np.linalg.svd(delta, compute_uv=False)
             assert np.all(sigma[5:] < 1e-5 * sigma[0])
             close(np.linalg.norm(delta - reduced[name]), np.linalg.norm(sigma[2:]), scale=float(sigma[0]), depth=4)
+
+
+def spoilt(folder: Path, value: float) -> Path:
+    """The adapter with all B of one value: zero as before any training, or none that is finite."""
+    place = folder / "adapter_model.safetensors"
+    tensors = {key: tensor * 0 + value if "lora_B" in key else tensor for key, tensor in load_file(place).items()}
+    save_file(tensors, place, {"format": "pt"})
+    return folder
+
+
+DELTA = [name for name in names_of() if BUILT_IN[name].acts_on == "delta" and name not in ("layer_swap", "adamergex")]
+
+
+@pytest.mark.parametrize("method", DELTA)
+def test_experts_that_change_nothing_or_hold_nan(method: str, pair: list[Path], tmp_path: Path) -> None:
+    values = {"density": 0.5} if find_method(method).has(DENSITY) else {}
+    spoilt(pair[1], 0.0)
+    half = deltas(adapterswap.write_adapter(planned(pair, method, values), tmp_path / "half", max_rank=12))
+    assert all(np.isfinite(delta).all() for delta in half.values())
+    spoilt(pair[0], 0.0)
+    none = deltas(adapterswap.write_adapter(planned(pair, method, values), tmp_path / "none", max_rank=12))
+    assert none
+    assert not any(delta.any() for delta in none.values())
+    spoilt(pair[0], float("nan"))
+    with pytest.raises(ExpertError):
+        adapterswap.write_adapter(planned(pair, method, values), tmp_path / "nan", max_rank=12)
+    assert not (tmp_path / "nan").exists()
