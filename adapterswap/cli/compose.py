@@ -164,8 +164,10 @@ def _print_numbers(written: Prepared) -> None:
         worst = max(written.reduced, key=lambda name: written.reduced[name].written_error)
         errors = [reduced.written_error for reduced in written.reduced.values()]
         mean = sum(errors) / len(errors)
+        bounded = written.form.max_rank is not None or written.form.max_error is not None
+        how = "truncated" if bounded else "computed at their full rank"
         note(
-            f"{len(errors)} modules truncated: relative error of ΔW {error_text(mean)} on average, "
+            f"{len(errors)} modules {how}: relative error of ΔW {error_text(mean)} on average, "
             f"{error_text(max(errors))} at most ({worst})"
         )
         allowed, cut = written.form.max_error, [reduced.error for reduced in written.reduced.values()]

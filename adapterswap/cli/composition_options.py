@@ -14,8 +14,9 @@ import click
 
 from adapterswap.cli.paths import PATH
 from adapterswap.cli.printing import note
+from adapterswap.errors import ArgumentError
 from adapterswap.methods.method import Parameter
-from adapterswap.methods.registry import PARAMETERS, having, names_of
+from adapterswap.methods.registry import PARAMETERS, find_method, having, names_of
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ class _MethodName(click.ParamType[str]):
     name = "method"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value not in names_of() and value not in (known := names_of(packages=True)):
-            self.fail(f"{value!r} is not one of {', '.join(map(repr, known))}.", param, ctx)
+        if value not in names_of() and value not in names_of(packages=True):
+            try:
+                find_method(value)
+            except ArgumentError as error:
+                self.fail(str(error), param, ctx)
         return str(value)
 
 

@@ -184,7 +184,9 @@ class Composition(MethodFields):
             try:
                 self.rules(1)
             except FieldError as error:  # so that it is reported with the composition's other mistakes
-                raise ValueError("; ".join(problem.message for problem in error.problems)) from None
+                raise ValueError(
+                    "; ".join(problem.message.removeprefix("Rule: ") for problem in error.problems)
+                ) from None
 
     def _check_adamergex(self) -> None:
         if len(self.language) != 2 or BASE in (*self.task, *self.language) or {*self.task} & {*self.language}:
