@@ -22,6 +22,7 @@ from adapterswap.cli.compose import command as compose_command
 from adapterswap.errors import ArgumentError, FieldError
 from adapterswap.methods.method import DENSITY, NonlinearMethod, SpanMethod
 from adapterswap.methods.registry import BUILT_IN, PARAMETERS, RESERVED, find_method, names_of
+from adapterswap.methods.spectral import CoreMethod
 from adapterswap.planning.parameters import parameter_keys
 from adapterswap.sweeps.families import GRID_FIELDS, Family
 
@@ -95,7 +96,7 @@ def test_every_method_says_what_it_is(name: str) -> None:
         assert parameter.description
         assert parameter.kind is PARAMETERS[parameter.name].kind
     assert method.published.keys() <= {parameter.name for parameter in method.parameters}
-    assert isinstance(method, NonlinearMethod | SpanMethod) or method.linear
+    assert isinstance(method, NonlinearMethod | SpanMethod | CoreMethod) or method.linear
     assert method.in_rules or method.as_composition
 
 
