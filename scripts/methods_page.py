@@ -23,7 +23,7 @@ adapterswap merge -t experts/math -l experts/swahili --method karcher --base-mod
 * A method combines ΔW = W - W_base, module by module. Parameters stand beside `method` in recipes, rules, sweeps and
   short names (`math+swahili@method=della,density=0.5`), and are options of the same name on the command line.
 * **in an adapter**: *exact*: a weighted sum of the experts' ΔW, which an adapter holds as it is. *reduced*: the result
-  has full rank; pass `--max-rank` or `--max-error`. *–*: the method combines whole weights, which only
+  has full rank; pass `--max-rank` or `--max-error`. *no*: the method combines whole weights, which only
   `adapterswap merge` writes. Full weights are exact for all.
 * Several experts on one side are averaged first. An expert that does not change a module has ΔW = 0 there.
 * A row is what the last axis of ΔW (out×in) runs through; of full checkpoints, the last axis of the stored tensor.

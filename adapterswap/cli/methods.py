@@ -25,6 +25,7 @@ def command(as_json: bool) -> None:
                     "parameters": [parameter.name for parameter in method.parameters],
                     "defaults": {p.name: None if p.required else p.default for p in method.parameters},
                     "linear": method.linear,
+                    "in_adapters": in_adapters(method),
                     "acts_on": method.acts_on,
                     "weighted": method.weighted,
                     "experts": list(method.sides),

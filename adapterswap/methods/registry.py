@@ -151,9 +151,9 @@ def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
 
 
 def in_adapters(method: Method) -> str:
-    """How an adapter holds a method's result, by its default parameters: `exact`, `reduced`, or `–` for not at all."""
+    """How an adapter holds a method's result, by its default parameters: `exact`, `reduced` or `no`."""
     if method.acts_on == "weights":
-        return "–"
+        return "no"
     return "exact" if method.exact_in_adapters({p.name: p.default for p in method.parameters}) else "reduced"
 
 
