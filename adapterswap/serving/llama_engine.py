@@ -160,6 +160,7 @@ _OPTIONS.add_argument("--port", type=int, default=8080)
 _OPTIONS.add_argument("-c", "--ctx-size", type=int)
 _OPTIONS.add_argument("-np", "--parallel", type=int)
 _OPTIONS.add_argument("-t", "--threads", type=int)
+_OPTIONS.add_argument("-cram", "--cache-ram", type=int)
 _OPTIONS.add_argument("-ngl", "--n-gpu-layers", type=int)
 _OPTIONS.add_argument("-ctk", "--cache-type-k", choices=["f16", "f32"], default="f16")
 _OPTIONS.add_argument("-ctv", "--cache-type-v", choices=["f16", "f32"], default="f16")
@@ -188,7 +189,12 @@ def _serve(arguments: Sequence[str]) -> None:
         params.api_keys = [options.api_key]
     if options.chat_template:
         params.chat_template = options.chat_template
-    numbers = {"n_ctx": options.ctx_size, "n_parallel": options.parallel, "n_gpu_layers": options.n_gpu_layers}
+    numbers = {
+        "n_ctx": options.ctx_size,
+        "n_parallel": options.parallel,
+        "n_gpu_layers": options.n_gpu_layers,
+        "cache_ram_mib": options.cache_ram,
+    }
     for name, value in numbers.items():
         if value is not None:
             setattr(params, name, value)

@@ -91,7 +91,9 @@ class Proxy(ThreadingHTTPServer):
         scales = {} if model == self.base_name else self.composer.scales(model)
         # All of them: what a request does not name has the scale that it was loaded with.
         lora = [{"id": place, "scale": scales.get(place, 0.0)} for place in range(len(self.composer.pieces))]
-        return _Request(model, json.dumps(content | {"lora": lora}).encode())
+        # llama.cpp keeps the keys and values of earlier prompts, and gives them to requests with other scales: in 195
+        # requests by 32 clients 23 answers were wrong (October 2026). So nothing is kept.
+        return _Request(model, json.dumps(content | {"lora": lora, "cache_prompt": False}).encode())
 
 
 class _Handler(BaseHTTPRequestHandler):

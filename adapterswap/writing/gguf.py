@@ -99,10 +99,12 @@ class Exported:
 
         Pieces are loaded with scale 0: a request says `"lora": [{"id": 0, "scale": 1.0}, …]`, with the files' places
         in this list as ids. (`--lora-init-without-apply` does not do: a request without `lora` gets scale 1 then.)
+        Without `--cache-ram 0` a request may get what llama.cpp kept of the same prompt with other scales.
         """
         if not self.is_pieces:
             return ["llama-server", "-m", base, "--lora", _csv([str(self.path)])]
-        return ["llama-server", "-m", base, "--lora-scaled", _csv([f"{file.path}:0" for file in self.files])]
+        loaded = _csv([f"{file.path}:0" for file in self.files])
+        return ["llama-server", "-m", base, "--cache-ram", "0", "--lora-scaled", loaded]
 
     def modelfile(self, base: str = "./base.gguf") -> str | None:
         """An Ollama Modelfile for the base in GGUF `base`; None for pieces, since Ollama has no scales in requests."""
