@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from adapterswap.errors import ArgumentError, DependencyError, RunError
+from adapterswap.errors import ArgumentError, DependencyError, RunError, reason_of
 
 __all__ = ["Engine", "engine_command", "find_program", "free_port", "running"]
 
@@ -125,28 +125,30 @@ def _wait(engine: Engine, headers: dict[str, str], stop: threading.Event) -> Non
                 f"llama.cpp could not load the base or an expert: it ended with status {engine.process.returncode}",
                 "Its own messages above give the reason",
             )
-        if _status(engine, "GET", "/health", None, headers) == 200:
+        if _answer(engine, "GET", "/health", None, headers)[0] == 200:
             break
         if stop.wait(0.05):
             return
     body = json.dumps({"prompt": "a", "max_tokens": 2, "temperature": 0})
-    status = _status(engine, "POST", "/v1/completions", body, {**headers, "Content-Type": "application/json"})
+    status, answer = _answer(engine, "POST", "/v1/completions", body, {**headers, "Content-Type": "application/json"})
     if status != 200:
         raise RunError(
-            f"llama.cpp loaded the base, and answered a request for two tokens with {status or 'nothing'}",
-            "Its own messages above give the reason",
+            f"llama.cpp loaded the base, and answered a request for two tokens with {status or 'nothing'}: {answer}",
+            "Check the base's GGUF file and the options after `--`",
         )
 
 
-def _status(engine: Engine, method: str, path: str, body: str | None, headers: dict[str, str]) -> int | None:
+def _answer(
+    engine: Engine, method: str, path: str, body: str | None, headers: dict[str, str]
+) -> tuple[int | None, str]:
+    """The status of an answer and its text; None where there is no answer."""
     connection = engine.connect()
     try:
         connection.request(method, path, body, headers)
         response = connection.getresponse()
-        response.read()
-        return response.status
-    except (OSError, http.client.HTTPException):
-        return None
+        return response.status, response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return None, reason_of(error)
     finally:
         connection.close()
 

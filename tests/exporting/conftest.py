@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-Bases = Callable[[str], tuple[Path, Path]]
+Bases = Callable[..., tuple[Path, Path]]
 Experts = Callable[..., Path]
 
 

@@ -38,7 +38,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "telugu": {"seed": 3, "r": 4, "use_rslora": False, "target_modules": GATED[:4]},
     "code": {"seed": 4, "r": 16, "target_modules": [*GATED, "embed_tokens", "lm_head"]},
 }
-EXACT = ("--ctx-size", "1024", "--parallel", "4", "--threads", "1", "--flash-attn", "off")
+EXACT: tuple[str, ...] = ("--ctx-size", "1024", "--parallel", "4", "--threads", "1", "--flash-attn", "off")
 EXACT += ("--cache-type-k", "f32", "--cache-type-v", "f32")
 
 
@@ -105,7 +105,7 @@ def served(base: Path, gguf: Path, experts: Path, folder: Path, *options: str) -
 @pytest.mark.slow
 def test_two_hundred_requests_at_once_over_twenty_names(world: dict[str, Path], bases: Bases, tmp_path: Path) -> None:
     base, gguf = bases("llama")
-    expected = {}
+    expected: dict[tuple[str, int], Answer] = {}
     for place, name in enumerate(COMPOSITIONS):
         folder = world[name] if name in world else asw.compose(name, world).write(tmp_path / f"composed-{place}")
         model = adapted(base, folder)
