@@ -122,13 +122,18 @@ _OPTIONS = (
         type=click.Choice(["average", "layer"]),
         help="Norms of full checkpoints: averaged, or with their layer.  [default: average]",
     ),
+    click.option(
+        "--outside",
+        type=click.Choice(["average", "task", "language"]),
+        help="Embeddings, heads and towers in a layer swap: averaged, or a side's.  [default: average]",
+    ),
     click.option("--allow-negative", is_flag=True, help="Weights may be negative (unlearning)."),
 )
 
 # Option → key of a Composition, where they differ; the experts are named on the way.
 _KEYS = (
     "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", *PARAMETERS,
-    "weights", "row_threshold", "partition", "num_layers", "norms",
+    "weights", "row_threshold", "partition", "num_layers", "norms", "outside",
 )  # fmt: skip
 
 

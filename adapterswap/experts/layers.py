@@ -48,7 +48,7 @@ _NUMBERED = re.compile(r"^(?P<container>(?:\d*[^.\d][^.]*\.)+?)(?P<layer>\d+)\."
 _OTHER_PARTS = re.compile(
     r"vision|visual|^vit$|image|video|audio|speech|acoustic|semantic_tokenizer|codec|tower|sam_encoder|protein"
     r"|projector|^projection|merger|connector|resampler|qformer|aligner|cross_attn_layers|adapter"
-    r"|^mtp$|talker|token2wav|^dit$|diffusion|flow_head|depth_decoder|timestamp|altup|embed_tokens|lm_heads"
+    r"|^mtp(_|$)|nextn|talker|token2wav|^dit$|diffusion|flow_head|depth_decoder|timestamp|altup|embed_tokens|lm_heads"
 )
 _LANGUAGE_PARTS = {"language_model", "text_model", "text_decoder", "thinker"}
 

@@ -23,11 +23,12 @@ from adapterswap.planning.allocation import BASE, Rule, check_weights
 from adapterswap.planning.names import why_no_name
 from adapterswap.planning.parameters import MethodFields
 
-__all__ = ["ZONES", "Composition", "Method", "Partition", "scaled_default"]
+__all__ = ["ZONES", "Composition", "Method", "Outside", "Partition", "scaled_default"]
 
 Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
 """The name of a method that a composition may have."""
 Partition = Literal["A", "B", "C", "Z"]
+Outside = Literal["average", "task", "language"]
 
 # The first paper's defaults, for its 32 layers.
 _PAPER_LAYERS, _PAPER_BOTTOM, _PAPER_TOP = 32, 5, 2
@@ -38,6 +39,7 @@ _PARTITION_COUNTS: dict[str, tuple[int, int]] = {"A": (6, 2), "B": (8, 4), "C": 
 ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _SIDED = {
     *ZONES, "task", "language", "task_weight", "language_weight", "weights", "parameters", "partition", "norms",
+    "outside",
 }  # fmt: skip
 
 # What messages call a weight → its field.
@@ -92,6 +94,11 @@ class Composition(MethodFields):
         description="Full checkpoints: norms, and all else in a layer that is neither attention nor MLP, are averaged, "
         "as the first paper's Algorithm 1 has it, or go with their layer.",
     )
+    outside: Outside = Field(
+        default="average",
+        description="Layer swaps: what lies outside the language model's layers (embeddings, heads, vision and audio "
+        "towers) is averaged, or a side's. Beside `-l base`, average leaves it to the task.",
+    )
     allocation: tuple[Rule, ...] | None = Field(default=None, description="Rules, the first match wins.")
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
 
@@ -144,6 +151,10 @@ class Composition(MethodFields):
         if self.method != "layer_swap" and "norms" in given:
             raise FieldMistake(
                 f"norms belong to a layer swap, not to {self.method}, which treats all tensors alike", "norms"
+            )
+        if self.method != "layer_swap" and "outside" in given:
+            raise FieldMistake(
+                f"outside belongs to a layer swap, not to {self.method}, which treats all modules alike", "outside"
             )
         for parameter in own_parameters(self.method):
             if parameter.name not in self.parameters:
@@ -268,7 +279,7 @@ class Composition(MethodFields):
             return self.allocation
         if full and self.method == "layer_swap" and self.norms == "average":
             everywhere = {"layers": format_layers(range(num_layers)), "modules": ("other",)}
-            return (self._non_layer_rule().model_copy(update=everywhere), *self.rules(num_layers))
+            return (self._average_rule().model_copy(update=everywhere), *self.rules(num_layers))
         if self.method == "soup":
             return (self._blend(),)
         if self.method == "task_arithmetic":
@@ -313,6 +324,7 @@ class Composition(MethodFields):
             fields |= {"task", "language", "task_weight", "language_weight", "weights", "parameters", "partition"}
             if self.method == "layer_swap":
                 fields |= {"norms"} if full else set()
+                fields |= {"outside"} if self.outside != "average" else set()
                 zones = {} if self.partition else dict(zip(ZONES, self.zones(num_layers), strict=True))
         fields |= {"seed"} if self.is_random else set()
         fields |= {"allow_negative"} if self.allow_negative else set()
@@ -345,6 +357,13 @@ class Composition(MethodFields):
         )
 
     def _non_layer_rule(self) -> Rule:
+        """What becomes of embeddings, heads and towers."""
+        if self.outside == "average":
+            return self._average_rule()
+        side = self.task if self.outside == "task" else self.language
+        return Rule(layers=NO_LAYER, **_Side(side).owning, optional=True)
+
+    def _average_rule(self) -> Rule:
         """Embeddings and heads are averaged, as the first paper found best; a reset leaves them to the expert."""
         if self.language == (BASE,):
             return Rule(layers=NO_LAYER, **_Side(self.task).owning, optional=True)

@@ -18,7 +18,7 @@ from adapterswap.planning.parameters import parameter_keys
 __all__ = ["as_composition", "parse_composition"]
 
 _SHORT_KEYS = (
-    *ZONES, "task_weight", "language_weight", "weights", *parameter_keys(), "seed", "method", "partition",
+    *ZONES, "task_weight", "language_weight", "weights", *parameter_keys(), "seed", "method", "partition", "outside",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_
 from adapterswap.files.yamlfiles import StrictModel
 from adapterswap.methods.method import Parameter
 from adapterswap.planning.allocation import BASE
-from adapterswap.planning.compositions import Method, Partition
+from adapterswap.planning.compositions import Method, Outside, Partition
 from adapterswap.planning.names import fits_peft, fits_short_names
 from adapterswap.planning.parameters import MethodFields, kind_of
 
@@ -97,6 +97,7 @@ class Family(MethodFields):
     bottom_transition: Values[Count] = ()
     top_transition: Values[Count] = ()
     partition: Values[Partition] = ()
+    outside: Values[Outside] = ()
     task_weight: Values[float] = ()
     language_weight: Values[float] = ()
     weights: Values[Literal["equal", "magnitude"]] = ()
@@ -140,7 +141,8 @@ class Family(MethodFields):
 
 
 GRID_FIELDS = (
-    "method", "bottom", "top", "bottom_transition", "top_transition", "partition", "task_weight", "language_weight",
+    "method", "bottom", "top", "bottom_transition", "top_transition", "partition", "outside", "task_weight",
+    "language_weight",
     "weights", "parameters", "seed", "row_threshold",
 )  # fmt: skip
 """The fields of a `Family` that take lists, in the order in which a grid runs through them: the last one fastest."""
