@@ -18,12 +18,13 @@ from adapterswap.arithmetic.joint import Joint
 from adapterswap.arithmetic.lowrank import cosine
 from adapterswap.arithmetic.threads import map_in_threads
 from adapterswap.changes.reading import read_factors
-from adapterswap.errors import AdapterswapError, ExpertError, UnsupportedError, check_type
+from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import Kind
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.numbers import open_files, read_elements, row_ranges
 from adapterswap.files.tensorfile import Tensor
+from adapterswap.planning.reconciling import under_one_name
 
 __all__ = ["Comparison", "Difference", "SavedDifference", "compare", "compare_saved", "diff", "total"]
 
@@ -159,7 +160,8 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
     """Compare two adapters: the distance and the cosine of their ΔW, exact up to about 1e-10.
 
     Args:
-        one, other: opened adapters, folders or Hub ids. A module that one of them lacks counts as ΔW = 0.
+        one, other: opened adapters, folders or Hub ids. A module that one of them lacks counts as ΔW = 0; one that
+            they name differently is found by the base that they name.
 
     Returns:
         Each module, each layer, and all of them together.
@@ -171,7 +173,10 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
             tensor holds NaN or infinity.
         UnsupportedError: a full checkpoint, or an adapter of a kind that cannot be read.
     """
-    pair = _opened(one, "one"), _opened(other, "other")
+    problems = Problems(ExpertError)
+    both = under_one_name({"one": _opened(one, "one"), "other": _opened(other, "other")}, None, problems)
+    problems.raise_if_any()
+    pair = both["one"], both["other"]
     return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)))
 
 

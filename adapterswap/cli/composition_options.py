@@ -127,13 +127,22 @@ _OPTIONS = (
         type=click.Choice(["average", "task", "language"]),
         help="Embeddings, heads and towers in a layer swap: averaged, or a side's.  [default: average]",
     ),
+    click.option(
+        "--task-type",
+        type=click.Choice(
+            ["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"],
+            case_sensitive=False,
+        ),
+        metavar="TYPE",
+        help="PEFT's task type of the result, where the experts' is wrong, such as CAUSAL_LM.",
+    ),
     click.option("--allow-negative", is_flag=True, help="Weights may be negative (unlearning)."),
 )
 
 # Option → key of a Composition, where they differ; the experts are named on the way.
 _KEYS = (
     "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", *PARAMETERS,
-    "weights", "row_threshold", "partition", "num_layers", "norms", "outside",
+    "weights", "row_threshold", "partition", "num_layers", "norms", "outside", "task_type",
 )  # fmt: skip
 
 
@@ -177,7 +186,7 @@ def composition_from_options(
     given |= {"allow_negative": True} if options.get("allow_negative") else {}
     tasks, languages = options["task_expert"], options["language_expert"]
     if recipe:
-        if tasks or languages or given.keys() - {"base_model", "num_layers", "allow_negative"}:
+        if tasks or languages or given.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}:
             raise click.UsageError("A recipe says what to compose: give it alone, or options without it.")
         return read_composition(recipe).model_copy(update=given)
     if not tasks or not languages:

@@ -31,6 +31,7 @@ from adapterswap.files.smallfiles import exists, expand, is_folder, read_json
 __all__ = [
     "HubId",
     "Source",
+    "alias_remedy",
     "at_revision",
     "base_config",
     "cached_base_config",
@@ -264,6 +265,35 @@ def same_base(one: str | None, other: str | None) -> bool:
     if one is None or other is None or one == other:
         return one == other
     return is_folder(expand(one)) and is_folder(expand(other)) and expand(one).samefile(expand(other))
+
+
+# What publishers add to a model's name for a copy in other numbers, at its end, and before it.
+_COPIES = re.compile(
+    r"(-(unsloth|bnb|4bit|8bit|awq|gptq|int4|int8|fp8|nf4|gguf|hf|bf16|fp16|quantized|w4a16|w8a8|dynamic))+$"
+)
+_MAKERS = re.compile(r"^(meta|google|mistralai|microsoft)-")
+
+
+def alias_remedy(one: str | None, other: str | None) -> str:
+    """What to do about experts that name different bases: some names mean the same weights.
+
+    `unsloth/X`, its 4-bit copy `unsloth/X-bnb-4bit`, `meta-llama/X` and a local folder `X` probably do, which no name
+    can prove: the user declares it. A LoRA that was trained on a 4-bit copy is usually applied to the original.
+    """
+    if one is None or other is None or _plain_name(one) != _plain_name(other):
+        return "Compose experts of one base; if both names mean the same weights, pass `base_model`"
+    original = min((one, other), key=lambda name: (bool(_COPIES.search(name.lower())), name.startswith("unsloth/")))
+    if not is_hub_id(original):
+        original = "PATH"
+    return (
+        f"They are probably the same model, published twice: pass `base_model={original}` to declare that they are one"
+    )
+
+
+def _plain_name(base: str) -> str:
+    """A base's own name, without who published it and in which numbers."""
+    name = split_revision(base)[0].rstrip("/").rpartition("/")[2].lower()
+    return _MAKERS.sub("", _COPIES.sub("", name))
 
 
 def is_hub_id(reference: str) -> bool:

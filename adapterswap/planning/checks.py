@@ -12,7 +12,7 @@ from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.experts.shapes import and_more, compare_shapes
-from adapterswap.experts.sources import same_base
+from adapterswap.experts.sources import alias_remedy, same_base
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
@@ -79,7 +79,7 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
         if composition.base_model is None and not same_base(one.base_model, other.base_model):
             problems.add(
                 f"{first_name} adapts the base {one.base_model}, and {name} adapts {other.base_model}",
-                "Compose experts of one base; if both names mean the same weights, pass `base_model`",
+                alias_remedy(one.base_model, other.base_model),
                 kind=ExpertError,
             )
         elif composition.base_model is None and (one.revision or "main") != (other.revision or "main"):
@@ -96,10 +96,11 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
                 kind=ExpertError,
             )
         # Without a task type PEFT loads what it loads for a language model.
-        if (one.task_type or "CAUSAL_LM") != (other.task_type or "CAUSAL_LM"):
+        if composition.task_type is None and (one.task_type or "CAUSAL_LM") != (other.task_type or "CAUSAL_LM"):
             problems.add(
                 f"task_type is {one.task_type} in {first_name}, and {other.task_type} in {name}",
-                "Compose experts of one task type",
+                "Compose experts of one task type; if one of them is wrong, pass `task_type`, such as CAUSAL_LM",
+                parameter="task_type",
                 kind=ExpertError,
             )
 

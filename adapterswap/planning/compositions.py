@@ -29,6 +29,7 @@ Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
 """The name of a method that a composition may have."""
 Partition = Literal["A", "B", "C", "Z"]
 Outside = Literal["average", "task", "language"]
+TaskType = Literal["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 
 # The first paper's defaults, for its 32 layers.
 _PAPER_LAYERS, _PAPER_BOTTOM, _PAPER_TOP = 32, 5, 2
@@ -63,6 +64,9 @@ class Composition(MethodFields):
     )
     base_model: str | None = Field(
         default=None, description="The experts' base: folder or Hub id. Declares a local copy of a Hub base."
+    )
+    task_type: TaskType | None = Field(
+        default=None, description="PEFT's task type of the result, where the experts' is wrong or differs."
     )
     num_layers: int | None = Field(
         default=None, ge=1, le=MAX_LAYERS, description="The base's layers; by default from its config."
@@ -327,6 +331,7 @@ class Composition(MethodFields):
                 fields |= {"outside"} if self.outside != "average" else set()
                 zones = {} if self.partition else dict(zip(ZONES, self.zones(num_layers), strict=True))
         fields |= {"seed"} if self.is_random else set()
+        fields |= {"task_type"} if self.task_type else set()
         fields |= {"allow_negative"} if self.allow_negative else set()
         content = self.model_dump(mode="json", include=fields, by_alias=True, exclude_none=True)
         if self.allocation is not None:  # a rule says what it says: the defaults of its fields belong to its other form

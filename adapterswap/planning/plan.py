@@ -219,7 +219,9 @@ class Plan:
 
     @property
     def task_type(self) -> str | None:
-        """The adapters' task type; those that have none take the others'."""
+        """The declared task type, or the adapters'; those that have none take the others'."""
+        if self.composition.task_type is not None:
+            return self.composition.task_type
         return next((adapter.config.task_type for adapter in self.adapters.values() if adapter.config.task_type), None)
 
     @property

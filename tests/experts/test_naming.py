@@ -272,6 +272,14 @@ def test_whose_names_are_written(worlds: Callable[[str], World], tmp_path: Path)
     assert modules(adapterswap.soup(one, blind), "today", names="transformers5") == text.keys()
 
 
+def test_two_names_are_compared_as_one(worlds: Callable[[str], World], tmp_path: Path) -> None:
+    world = worlds("gemma3")
+    other = renamed(world, older("gemma3"), tmp_path / "older")
+    found, plain = adapterswap.diff(world.task, other), adapterswap.diff(world.task, world.language)
+    assert found.as_json() == plain.as_json()
+    assert adapterswap.diff(other, world.language).total.distance < 1e-6
+
+
 def test_one_module_under_two_names_of_one_expert(worlds: Callable[[str], World], tmp_path: Path) -> None:
     world = worlds("gemma3")
     name = "model.language_model.layers.0.self_attn.q_proj"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from refusals import refused
 
 import adapterswap
@@ -116,7 +117,7 @@ def test_experts_of_two_bases_are_refused(math: Path, swahili: Path, tmp_path: P
 def test_experts_that_do_not_fit_are_refused(
     changes: dict[str, Any], told: str, math: Path, swahili: Path, tmp_path: Path
 ) -> None:
-    with refused(ExpertError, match=told):
+    with refused(ExpertError, "task_type" if told == "task_type" else None, match=told):
         adapterswap.layer_swap(math, rewritten(swahili, tmp_path / "x", **changes), bottom=1, top=1)
 
 
@@ -198,3 +199,50 @@ def test_names_of_experts_follow_their_folders(math: Path, swahili: Path) -> Non
     assert list(plan.experts) == [math.name, swahili.name]
     twice = adapterswap.soup(math, math)
     assert list(twice.experts) == [math.name, "language"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "declared"),
+    [
+        (
+            "unsloth/Llama-3.1-8B-Instruct-bnb-4bit",
+            "meta-llama/Llama-3.1-8B-Instruct",
+            "meta-llama/Llama-3.1-8B-Instruct",
+        ),
+        ("unsloth/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("unsloth/qwen2.5-7b-unsloth-bnb-4bit", "unsloth/Qwen2.5-7B", "unsloth/Qwen2.5-7B"),
+        ("/data/models/Qwen2.5-7B", "Qwen/Qwen2.5-7B", None),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", ""),
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B", ""),
+    ],
+)
+def test_two_names_of_one_base(one: str, other: str, declared: str | None, math: Path, tmp_path: Path) -> None:
+    """A guess is only offered: the base is declared, or the experts are refused."""
+    for number, pair in enumerate(((one, other), (other, one))):
+        experts = [
+            rewritten(math, tmp_path / f"{number}-{index}", base_model_name_or_path=name)
+            for index, name in enumerate(pair)
+        ]
+        with refused(ExpertError) as caught:
+            adapterswap.soup(*experts, num_layers=6)
+        assert ("probably the same" in str(caught.value)) == (declared != "")
+        if declared:
+            assert f"`base_model={declared}`" in str(caught.value)
+            plan = adapterswap.soup(*experts, num_layers=6, base_model=declared)
+            assert plan.base_model == declared
+
+
+def test_a_wrong_task_type(math: Path, run: Callable[..., Result], tmp_path: Path) -> None:
+    wrong = rewritten(math, tmp_path / "wrong", task_type="SEQ_2_SEQ_LM")
+    none = rewritten(math, tmp_path / "none", task_type=None)
+    assert adapterswap.soup(math, none).task_type == adapterswap.soup(none, math).task_type == "CAUSAL_LM"
+    with refused(ExpertError, "task_type"):
+        adapterswap.soup(math, wrong)
+    experts = ("compose", "-t", math, "-l", wrong, "--method", "soup", "-o", tmp_path / "out")
+    assert "--task-type" in run(*experts).stderr
+    result = run(*experts, "--task-type", "CAUSAL_LM")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["task_type"] == "CAUSAL_LM"
+    assert (
+        run("verify", tmp_path / "out", "--expert", f"{math.name}={math}", "--expert", f"wrong={wrong}").exit_code == 0
+    )
