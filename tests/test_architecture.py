@@ -10,12 +10,12 @@ import adapterswap
 
 ROOT = Path(adapterswap.__file__).parent
 ROOMS = (
-    "errors", "files", "shipped", "experts", "changes", "methods", "planning", "arithmetic", "records", "processes",
+    "errors", "files", "drawing", "shipped", "experts", "changes", "methods", "planning", "arithmetic", "records", "processes",
     "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting", "evaluation", "training",
     "sweeps", "analysis", "reporting", "lab", "recipes", "cli",
 )  # fmt: skip
 UPWARD = {
-    ("files", "shipped"),  # a recipe may extend a shipped one by its name
+    ("files", "drawing", "shipped"),  # a recipe may extend a shipped one by its name
     ("planning", "writing"),  # `plan.write`, and
     ("planning", "merging"),  # `plan.merge`: imported when they are called
 }

@@ -1,4 +1,4 @@
-"""`adapterswap report`: a sweep or a lab run → one HTML page, LaTeX, CSV and JSON."""
+"""`adapterswap report`: a sweep or a lab run → one HTML page, LaTeX, CSV, JSON, and figures."""
 
 from __future__ import annotations
 
@@ -20,13 +20,32 @@ if TYPE_CHECKING:
 @click.argument("run", type=PATH, metavar="RUN")
 @click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write.  [default: RUN-report]")
 @click.option("--reference", metavar="METHOD", help="What the others are compared with.  [default: soup]")
+@click.option(
+    "--methods", multiple=True, metavar="METHOD,…",
+    help="Methods to rank and test; compositions: all that compose something.  [default: all]",
+)  # fmt: skip
+@click.option(
+    "--units", multiple=True, metavar="UNIT,…", help="Pairs, experts or seeds to compute with.  [default: all]"
+)
+@click.option("--figures", type=PATH, metavar="DIR", help="Folder to write figures to: PDF, SVG and PNG.")
+@click.option("--column-width", default="3.25in", show_default=True, metavar="W", help="Of figures: in, cm, mm or pt.")
+@click.option("--layout", metavar="L", help="LaTeX: methods, languages (one table) or paper.  [default: methods]")
+@click.option("--rows", multiple=True, metavar="METHOD", help="LaTeX: one of the methods to show, repeatable.  [all]")
+@click.option("--columns", multiple=True, metavar="C,…", help="LaTeX: n, mean, difference, p, …; see docs/report.md.")
+@click.option("--percent", is_flag=True, help="LaTeX: scores × 100, with one decimal.")
+@click.option("--label", metavar="NAME", help="LaTeX: for \\ref.")
+@click.option("--caption", metavar="TEXT", help="LaTeX, instead of how the numbers were made.")
+@click.option("--wide", is_flag=True, help="LaTeX: table*, across both columns.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the bootstrap.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Compute and print everything, write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: all that is in summary.json.")
 def command(
-    run: str, out_path: str | None, reference: str | None, seed: int, overwrite: bool, dry_run: bool, as_json: bool
-) -> None:
+    run: str, out_path: str | None, reference: str | None, methods: tuple[str, ...], units: tuple[str, ...],
+    figures: str | None, column_width: str, layout: str | None, rows: tuple[str, ...], columns: tuple[str, ...],
+    percent: bool, label: str | None, caption: str | None, wide: bool, seed: int, overwrite: bool,
+    dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Write one HTML page, LaTeX and CSV of a sweep or a lab run.
 
     RUN is the folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep need not be finished. Writes
@@ -35,19 +54,36 @@ def command(
     Configurations are chosen on one half of the documents and reported on the other; the papers' own protocol, the best
     on the test itself, stands beside it. Differences to the reference have intervals over experts and documents.
     """
-    from adapterswap.files.folders import check_target
     from adapterswap.files.smallfiles import expand
-    from adapterswap.reporting.writing import REPORT, default_out_path, report
+    from adapterswap.reporting.latex import TableStyle
+    from adapterswap.reporting.writing import check_targets, default_out_path, report
 
     target = expand(out_path) if out_path else default_out_path(run)
     if dry_run:
-        check_target(target, kind=REPORT, overwrite=overwrite, inputs=[expand(run)])
-    found = report(run, None if dry_run else target, reference=reference, seed=seed, overwrite=overwrite)
+        check_targets(expand(run), target, figures, overwrite=overwrite)
+    table = TableStyle(layout or "methods", list(rows) or None, _names(columns), percent, label, caption, wide)
+    found = report(
+        run, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units), seed=seed,
+        figures=None if dry_run else figures, column_width=column_width, table=table, overwrite=overwrite,
+    )  # fmt: skip
     if as_json:
         print_json({"dry_run": dry_run, **found.as_json()})
     else:
         _print(found)
     note_output(target, "report.html, tables.tex, tables.csv, …", dry_run=dry_run)
+    if figures is not None:
+        from adapterswap.reporting.figures import plan_figures
+
+        for kind, reason in plan_figures(found)[1].items():
+            note(f"No figure {kind}: {reason}")
+        note_output(figures, "PDF, SVG, PNG and figures.json", dry_run=dry_run)
+
+
+def _names(options: tuple[str, ...]) -> list[str] | None:
+    """What was listed, by commas or by repeating the option; None where the option was not used."""
+    if not options:
+        return None
+    return [name.strip() for option in options for name in option.split(",") if name.strip()]
 
 
 def _print(report: Report) -> None:
@@ -56,7 +92,13 @@ def _print(report: Report) -> None:
     print_table(*(_table(report, target) for target in report.targets), width=140)
     ranks = report.ranking.ranks if report.ranking is not None else None
     if ranks is not None and ranks.p is not None:
-        click.echo(f"Friedman over {ranks.settings} settings: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}")
+        over = f"Friedman over {ranks.settings} settings and {len(ranks.mean_ranks)} methods"
+        click.echo(f"{over}: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}, Kendall's W = {ranks.agreement:.2f}")
+        if report.ranking is not None and report.ranking.single:
+            note(
+                f"{', '.join(report.ranking.single)} compose nothing, and raise χ² by being far from what does; "
+                "--methods compositions leaves them out"
+            )
     elif ranks is not None and ranks.statistic is not None:
         note(f"No p-values: {ranks.settings} settings are fewer than {MIN_UNITS}")
     for target in report.targets:

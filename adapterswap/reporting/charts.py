@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from adapterswap.reporting.headline import Target
 from adapterswap.reporting.relations import GridCell, Indicator, ZoneGrid
+from adapterswap.reporting.report import Report
 
-__all__ = ["Bar", "Bars", "Heatmap", "Scatter", "bars", "heatmaps", "scatter", "ticks"]
+__all__ = ["Bar", "Bars", "Heatmap", "Scatter", "bars", "heatmaps", "labels_of", "lead_indicators", "scatter", "ticks"]
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 300, 210, 46, 34, 12
 
@@ -131,6 +132,17 @@ def scatter(indicator: Indicator) -> Scatter:
         tuple((value, place_x(value)) for value in across),
         tuple((value, place_y(value)) for value in up),
     )
+
+
+def lead_indicators(report: Report) -> list[Indicator]:
+    """Those of the lead, or of all compositions if it has none; a picture of two points would say nothing."""
+    shown = [each for each in report.indicators if each.correlation.points > 2]
+    return [each for each in shown if each.merged in labels_of(report, report.lead)] or shown
+
+
+def labels_of(report: Report, family: str) -> list[str]:
+    """What a family's rows are called."""
+    return [row.label for target in report.targets for row in target.rows if row.family == family]
 
 
 def ticks(low: float, high: float, number: int = 4) -> Sequence[float]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from adapterswap.reporting.choosing import (
     Choice,
     Unit,
@@ -63,6 +65,7 @@ class ScoreDifference:
         mean: the mean difference.
         low, high: its 95 % interval. None where documents have no scores of their own or there are fewer than three,
             and where a side has two experts (or there are two seeds).
+        by_unit: the difference in each unit of both.
         over: what the interval is over: `task experts`, `language experts`, `seeds` or `adapters` (several of one row),
             where there are more than one, and `documents`. Empty where there is no interval.
     """
@@ -73,6 +76,7 @@ class ScoreDifference:
     low: float | None
     high: float | None
     over: tuple[str, ...] = ()
+    by_unit: tuple[tuple[Unit, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,8 @@ class MethodRow:
         family, kind, label: see `Choice`.
         expected: how many units the run asks for.
         spread: on the reported documents; None where nothing may be reported but `papers`.
+        interval: (low, high), the 95 % interval of its mean over units and documents, as of a difference; None where
+            there is none. It ends where scores end: at 0 if no document has less, and at 1 if none has more.
         difference: to the reference; None for the reference itself, and where no unit is common to both.
         tasks: the same cells on every task of the run, reported documents.
         english: their mean on the target's benchmark in English; None where the run does not have it.
@@ -108,6 +114,7 @@ class MethodRow:
     label: str
     expected: int
     spread: Spread | None
+    interval: tuple[float, float] | None
     difference: ScoreDifference | None
     tasks: Mapping[str, Spread]
     english: float | None
@@ -222,6 +229,7 @@ def _row(
         choice.label,
         choice.expected,
         tasks.get(task.name),
+        _interval(choice, task, draws, seed),
         _difference(task, choice, table_choice(found, reference, choice.kind), draws, seed),
         tasks,
         english[0] if english else None,
@@ -248,6 +256,21 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
     return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means))
 
 
+def _interval(choice: Choice, task: TaskInfo, draws: int, seed: int) -> tuple[float, float] | None:
+    units = list(choice.cells)
+    docs = [cell.results[task.name].docs for cell in choice.cells.values()]
+    common = [doc for doc in reported(task) if docs and all(doc in each for each in docs)]
+    if not common:
+        return None
+    values = np.array([[each[doc] for doc in common] for each in docs])
+    found = bootstrap(values, units, draws=draws, seed=seed)
+    if found.low is None or found.high is None:
+        return None
+    low = max(found.low, 0.0) if values.min() >= 0 else found.low
+    high = min(found.high, 1.0) if values.min() >= 0 and values.max() <= 1 else found.high
+    return low, high
+
+
 def _difference(
     task: TaskInfo, choice: Choice, reference: Choice | None, draws: int, seed: int
 ) -> ScoreDifference | None:
@@ -257,13 +280,17 @@ def _difference(
     if not units:
         return None
     if not values.size:  # scores of a whole corpus, or no document in common
-        scores = [(score(choice.cells[a], task), score(reference.cells[b], task))
-                  for _, a, b in matching(choice.cells, reference.cells)]  # fmt: skip
-        apart = [one - other for one, other in scores if one is not None and other is not None]
-        return ScoreDifference(reference.label, len(apart), sum(apart) / len(apart), None, None) if apart else None
+        scores = [(unit, score(choice.cells[a], task), score(reference.cells[b], task))
+                  for unit, a, b in matching(choice.cells, reference.cells)]  # fmt: skip
+        apart = tuple((unit, one - other) for unit, one, other in scores if one is not None and other is not None)
+        if not apart:
+            return None
+        mean = sum(value for _, value in apart) / len(apart)
+        return ScoreDifference(reference.label, len(apart), mean, None, None, (), apart)
     found = bootstrap(values, units, draws=draws, seed=seed)
     over = () if found.low is None else _varying(units)
-    return ScoreDifference(reference.label, len(units), found.mean, found.low, found.high, over)
+    by_unit = tuple(zip(units, values.mean(1).tolist(), strict=True))
+    return ScoreDifference(reference.label, len(units), found.mean, found.low, found.high, over, by_unit)
 
 
 def _varying(units: Sequence[Unit]) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +18,29 @@ from adapterswap.files.yamltext import dump_yaml
 from adapterswap.planning.describe import error_text
 from adapterswap.reporting import charts
 from adapterswap.reporting.headline import resampled
-from adapterswap.reporting.relations import Indicator
+from adapterswap.reporting.latex import TableStyle, latex_tables
 from adapterswap.reporting.report import Report
 from adapterswap.reporting.statistics import MIN_UNITS
+from adapterswap.reporting.tables import csv_table
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["render_page"]
+__all__ = ["Download", "render_page"]
+
+Link = tuple[str, str, list[tuple[str, str]]]
+"""(what it is, the file's name, [(suffix, address)])."""
+
+_TYPES = {"pdf": "application/pdf", "svg": "image/svg+xml", "csv": "text/csv", "tex": "application/x-tex"}
 
 
-def render_page(report: Report) -> str:
-    """The page. The same report gives the same text."""
+def render_page(report: Report, figures: Sequence[Download] = (), table: TableStyle | None = None) -> str:
+    """The page. The same report gives the same text.
+
+    Args:
+        figures: to be downloaded from it.
+        table: how the LaTeX that can be downloaded looks.
+    """
     from markupsafe import Markup
 
     folder = files("adapterswap.reporting") / "page"
@@ -43,15 +55,55 @@ def render_page(report: Report) -> str:
         target_names=[target.task for target in report.targets],
         bars=[charts.bars(target) for target in report.targets],
         maps=charts.heatmaps(report.grids, {target.task: target.higher_is_better for target in report.targets}),
-        scatters=[charts.scatter(each) for each in _lead_indicators(report)],
+        scatters=[charts.scatter(each) for each in charts.lead_indicators(report)],
         ranked=_ranked(report),
-        lead_labels=_labels(report, report.lead),
+        links=lambda kind, place: [each.link for each in figures if (each.kind, each.place) == (kind, place)],
+        table_links=[_table_links(report, place, table) for place in range(len(report.targets))],
+        lead_labels=charts.labels_of(report, report.lead),
         resampled=[resampled(target) for target in report.targets],
         disagreements=[each for each in report.disagreements if each.examples],
         min_units=MIN_UNITS,
         recipe=dump_yaml(report.recipe) if report.recipe else "",
         width=charts.WIDTH, height=charts.HEIGHT, left=charts.LEFT, bottom=charts.BOTTOM,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Download:
+    """A figure that the page holds as files.
+
+    Attributes:
+        kind, place, name: see `PlannedFigure`.
+        files: suffix → content.
+    """
+
+    kind: str
+    place: int
+    name: str
+    files: Mapping[str, bytes]
+
+    @property
+    def link(self) -> Link:
+        title = f"Figure: {self.kind.replace('-', ' ')}"
+        return title, self.name, [(suffix, _address(suffix, content)) for suffix, content in self.files.items()]
+
+
+def _table_links(report: Report, place: int, style: TableStyle | None) -> list[Link]:
+    """The table of a target; LaTeX of all targets in one table goes with the first."""
+    target = report.targets[place]
+    one = replace(report, targets=(target,))
+    files = {"csv": csv_table(one)}
+    if style is None or style.layout == "methods":
+        files["tex"] = latex_tables(one, style)
+    elif place == 0:
+        files["tex"] = latex_tables(report, style)
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in target.task)
+    addresses = [(suffix, _address(suffix, text.encode("utf-8", "backslashreplace"))) for suffix, text in files.items()]
+    return [("Table", f"table-{name}", addresses)]
+
+
+def _address(suffix: str, content: bytes) -> str:
+    return f"data:{_TYPES[suffix]};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def _environment() -> Environment:
@@ -70,23 +122,12 @@ def _environment() -> Environment:
     return environment
 
 
-def _lead_indicators(report: Report) -> list[Indicator]:
-    """Those of the lead, or of all compositions if it has none; a picture of two points would tell nothing."""
-    told = [each for each in report.indicators if each.correlation.points > 2]
-    return [each for each in told if each.merged in _labels(report, report.lead)] or told
-
-
-def _labels(report: Report, family: str) -> list[str]:
-    """What a family's rows are called."""
-    return [row.label for target in report.targets for row in target.rows if row.family == family]
-
-
 def _ranked(report: Report) -> list[dict[str, Any]]:
     """The methods by mean rank, each with its comparison with the reference, if that was ranked."""
     if report.ranking is None:
         return []
     ranks = report.ranking.ranks
-    reference = next((label for label in _labels(report, report.reference) if label in ranks.mean_ranks), None)
+    reference = next((label for label in charts.labels_of(report, report.reference) if label in ranks.mean_ranks), None)
     rows = []
     for label, mean_rank in sorted(ranks.mean_ranks.items(), key=lambda item: (item[1], item[0])):
         found = next((each for each in ranks.comparisons if {each.one, each.other} == {label, reference}), None)
@@ -98,6 +139,7 @@ def _ranked(report: Report) -> list[dict[str, Any]]:
                 "difference": None if found is None else sign * found.difference,
                 "nemenyi": None if found is None else found.nemenyi,
                 "wilcoxon": None if found is None else found.wilcoxon,
+                "effect": None if found is None else sign * found.effect,
             }
         )
     return rows

@@ -3,12 +3,14 @@
 The second paper's test (Bandarkar & Peng 2025, section 5): settings are blocks, methods are treatments. After it come
 Nemenyi's test, which compares mean ranks, and Wilcoxon's signed-rank test with Holm's correction, which also weighs how
 large the differences are (Demšar 2006, Journal of Machine Learning Research 7). Numbers in, numbers out, no NaN.
-Settings that share an expert or documents are not independent, which none of these tests knows.
+Settings that share an expert or documents are not independent, which none of these tests knows. Effect sizes stand
+beside both: Kendall's W beside Friedman's χ², and the rank-biserial correlation of matched pairs (Kerby 2014,
+Comprehensive Psychology 3) beside Wilcoxon's p.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -18,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from adapterswap.reporting.statistics import MIN_UNITS
 
-__all__ = ["Comparison", "Ranks", "holm", "rank"]
+__all__ = ["Comparison", "Ranks", "cliques", "holm", "rank"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Comparison:
         wilcoxon: p of the signed-rank test, zeros split between the signs, corrected by Holm over the comparisons with
             the reference, or over all where there is none; None for comparisons without the reference, and for few
             settings.
+        effect: the rank-biserial correlation of the matched pairs: of all ranks of absolute differences, the share
+            where `one` is ahead minus the share where `other` is; from -1 to 1, and 0 where nothing differs.
     """
 
     one: str
@@ -39,6 +43,7 @@ class Comparison:
     difference: float
     nemenyi: float | None
     wilcoxon: float | None
+    effect: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,10 @@ class Ranks:
         statistic, p: Friedman's χ² and its p with k - 1 degrees of freedom; None for fewer than three methods, and p
             below `MIN_UNITS` settings, where χ² is a poor approximation and Wilcoxon's p cannot fall below 0.125.
         critical_difference: mean ranks that are further apart differ at 0.05 by Nemenyi's test; None where `p` is.
+        agreement: Kendall's W = χ² / (settings · (k - 1)): 1 where all settings order the methods alike, 0 where the
+            mean ranks are equal; None where χ² is.
         comparisons: of every two methods.
+        reference: the method that Wilcoxon's test sets the others against; None where it compares every two.
     """
 
     settings: int
@@ -59,7 +67,9 @@ class Ranks:
     statistic: float | None
     p: float | None
     critical_difference: float | None
+    agreement: float | None
     comparisons: tuple[Comparison, ...]
+    reference: str | None = None
 
 
 def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None) -> Ranks | None:
@@ -100,6 +110,7 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
             float((table[:, i] - table[:, j]).mean()),
             None if step is None else _nemenyi(abs(mean_ranks[i] - mean_ranks[j]) / step, number),
             wilcoxon.get((i, j)),
+            _rank_biserial(table[:, i] - table[:, j]),
         )
         for i, j in pairs
     ]
@@ -109,8 +120,28 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
         statistic,
         p,
         None if step is None else float(stats.studentized_range.ppf(0.95, number, np.inf) / 2**0.5 * step),
+        None if statistic is None else statistic / (settings * (number - 1)),
         tuple(comparisons),
+        reference if reference in methods else None,
     )
+
+
+def cliques(mean_ranks: Mapping[str, float], critical_difference: float) -> list[tuple[str, ...]]:
+    """The largest groups of methods whose mean ranks are no further apart than the critical difference, best first.
+
+    A critical-difference diagram joins each by a line (Demšar 2006, section 3.2.4). Methods alone are left out.
+    """
+    ordered = sorted(mean_ranks, key=lambda method: (mean_ranks[method], method))
+    found: list[tuple[str, ...]] = []
+    end = 0
+    for start, first in enumerate(ordered):
+        stop = start
+        while stop < len(ordered) and mean_ranks[ordered[stop]] - mean_ranks[first] <= critical_difference:
+            stop += 1
+        if stop > end and stop - start > 1:
+            found.append(tuple(ordered[start:stop]))
+        end = max(end, stop)
+    return found
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -128,6 +159,14 @@ def _nemenyi(distance: float, number: int) -> float:
     from scipy import stats
 
     return min(1.0, max(0.0, float(stats.studentized_range.sf(distance * 2**0.5, number, np.inf))))
+
+
+def _rank_biserial(differences: NDArray[np.float64]) -> float:
+    from scipy import stats
+
+    differences = np.round(differences, 12)
+    ranks = stats.rankdata(np.abs(differences))
+    return float((np.sign(differences) * ranks).sum() / ranks.sum())
 
 
 def _signed_rank(differences: NDArray[np.float64]) -> Any:

@@ -6,17 +6,18 @@ Knows choices and statistics; knows nothing of pages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.compositions import Composition
 from adapterswap.reporting.choosing import Choice, Unit, choices, has_split, matching, score, table_choice, unit_of
-from adapterswap.reporting.ranks import Ranks, rank
+from adapterswap.reporting.including import is_single
+from adapterswap.reporting.ranks import Ranks, holm, rank
 from adapterswap.reporting.statistics import Correlation, correlate
 from adapterswap.sweeps import Cell, Run, TaskInfo
 
-__all__ = ["GridCell", "Indicator", "Ranking", "ZoneGrid", "grids", "indicators", "is_single", "ranking"]
+__all__ = ["GridCell", "Indicator", "Ranking", "ZoneGrid", "grids", "indicators", "ranking"]
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _NAMES = {"method", "task", "language"}
@@ -28,12 +29,17 @@ class Ranking:
 
     Attributes:
         methods: the label of each family's row that was ranked.
+        single: of these, the ones that compose nothing: the base, an expert, another adapter. That they are far from
+            the compositions raises χ², whatever the compositions do.
+        excluded: the labels of families that were not to be ranked.
         left_out: families that fewer than half of the settings have.
         dropped: settings that a ranked family lacks.
         ranks: the tests, on scores whose sign is turned where less is better.
     """
 
     methods: tuple[str, ...]
+    single: tuple[str, ...]
+    excluded: tuple[str, ...]
     left_out: tuple[str, ...]
     dropped: int
     ranks: Ranks
@@ -50,6 +56,8 @@ class Indicator:
         merged: the row of the compositions.
         points: (expert, its own score, the mean of its compositions).
         correlation: over the points.
+        pearson_holm, spearman_holm: the two p corrected by Holm over all indicators of the same compositions on the
+            same target; None where p is.
     """
 
     experts: str
@@ -58,6 +66,8 @@ class Indicator:
     merged: str
     points: tuple[tuple[str, float, float], ...]
     correlation: Correlation
+    pearson_holm: float | None = None
+    spearman_holm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,16 +98,20 @@ class ZoneGrid:
     cells: tuple[GridCell, ...]
 
 
-def ranking(run: Run, targets: list[TaskInfo], reference: str) -> Ranking | None:
-    """Every family by its selected configuration (its default, or only one, where it has none), over all settings.
+def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collection[str]) -> Ranking | None:
+    """Families by their selected configuration (their default, or only one, where they have none), over all settings.
 
-    Wilcoxon's test sets them against the family `reference`.
+    Wilcoxon's test sets them against the family `reference`; where that is not among `methods`, it compares every two.
     """
     table: dict[str, dict[tuple[str, Unit], float]] = {}
     labels: dict[str, str] = {}
+    excluded: dict[str, None] = {}
+    single: set[str] = set()
     settings: list[tuple[str, Unit]] = []
     for task in targets:
-        standing = _standing(choices(run, task))
+        every = _standing(choices(run, task))
+        excluded |= dict.fromkeys(choice.label for choice in every if choice.family not in methods)
+        standing = [choice for choice in every if choice.family in methods]
         units = dict.fromkeys(unit for choice in standing for unit in choice.cells)
         most = max((_sides(unit) for unit in units), default=0)
         whole = [unit for unit in units if _sides(unit) == most]
@@ -105,6 +119,8 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str) -> Ranking | None
         sign = 1 if task.higher_is_better else -1
         for choice in standing:
             labels.setdefault(choice.family, choice.label)
+            if all(is_single(result.cell) for result in choice.cells.values()):
+                single.add(choice.family)
             for unit in whole:
                 mean = _mean_at(unit, choice, task)
                 if mean is not None:
@@ -117,7 +133,8 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str) -> Ranking | None
         return None
     left_out = tuple(labels[family] for family in labels if family not in ranked)
     ranked_labels = tuple(labels[family] for family in ranked)
-    return Ranking(ranked_labels, left_out, len(settings) - len(complete), found)
+    alone = tuple(labels[family] for family in ranked if family in single)
+    return Ranking(ranked_labels, alone, tuple(excluded), left_out, len(settings) - len(complete), found)
 
 
 def _standing(found: list[Choice]) -> list[Choice]:
@@ -144,10 +161,11 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
     count each expert many times.
     """
     standing = _standing(choices(run, target))
-    found = []
+    corrected = []
     for merged in standing:
         if any(is_single(result.cell) for result in merged.cells.values()):
             continue
+        found: list[Indicator] = []
         for family in dict.fromkeys(result.cell.family for result in run.results):
             if not family.endswith(" expert"):
                 continue
@@ -163,12 +181,19 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
                 if len(points) > 1:
                     numbers = correlate([x for _, x, _ in points], [y for _, _, y in points])
                     found.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
-    return found
+        pearson = _corrected([each.correlation.pearson_p for each in found])
+        spearman = _corrected([each.correlation.spearman_p for each in found])
+        corrected += [
+            replace(each, pearson_holm=one, spearman_holm=other)
+            for each, one, other in zip(found, pearson, spearman, strict=True)
+        ]
+    return corrected
 
 
-def is_single(cell: Cell) -> bool:
-    """Whether a cell composes nothing: the base, an expert, another adapter."""
-    return cell.family == "base" or cell.family.endswith(" expert") or list(cell.composition) == ["allocation"]
+def _corrected(p_values: list[float | None]) -> list[float | None]:
+    """Holm's correction of those that are there."""
+    known = iter(holm([p for p in p_values if p is not None]))
+    return [None if p is None else next(known) for p in p_values]
 
 
 def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adapterswap import __version__
@@ -17,6 +17,7 @@ from adapterswap.reporting.choosing import Choice, choices, table_choice
 from adapterswap.reporting.commands import compose_command, evaluate_command
 from adapterswap.reporting.examples import Disagreements, disagreements
 from adapterswap.reporting.headline import Target, target_table
+from adapterswap.reporting.including import included_methods, is_single, with_units
 from adapterswap.reporting.reading import Source
 from adapterswap.reporting.relations import (
     GridCell,
@@ -25,16 +26,16 @@ from adapterswap.reporting.relations import (
     ZoneGrid,
     grids,
     indicators,
-    is_single,
     ranking,
 )
+from adapterswap.reporting.selection import SelectionCurve, Truncations, selection_curves, truncations
 from adapterswap.sweeps import Run
 
 __all__ = ["DRAWS", "REPORT_FORMAT", "Report", "default_reference", "make_report"]
 
 DRAWS = 10_000
 REPORT_FORMAT = "adapterswap-report/1"
-_LIBRARIES = ("jinja2", "scipy")
+_LIBRARIES = ("jinja2", "matplotlib", "scipy")
 _LEADS = ("layer_swap", "layer swap")
 _REFERENCES = ("soup", "task expert", "math expert", "base")
 
@@ -54,6 +55,8 @@ class Report:
         ranking: over all targets and units; None where too few settings are complete.
         indicators: correlations of experts' own scores with their compositions'.
         grids: landscapes of bottom and top layers.
+        curves: how each selection went, configuration after configuration.
+        truncations: what was lost by a reduction to a rank, beside what it scores.
         disagreements: by target task.
         commands: to run it again.
         compositions: (row, command to compose, command to judge) for each selected cell of the lead.
@@ -74,6 +77,8 @@ class Report:
     ranking: Ranking | None
     indicators: tuple[Indicator, ...]
     grids: tuple[ZoneGrid, ...]
+    curves: tuple[SelectionCurve, ...]
+    truncations: tuple[Truncations, ...]
     disagreements: tuple[Disagreements, ...]
     commands: tuple[str, ...]
     compositions: tuple[tuple[str, str, str], ...]
@@ -103,21 +108,32 @@ def default_reference(run: Run) -> str:
     return next((family for family in _REFERENCES if family in families), families[0])
 
 
-def make_report(source: Source, *, reference: str | None = None, draws: int = DRAWS, seed: int = 0) -> Report:
+def make_report(
+    source: Source,
+    *,
+    reference: str | None = None,
+    methods: Sequence[str] | None = None,
+    units: Sequence[str] | None = None,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> Report:
     """Everything that can be said of a run.
 
     Args:
         source: from `open_source`.
         reference: a family of the run.
+        methods: the families that are ranked and tested, see `included_methods`; tables show all.
+        units: the pairs, experts or seeds that anything is computed over, see `with_units`.
         draws: of the bootstrap.
         seed: of the bootstrap; the same seed gives the same report.
 
     Raises:
-        ArgumentError: the run has no such family.
+        ArgumentError: the run has no such family or unit, or fewer than two methods are left.
         DataError: the run has no finished target task, or a damaged file of samples.
         DependencyError: the `report` extra is not installed.
     """
     _require_libraries()
+    source = replace(source, run=with_units(source.run, units))
     run = source.run
     families = list(dict.fromkeys(result.cell.family for result in run.results))
     reference = default_reference(run) if reference is None else reference
@@ -125,6 +141,7 @@ def make_report(source: Source, *, reference: str | None = None, draws: int = DR
         raise ArgumentError(
             f"the run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
         )
+    ranked = included_methods(run, methods)
     lead = _lead(run, families, reference)
     targets = [task for task in run.tasks.values() if task.role == "target" and choices(run, task)]
     if not targets:
@@ -135,7 +152,7 @@ def make_report(source: Source, *, reference: str | None = None, draws: int = DR
         )
     tables = [target_table(run, task, reference, draws=draws, seed=seed) for task in targets]
     landscapes = [grid for task in targets for grid in grids(run, task)]
-    if source.development:
+    if source.development and units is None:  # it is a mean over all seeds
         landscapes.append(_development(source))
     apart = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
     described = run.described
@@ -143,18 +160,20 @@ def make_report(source: Source, *, reference: str | None = None, draws: int = DR
         source.name,
         source.kind,
         source.units,
-        source.remarks,
+        (*source.remarks, *_restricted(source, units)),
         reference,
         lead,
         len(run.cells),
         len(run.results),
         dict(Counter(cell.family for cell in run.unfinished)),
         tuple(tables),
-        ranking(run, targets, reference),
+        ranking(run, targets, reference, ranked),
         tuple(indicator for task in targets for indicator in indicators(run, task)),
         tuple(landscapes),
+        tuple(curve for task in targets for curve in selection_curves(run, task)),
+        tuple(found for task in targets for found in truncations(run, task)),
         tuple(each for each in apart if each is not None),
-        (*source.commands, _command(source, reference, seed)),
+        (*source.commands, _command(source, reference, seed, methods, units)),
         tuple(_compositions(run, tables, lead)),
         draws,
         seed,
@@ -174,8 +193,18 @@ def _require_libraries() -> None:
         )
 
 
-def _command(source: Source, reference: str, seed: int) -> str:
-    return shlex.join(["adapterswap", "report", source.name, "--reference", reference, "--seed", str(seed)])
+def _command(
+    source: Source, reference: str, seed: int, methods: Sequence[str] | None, units: Sequence[str] | None
+) -> str:
+    words = ["adapterswap", "report", source.name, "--reference", reference, "--seed", str(seed)]
+    for option, names in (("--methods", methods), ("--units", units)):
+        words += [word for name in names or () for word in (option, name)]
+    return shlex.join(words)
+
+
+def _restricted(source: Source, units: Sequence[str] | None) -> Iterator[str]:
+    if units is not None:
+        yield f"Everything here is over some of the run's {source.units} only: {', '.join(units)}."
 
 
 def _lead(run: Run, families: list[str], reference: str) -> str:

@@ -1,4 +1,4 @@
-"""The files of a report: report.html, tables.tex, tables.csv, summary.json.
+"""The files of a report: report.html, tables.tex, tables.csv, summary.json; and its figures, in a folder of their own.
 
 The same report gives the same bytes. `report` makes and writes one in a call.
 """
@@ -6,21 +6,45 @@ The same report gives the same bytes. `report` makes and writes one in a call.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from adapterswap.errors import check_type
+from adapterswap import __version__
+from adapterswap.drawing import COLUMN, FORMATS, as_bytes, require_matplotlib, save
+from adapterswap.drawing import column_width as width_in_inches
+from adapterswap.errors import ArgumentError, check_type
 from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.smallfiles import expand
-from adapterswap.reporting.page import render_page
+from adapterswap.reporting.figures import draw, plan_figures
+from adapterswap.reporting.latex import TableStyle, latex_tables
+from adapterswap.reporting.page import Download, render_page
 from adapterswap.reporting.reading import open_source
 from adapterswap.reporting.report import REPORT_FORMAT, Report, make_report
-from adapterswap.reporting.tables import csv_table, latex_tables
+from adapterswap.reporting.tables import csv_table
 
-__all__ = ["REPORT", "REPORT_FILES", "default_out_path", "report", "write_files", "write_report"]
+__all__ = [
+    "FIGURES", "FIGURES_FORMAT", "REPORT", "REPORT_FILES", "check_targets", "default_out_path", "report",
+    "write_figures", "write_files", "write_report",
+]  # fmt: skip
 
 REPORT_FILES = ("report.html", "tables.csv", "tables.tex", "summary.json")
 REPORT = OutputKind("summary.json", lambda record: REPORT_FILES if record.get("format") == REPORT_FORMAT else ())
 """What `report` writes."""
+
+FIGURES_FORMAT = "adapterswap-figures/1"
+_FIGURES = "figures.json"
+
+
+def _figure_names(record: Mapping[str, Any]) -> Sequence[str]:
+    figures = record.get("figures")
+    if record.get("format") != FIGURES_FORMAT or not isinstance(figures, dict):
+        return ()
+    return (_FIGURES, *(f"{name}.{suffix}" for name in figures for suffix in FORMATS))
+
+
+FIGURES = OutputKind(_FIGURES, _figure_names)
+"""What `report` writes where figures are wanted."""
 
 
 def report(
@@ -28,39 +52,85 @@ def report(
     out_path: str | Path | None = None,
     *,
     reference: str | None = None,
+    methods: Sequence[str] | None = None,
+    units: Sequence[str] | None = None,
     seed: int = 0,
+    figures: str | Path | None = None,
+    column_width: str | float = COLUMN,
+    table: TableStyle | None = None,
     overwrite: bool = False,
 ) -> Report:
-    """What a sweep or a lab run found, and its page, tables and JSON.
+    """What a sweep or a lab run found, and its page, tables, JSON and figures.
 
     Args:
         run: the folder that `sweep` or `adapterswap lab` wrote; a sweep need not be finished.
         out_path: a folder to write report.html, tables.tex, tables.csv and summary.json to; by default nothing is
             written.
         reference: the method that the others are compared with; by default soup.
+        methods: the methods that are ranked and tested; `compositions` stands for all that compose something. By
+            default all, with the base and single experts, which raise Friedman's χ². Tables show every method.
+        units: the pairs (`math1+sw1`), experts (`sw1`) or seeds (`seed 3`) over which everything is computed; by
+            default all.
         seed: of the bootstrap.
-        overwrite: replace that folder, if it is a report.
+        figures: a folder to write each figure to, as PDF, SVG and PNG, and figures.json with captions and all numbers
+            that are drawn; by default none are written.
+        column_width: how wide figures are: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
+        table: how tables.tex looks: layout, rows, columns, label and caption; see `TableStyle`.
+        overwrite: replace these folders, if they are a report and its figures.
 
     Returns:
         Everything that the report says, as data.
 
     Raises:
-        ArgumentError: the run has no such method as `reference`.
+        ArgumentError: the run has no such method or unit; `methods` leaves fewer than two; a width that is not one; a
+            table of rows or columns that there are not, see `latex_tables`.
         DataError: the run is damaged, or no cell is finished.
-        DependencyError: the `report` extra is not installed.
+        DependencyError: the `report` extra is not installed, or, with `figures`, the `plots` extra.
         NotFoundError: the folder holds neither a sweep nor a lab run.
         OutputError: the output exists (without `overwrite`), holds other files, overlaps the run, or cannot be written.
     """
     check_type(run, (str, Path), "run", "Pass the folder that `adapterswap sweep` or `adapterswap lab` wrote")
     check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
+    check_type(figures, (str, Path, type(None)), "figures", "Pass the path of the folder to write")
+    for name, chosen in (("methods", methods), ("units", units)):
+        check_type(chosen, (list, tuple, type(None)), name, "Pass a list of names")
+    width = width_in_inches(column_width)
     folder = expand(run)
     source = open_source(folder)
+    check_targets(folder, out_path, figures, overwrite=overwrite)  # before the work
+    made = make_report(source, reference=reference, methods=methods, units=units, seed=seed)
+    latex_tables(made, table)  # a dry run finds what is wrong with a style, too
     if out_path is not None:
-        check_target(out_path, kind=REPORT, overwrite=overwrite, inputs=[folder])  # before the work
-    made = make_report(source, reference=reference, seed=seed)
-    if out_path is not None:
-        write_report(made, out_path, overwrite=overwrite, run=folder)
+        write_report(made, out_path, table=table, overwrite=overwrite, run=folder)
+    if figures is not None:
+        write_figures(made, figures, width=width, overwrite=overwrite, run=folder)
     return made
+
+
+def check_targets(
+    run: Path, out_path: str | Path | None, figures: str | Path | None, *, overwrite: bool = False
+) -> None:
+    """Check whether both folders may be written. A dry run calls this too.
+
+    Raises:
+        ArgumentError: one is, holds or lies in the other.
+        DependencyError: figures are wanted, and matplotlib is not installed.
+        OutputError: see `check_target`.
+    """
+    if out_path is not None:
+        check_target(out_path, kind=REPORT, overwrite=overwrite, inputs=[run])
+    if figures is None:
+        return
+    require_matplotlib("figures")
+    check_target(figures, kind=FIGURES, overwrite=overwrite, inputs=[run])
+    if out_path is not None:
+        one, other = expand(out_path).resolve(), expand(figures).resolve()
+        if one == other or one in other.parents or other in one.parents:
+            raise ArgumentError(
+                f"{figures} and the report's folder, {out_path}, overlap",
+                "Give figures a folder of their own",
+                parameter="figures",
+            )
 
 
 def default_out_path(run: str | Path) -> Path:
@@ -70,27 +140,79 @@ def default_out_path(run: str | Path) -> Path:
     return named.with_name(f"{named.name}-report")
 
 
-def write_report(report: Report, out_path: str | Path, *, overwrite: bool = False, run: Path | None = None) -> None:
+def write_report(
+    report: Report, out_path: str | Path, *, table: TableStyle | None = None, overwrite: bool = False,
+    run: Path | None = None,
+) -> None:  # fmt: skip
     """Write a report's folder.
 
     Args:
         out_path: the folder to write.
+        table: how tables.tex looks.
         overwrite: replace it, if it is a report.
         run: the folder that the report was made from; the output may not overlap it.
 
     Raises:
+        ArgumentError: see `latex_tables`.
         OutputError: see `atomic_folder`.
     """
     with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=[run]) as folder:
-        write_files(report, folder)
+        write_files(report, folder, table)
 
 
-def write_files(report: Report, folder: Path) -> None:
+def write_figures(
+    report: Report, folder: str | Path, *, width: float = COLUMN, overwrite: bool = False, run: Path | None = None
+) -> dict[str, str]:
+    """Write every figure that a report has, as PDF, SVG and PNG, and figures.json: captions, and what is drawn.
+
+    Args:
+        folder: the folder to write.
+        width: of the figures, in inches.
+        overwrite: replace the folder, if it holds figures of a report.
+        run: the folder that the report was made from; the output may not overlap it.
+
+    Returns:
+        Which kinds of figures there are none of: kind → why.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+        OutputError: see `atomic_folder`.
+    """
+    require_matplotlib("figures")
+    planned, lacking = plan_figures(report)
+    with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=[run]) as building:
+        for each in planned:
+            save(draw(each, width), building, each.name)
+        content = {
+            "format": FIGURES_FORMAT, "adapterswap_version": __version__, "run": report.name, "width_in": width,
+            "figures": {each.name: {"kind": each.kind, "caption": each.caption, "data": each.data} for each in planned},
+            "lacking": lacking,
+        }  # fmt: skip
+        (building / _FIGURES).write_bytes(_json(content))
+    return lacking
+
+
+def _downloads(report: Report) -> list[Download]:
+    """The figures that the page offers, one column wide."""
+    made = []
+    for each in plan_figures(report)[0]:
+        figure = draw(each, COLUMN)
+        files = {suffix: as_bytes(figure, suffix) for suffix in ("svg", "pdf")}
+        made.append(Download(each.kind, each.place, each.name, files))
+    return made
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode("utf-8", errors="backslashreplace")
+
+
+def write_files(report: Report, folder: Path, table: TableStyle | None = None) -> None:
     """Write a report's files into a folder that is there."""
     contents = {
-        "report.html": render_page(report),
+        "report.html": render_page(report, _downloads(report), table),
         "tables.csv": csv_table(report),
-        "tables.tex": latex_tables(report),
+        "tables.tex": latex_tables(report, table),
         "summary.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
     }
     for name, content in contents.items():

@@ -64,7 +64,8 @@ def skill(cell: Cell, task: str) -> float:
 def craft(
     folder: Path, asked: SweepRecipe | None = None, *, documents: int = 40, skill: Skill = skill,
     finished: Callable[[Cell], bool] = lambda cell: True, split: bool = True, corpus: tuple[str, ...] = (),
-    values: Callable[[Cell, str], list[float]] | None = None, text: str = "Jibu ni",
+    values: Callable[[Cell, str], list[float]] | None = None, errors: Callable[[Cell], float] | None = None,
+    text: str = "Jibu ni",
 ) -> Path:  # fmt: skip
     """Write a sweep's folder.
 
@@ -74,6 +75,7 @@ def craft(
         split: whether there are select documents.
         corpus: tasks whose scores are of the whole corpus.
         values: the documents' scores, in the place of random ones.
+        errors: the relative error of cells that were reduced to a rank; not recorded by default.
         text: the outputs.
     """
     asked = asked or recipe()
@@ -122,7 +124,8 @@ def craft(
                  "answers": {"normalized": str(doc if score else doc + 1)}, "scores": {name: score}}
                 for doc, score in enumerate(scores)
             ]  # fmt: skip
-        lines.append(json.dumps(CellResult(cell, results, {"switch": 0.1, "evaluate": 1.0}).as_json()))
+        error = errors(cell) if errors is not None and cell.output else None
+        lines.append(json.dumps(CellResult(cell, results, {"switch": 0.1, "evaluate": 1.0}, error).as_json()))
         (folder / "samples" / f"{cell.cell}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     (folder / "cells.jsonl").write_text("".join(line + "\n" for line in lines))
     for name, info in tasks.items():

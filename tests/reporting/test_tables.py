@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -16,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from adapterswap.reporting import make_report, open_source, write_report
+from adapterswap.reporting.latex import latex_tables
 from adapterswap.reporting.page import render_page
-from adapterswap.reporting.tables import csv_table, latex_tables
+from adapterswap.reporting.tables import csv_table
 
 from .conftest import Written
 from .crafting import HOSTILE
@@ -52,7 +52,7 @@ def test_csv_has_every_number(written: Written) -> None:
 
 def test_latex_is_booktabs(written: Written) -> None:
     text = latex_tables(written.report)
-    columns = re.search(r"\\begin\{tabular\}\{(\w+)\}", text)
+    columns = re.search(r"\\begin\{tabular\}\{@\{\}(\w+)@\{\}\}", text)
     assert columns is not None
     lines = [line for line in text.splitlines() if line.endswith(r"\\")]
     assert len(lines) == 2 + len(written.report.targets[0].rows)
@@ -60,13 +60,6 @@ def test_latex_is_booktabs(written: Written) -> None:
         assert len(re.split(r"(?<!\\)&", line)) == len(columns[1])
     assert "mgsm\\_native\\_cot\\_sw" in text
     assert text.count("{") == text.count("}")
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX is installed")
-def test_latex_compiles(written: Written, tmp_path: Path) -> None:
-    document = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + latex_tables(written.report)
-    (tmp_path / "a.tex").write_text(document + r"\end{document}")
-    subprocess.run(["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "a.tex"], cwd=tmp_path, check=True)
 
 
 def test_hostile_names_stay_text(written: Written) -> None:

@@ -1,0 +1,178 @@
+"""How figures look and are saved: widths, fonts, colours, PDF, SVG and PNG. What is drawn is not this module's.
+
+Figures are made for print: one or two columns wide, text of 6 to 8 points in an embedded font, colours of Okabe and Ito
+that colour-blind readers tell apart, in an order of lightness that survives a grey printer, and a marker and a line
+style of its own for each. matplotlib is imported when a figure is made. The same figure gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from adapterswap.errors import ArgumentError, DependencyError, printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "COLUMN", "FORMATS", "GREY", "HATCH", "INK", "LEAD", "NOTE", "SMALL", "TEXT", "Look", "as_bytes",
+    "column_width", "looks", "new_figure", "readable_on", "require_matplotlib", "save", "style", "tidy", "wrapped",
+]  # fmt: skip
+
+COLUMN = 3.25  # inches: a column of ICML and NeurIPS' half width; ACL has 3.03
+FORMATS = ("pdf", "svg", "png")
+TEXT, SMALL, NOTE = 7.5, 7.0, 6.0  # points
+INK, GREY, LEAD = "#1a1a1a", "#6b6b6b", "#0b4f8a"
+HATCH = "//////"  # what has no number
+
+_NARROWEST, _WIDEST = 2.5, 20.0  # inches
+_DPI = 300
+_INCHES = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72.27, "bp": 1 / 72}
+_CUT = 3  # lines of a name
+
+
+class Look(NamedTuple):
+    """How one of several series is drawn."""
+
+    colour: str
+    marker: str
+    line: str | tuple[int, tuple[float, ...]]
+
+
+# Okabe and Ito (2008), without yellow, which is too light on paper; neighbours differ in lightness.
+_COLOURS = ("#0b4f8a", "#d55e00", "#1a1a1a", "#56b4e9", "#7a3b69", "#009e73", "#e69f00", "#cc79a7")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1, 1.5)))
+
+
+def looks(number: int) -> list[Look]:
+    """Looks for so many series. Colours, markers and lines repeat after 8, 9 and 4, all three only after 72."""
+    return [
+        Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)]) for i in range(number)
+    ]
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise `DependencyError` unless matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        raise DependencyError(f"{what} need matplotlib, which is not installed", "pip install 'adapterswap[plots]'")
+
+
+def column_width(value: str | float) -> float:
+    """A width in inches: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points) or `236bp`; a number is in inches.
+
+    Raises:
+        ArgumentError: it is no such width, or not between 2.5 and 20 inches.
+    """
+    remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
+    unit = (found[2] or "in") if found else ""
+    if found is None or unit not in _INCHES:
+        raise ArgumentError(f"{value!r} is not a width", remedy, parameter="column_width")
+    inches = float(found[1]) * _INCHES[unit]
+    if not _NARROWEST <= inches <= _WIDEST:
+        raise ArgumentError(
+            f"a width of {value} is {inches:.3g} in, and figures are between {_NARROWEST:g} in and {_WIDEST:g} in wide",
+            remedy,
+            parameter="column_width",
+        )
+    return inches
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """matplotlib's settings while figures are made and saved; whatever the user's own are."""
+    import matplotlib as mpl
+    from matplotlib import rc_context
+
+    with rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update({
+            "font.family": _fonts(), "font.size": TEXT, "axes.titlesize": TEXT, "axes.labelsize": TEXT,
+            "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL,
+            "text.parse_math": False,  # names may hold dollars
+            "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GREY, "xtick.color": GREY,
+            "ytick.color": GREY, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+            "axes.linewidth": 0.6, "lines.linewidth": 1.2, "lines.markersize": 3.5, "hatch.linewidth": 0.5,
+            "hatch.color": GREY, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2.5,
+            "ytick.major.size": 2.5, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+            "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
+            "svg.fonttype": "path",  # outlines, since a reader may lack the font
+            "svg.hashsalt": "adapterswap", "axes.unicode_minus": True,
+        })  # fmt: skip
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[str]:
+    """Write `name` in each format; returns the files' names."""
+    names = [f"{name}.{suffix}" for suffix in formats]
+    for path in names:
+        (folder / path).write_bytes(as_bytes(figure, path.rpartition(".")[2]))
+    return names
+
+
+def as_bytes(figure: Figure, suffix: str) -> bytes:
+    """The file of a figure. No time and no version of matplotlib in it: the same figure gives the same bytes."""
+    import io
+
+    metadata: dict[str, dict[str, Any]] = {
+        "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+        "svg": {"Date": None, "Creator": None},
+        "png": {"Software": None},
+    }
+    buffer = io.BytesIO()
+    with style():
+        figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata[suffix])
+    return buffer.getvalue()
+
+
+def tidy(axes: Any, *, grid: str | None = None) -> None:
+    """No more lines than needed; a light grid across `grid` (x, y or both)."""
+    if grid is not None:
+        axes.grid(axis=grid, linewidth=0.4, color="#e3e3e3")
+        axes.set_axisbelow(True)
+
+
+def wrapped(text: str, characters: int) -> str:
+    """A name in lines of so many characters, three at most; what does not fit is cut."""
+    lines = textwrap.wrap(shown(text), max(4, characters), break_on_hyphens=True) or [""]
+    if len(lines) > _CUT:
+        lines = [*lines[: _CUT - 1], f"{lines[_CUT - 1][: max(3, characters - 1)]}…"]
+    return "\n".join(lines)
+
+
+def shown(text: str) -> str:
+    """`text` in characters that the fonts hold; others by their codes."""
+    return "".join(c if c.isascii() or _covered(ord(c)) else f"U+{ord(c):04X}" for c in printable(text))
+
+
+@cache
+def _covered(code: int) -> bool:
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    return any(code in FT2Font(font_manager.findfont(name)).get_charmap() for name in _fonts())
+
+
+def _fonts() -> list[str]:
+    return ["DejaVu Sans"]  # comes with matplotlib, so that figures are the same everywhere
+
+
+def readable_on(rgba: Sequence[float]) -> str:
+    """Black or white, whichever can be read better on a colour (WCAG's relative luminance)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgba[:3]]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"

@@ -1,0 +1,615 @@
+"""The figures of a report, for print: scores, differences, landscapes, ranks, indicators, selections, truncations.
+
+`plan_figures` says which figures a report has, with a caption and what is drawn as plain data; `draw` makes one.
+A figure shows its data and nothing else, so that a test, or a reader who wants another layout, can take them. Knows
+reports and matplotlib; knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.drawing import (
+    GREY,
+    HATCH,
+    INK,
+    LEAD,
+    NOTE,
+    SMALL,
+    Look,
+    looks,
+    new_figure,
+    readable_on,
+    style,
+    tidy,
+    wrapped,
+)
+from adapterswap.reporting.charts import heatmaps, lead_indicators, ticks
+from adapterswap.reporting.headline import Target, resampled
+from adapterswap.reporting.including import unit_text
+from adapterswap.reporting.ranks import cliques
+from adapterswap.reporting.report import Report
+from adapterswap.reporting.statistics import MIN_UNITS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["PlannedFigure", "draw", "plan_figures"]
+
+_LINE = 0.125  # inches of a line of text
+_CHARACTER = 0.0585  # inches of a character of 7 points, on average
+
+
+@dataclass(frozen=True)
+class PlannedFigure:
+    """A figure that can be drawn.
+
+    Attributes:
+        name: of its files: `scores`, `landscape-2`.
+        kind: `scores`, `differences`, `landscape`, `critical-difference`, `indicators`, `selection` or `truncation`.
+        place: of what it shows among the report's targets or landscapes, from 0.
+        caption: what it shows, in sentences.
+        data: the numbers and names that are drawn.
+    """
+
+    name: str
+    kind: str
+    place: int
+    caption: str
+    data: Mapping[str, Any]
+
+
+def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
+    """The figures that a report has, and why it lacks the others: kind → reason."""
+    found: list[PlannedFigure] = []
+    lacking: dict[str, str] = {}
+
+    def add(kind: str, made: Sequence[tuple[str, Mapping[str, Any]] | None], reason: str) -> None:
+        there = [(place, each) for place, each in enumerate(made) if each is not None]
+        for place, (caption, data) in there:
+            name = kind if len(made) == 1 else f"{kind}-{place + 1}"
+            found.append(PlannedFigure(name, kind, place, caption, data))
+        if not there:
+            lacking[kind] = reason
+
+    add("scores", [_scores(report, target) for target in report.targets], "no method has a score that may be reported")
+    add("differences", [_differences(report, target) for target in report.targets], "no method shares a unit with the "
+        "reference")  # fmt: skip
+    better = {target.task: target.higher_is_better for target in report.targets}
+    maps = [_landscape(report, heatmap, better) for heatmap in heatmaps(report.grids, better)]
+    add("landscape", maps, "no method has several choices of b and u")
+    add("critical-difference", [_ranks(report)], _why_no_ranks(report))
+    add("indicators", [_indicators(report, target) for target in report.targets], "no expert alone was judged, or "
+        "fewer than three")  # fmt: skip
+    add("selection", [_selection(report, target) for target in report.targets], "nothing was chosen on documents of "
+        "its own")  # fmt: skip
+    add("truncation", [_truncation(report, target) for target in report.targets], "no composition was reduced to a "
+        "rank, or its error is not recorded")  # fmt: skip
+    return found, lacking
+
+
+def draw(planned: PlannedFigure, width: float) -> Figure:
+    """The figure, `width` inches wide; its height follows from what it holds.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
+    from adapterswap.drawing import require_matplotlib
+
+    require_matplotlib("figures")
+    with style():
+        return _DRAW[planned.kind](planned.data, width)
+
+
+# What is drawn.
+
+
+def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    rows = [
+        {
+            "label": row.label, "lead": row.family == report.lead, "mean": row.spread.mean,
+            "interval": row.interval,
+            "units": [
+                {"unit": unit_text(chosen.unit), "value": chosen.score}
+                for chosen in row.chosen if chosen.score is not None
+            ],
+        }
+        for row in target.rows if row.spread is not None
+    ]  # fmt: skip
+    if not rows:
+        return None
+    drawn = "95 % intervals (bootstrap over " + resampled(target) + ")"
+    intervals = f", with {drawn}" if any(row["interval"] for row in rows) else ""
+    missing = ", where there are enough of them" if intervals and not all(row["interval"] for row in rows) else ""
+    caption = (
+        f"{target.task}: {target.metric} of each method, {_documents(target)}. Filled: the mean over "
+        f"{report.units}{intervals}{missing}; open: one of the {report.units}."
+    )
+    return caption, {"axis": _axis(target), "rows": rows}
+
+
+def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    rows = [
+        {
+            "label": row.label, "lead": row.family == report.lead, "mean": row.difference.mean,
+            "interval": None if row.difference.low is None else (row.difference.low, row.difference.high),
+            "units": [{"unit": unit_text(unit), "value": value} for unit, value in row.difference.by_unit],
+        }
+        for row in target.rows if row.difference is not None
+    ]  # fmt: skip
+    if not rows:
+        return None
+    intervals = (
+        f" Lines: 95 % intervals (bootstrap over {resampled(target)}), each by itself, not corrected for their number."
+        if any(row["interval"] for row in rows)
+        else ""
+    )
+    one = report.units.removesuffix("s")
+    caption = (
+        f"{target.task}: {target.metric} of each method minus that of {report.reference}, {_documents(target)}. "
+        f"Filled: the mean over {report.units}; open: the difference in one {one}, on the same documents.{intervals}"
+    )
+    return caption, {"axis": f"{_axis(target)}\nminus {report.reference}", "rows": rows}
+
+
+def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tuple[str, dict[str, Any]]:
+    grid = heatmap.grid
+    cells = [
+        {
+            "bottom": cell.bottom, "top": cell.top, "mean": cell.mean, "units": cell.units, "chosen": cell.selected,
+            "shade": shade,
+        }
+        for _, row in heatmap.rows for found in row if found is not None for cell, shade in [found]
+    ]  # fmt: skip
+    tops = [top for top, _ in heatmap.rows]
+    alike = [other for other in report.grids if (other.task, other.family) == (grid.task, grid.family)]
+    means = [cell.mean for other in alike for cell in other.cells]
+    whole = len(cells) == len(tops) * len(heatmap.bottoms)
+    where = "the development problems" if report.kind == "lab" else "all documents"
+    fewer = any(cell["units"] < heatmap.most for cell in cells)
+    caption = (
+        f"{grid.task}: {grid.family}{f' ({grid.settings})' if grid.settings else ''} by the number of bottom layers b "
+        f"and of top layers u from the language expert; means over {report.units}, on {where}. "
+        f"{'Darker is better' if better[grid.task] else 'Darker is better, that is, less'}."
+        + " ×n: chosen for n of the units." * any(cell["chosen"] for cell in cells)
+        + " *: a mean over fewer units than the other cells." * fewer
+        + " Hatched: not judged." * (not whole)
+    )
+    return caption, {
+        "bottoms": list(heatmap.bottoms), "tops": sorted(tops), "cells": cells, "most": heatmap.most,
+        "higher_is_better": better[grid.task], "axis": f"{grid.task}, mean",
+        "scale": [min(means), max(means)],
+    }  # fmt: skip
+
+
+def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
+    ranking = report.ranking
+    if ranking is None or ranking.ranks.critical_difference is None or ranking.ranks.p is None:
+        return None
+    ranks = ranking.ranks
+    step = ranks.critical_difference or 0.0
+    caption = (
+        f"Mean ranks of {len(ranks.mean_ranks)} methods over {ranks.settings} settings (1 is best; Friedman χ² = "
+        f"{ranks.statistic:.2f}, {_p(ranks.p)}, Kendall's W = {ranks.agreement:.2f}). Methods joined by a line do not "
+        f"differ at 0.05 by Nemenyi's test: their mean ranks are less than the critical difference, {step:.2f}, apart."
+    )
+    return caption, {
+        "mean_ranks": dict(ranks.mean_ranks), "critical_difference": step,
+        "cliques": [list(clique) for clique in cliques(ranks.mean_ranks, step)],
+        "lead": [row.label for target in report.targets for row in target.rows if row.family == report.lead],
+    }  # fmt: skip
+
+
+def _why_no_ranks(report: Report) -> str:
+    ranks = report.ranking.ranks if report.ranking is not None else None
+    if ranks is None or ranks.statistic is None:
+        return "a critical difference needs three methods that share settings"
+    return f"{ranks.settings} settings are fewer than {MIN_UNITS}"
+
+
+def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    found = [each for each in lead_indicators(report) if each.target == target.task]
+    if not found:
+        return None
+    merged = found[0].merged
+    panels = [
+        {
+            "experts": each.experts, "signal": each.signal, "points": [list(point) for point in each.points],
+            "pearson": each.correlation.pearson, "pearson_holm": each.pearson_holm,
+        }
+        for each in found if each.merged == merged
+    ]  # fmt: skip
+    caption = (
+        f"Merging indicators for {target.task}: an expert's own score on a task (across) and the mean of {merged} over "
+        f"the {report.units} that it is in (up). r: Pearson's correlation; p is corrected by Holm over "
+        f"{len(panels)} indicators, and left out below {MIN_UNITS} different points."
+    )
+    return caption, {"panels": panels, "axis": f"{merged}\non {target.task}"}
+
+
+def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    curves = [
+        {"family": curve.family, "units": curve.units, "points": [list(point) for point in curve.points]}
+        for curve in report.curves if curve.task == target.task
+    ]  # fmt: skip
+    if not curves:
+        return None
+    caption = (
+        f"{target.task}: the selection as it went on. The best configuration so far on the {target.select} documents "
+        f"to choose on (dotted), and the same configuration on the {target.report} others (solid); means over "
+        f"{report.units}. The distance between the two is what choosing on the test itself would add."
+    )
+    return caption, {"curves": curves, "axis": _axis(target)}
+
+
+def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+    families = [
+        {
+            "family": found.family,
+            "points": [
+                {"configuration": configuration, "unit": unit_text(unit), "error": error, "score": score}
+                for configuration, unit, error, score in found.points
+            ],
+        }
+        for found in report.truncations if found.task == target.task
+    ]  # fmt: skip
+    if not families:
+        return None
+    caption = (
+        f"{target.task}: compositions that were reduced to a rank before they were judged. Across: the largest "
+        "relative error of a module's ΔW (Frobenius norm); up: the score. A point is one configuration with one of the "
+        f"{report.units}."
+    )
+    return caption, {"families": families, "axis": _axis(target)}
+
+
+def _axis(target: Target) -> str:
+    return f"{target.task}: {target.metric}{'' if target.higher_is_better else ' (less is better)'}"
+
+
+def _documents(target: Target) -> str:
+    if target.of_corpus:
+        return f"of the whole corpus, {target.report} documents"
+    return f"on {target.report} documents{' not used to choose' if target.select else ''}"
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return "p: –"
+    return "p < 0.001" if value < 0.001 else f"p = {value:.3f}"
+
+
+# How it is drawn.
+
+
+def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
+    """A row for each method: its units, its mean and its interval, and the mean as a number at the right."""
+    rows = data["rows"]
+    labels = [wrapped(row["label"], max(12, int(width * 0.36 / _CHARACTER))) for row in rows]
+    lines = [label.count("\n") + 1 for label in labels]
+    axis = _wrapped_lines(data["axis"], width * 0.62)
+    row_heights = [max(1.35, 0.35 + count) * _LINE for count in lines]
+    figure = new_figure(width, sum(row_heights) + 0.34 + _LINE * (axis.count("\n") + 1))
+    axes = figure.add_subplot()
+    places, top = [], 0.0
+    for height in row_heights:
+        places.append(top + height / 2)
+        top += height
+    ends = [value for row in rows for value in (row["mean"], *(row["interval"] or ()))]
+    ends += [each["value"] for row in rows for each in row["units"]]
+    low, high = _limits(ends, zero=zero)
+    if zero:
+        axes.axvline(0, color=GREY, linewidth=0.8, zorder=1)
+    for row, place in zip(rows, places, strict=True):
+        colour = LEAD if row["lead"] else INK
+        axes.plot(
+            [each["value"] for each in row["units"]], [place] * len(row["units"]), linestyle="none", marker="o",
+            markersize=2.8, markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=0.5, clip_on=False, zorder=2,
+        )  # fmt: skip
+        if row["interval"] is not None:
+            axes.plot(row["interval"], [place, place], color=colour, linewidth=1.4, solid_capstyle="butt", zorder=3)
+        axes.plot(
+            [row["mean"]], [place], marker="D" if row["lead"] else "o", markersize=4.6, color=colour,
+            markeredgecolor="white", markeredgewidth=0.5, clip_on=False, zorder=4,
+        )  # fmt: skip
+        axes.text(
+            1.03, place, _number(row["mean"], signed=zero), transform=axes.get_yaxis_transform(), va="center",
+            fontsize=SMALL, color=colour, fontweight="bold" if row["lead"] else "normal",
+        )  # fmt: skip
+    axes.set_yticks(places, labels)
+    for text, row in zip(axes.get_yticklabels(), rows, strict=True):
+        text.set(color=LEAD if row["lead"] else INK, fontweight="bold" if row["lead"] else "normal")
+    axes.set_ylim(top, 0)
+    axes.set_xlim(low, high)
+    _few_ticks(axes.xaxis, low, high, int(width * 0.45 / 0.42))
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(axis)
+    tidy(axes, grid="x")
+    return figure
+
+
+def _limits(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
+    """Ends of an axis that hold everything drawn: no lower than 0 where nothing is, no higher than 1 for shares."""
+    low, high = min(values), max(values)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    room = 0.05 * (high - low) or 0.05 * max(abs(high), 0.2)
+    first, last = low - room, high + room
+    if not zero and low >= 0:
+        first = max(first, 0.0)
+        last = min(last, 1.0) if high <= 1 else last
+    return first, last
+
+
+def _few_ticks(axis: Any, low: float, high: float, number: int) -> None:
+    """Round values between the ends, about so many."""
+    marks: list[float] = []
+    for steps in range(max(2, min(5, number)), 12):  # two marks at least, or an axis has no scale
+        marks = [value for value in ticks(low, high, steps) if low - 1e-12 <= value <= high + 1e-12]
+        if len(marks) > 1:
+            break
+    axis.set_ticks(marks, [_tick(value, marks) for value in marks])
+
+
+def _tick(value: float, marks: Sequence[float]) -> str:
+    step = min((b - a for a, b in pairwise(marks)), default=1.0)
+    places = max(0, -math.floor(math.log10(step) + 1e-9)) if step < 1 else 0
+    while places < 6 and any(abs(round(mark, places) - mark) > 1e-9 for mark in marks):
+        places += 1
+    text = f"{value:.{places}f}"
+    return "0" if float(text) == 0 else text.replace("-", "−")
+
+
+def _number(value: float, *, signed: bool = False) -> str:
+    form = ".3f" if abs(value) <= 1 else ".1f"
+    text = format(value, f"+{form}" if signed else form)
+    return (text.lstrip("+-") if float(text) == 0 else text).replace("-", "−")
+
+
+def _wrapped_lines(text: str, inches: float) -> str:
+    """Each line of `text` in lines of so many inches."""
+    return "\n".join(wrapped(line, int(inches / _CHARACTER)) for line in text.split("\n"))
+
+
+def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
+    import matplotlib as mpl
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.patches import Rectangle
+
+    bottoms, tops = data["bottoms"], data["tops"]
+    # Light to a dark that white can be read on; the lightest is darker than paper, so that no cell looks absent.
+    blues = mpl.colormaps["Blues"]
+    colours = ListedColormap([blues(0.08 + 0.84 * i / 255) for i in range(256)])
+    axis = _wrapped_lines(data["axis"], width * 0.8)
+    side = (width - 0.95) / len(bottoms)
+    height = min(max(0.24, side * 0.62), 0.42)
+    figure = new_figure(width, height * len(tops) + 0.45 + _LINE)
+    axes = figure.add_subplot()
+    judged = {(cell["bottom"], cell["top"]) for cell in data["cells"]}
+    for x, y in ((x, y) for x in range(len(bottoms)) for y in range(len(tops))):
+        if (bottoms[x], tops[y]) not in judged:
+            look: dict[str, Any] = {"facecolor": "white", "edgecolor": GREY, "hatch": HATCH, "linewidth": 0}
+            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+    size = min(SMALL, 72 * side / 3.3)
+    for cell in data["cells"]:
+        x, y = bottoms.index(cell["bottom"]), tops.index(cell["top"])
+        colour = colours(cell["shade"])
+        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8))
+        chosen = f"×{cell['chosen']}" if cell["chosen"] else ""
+        mark = "*" if cell["units"] < data["most"] else ""
+        if size >= NOTE - 0.01:
+            number = _number(cell["mean"]).removeprefix("0") + mark
+            text = f"{number}\n{chosen}" if chosen and height > 0.3 else f"{number} {chosen}".strip()
+            if len(text.split("\n")[0]) * _CHARACTER > side:
+                text = number
+            axes.text(x, y, text, ha="center", va="center", fontsize=size, color=readable_on(colour), linespacing=1.05)
+    axes.set_xlim(-0.5, len(bottoms) - 0.5)
+    axes.set_ylim(-0.5, len(tops) - 0.5)
+    every = max(1, math.ceil(0.16 / side))
+    axes.set_xticks(range(0, len(bottoms), every), [str(bottom) for bottom in bottoms[::every]])
+    axes.set_yticks(range(len(tops)), [str(top) for top in tops])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("b, bottom layers")
+    axes.set_ylabel("u, top layers")
+    low, high = data["scale"]
+    if high - low > 1e-12:
+        ordered = colours if data["higher_is_better"] else colours.reversed()
+        scale = ScalarMappable(Normalize(low, high), ordered)
+        bar = figure.colorbar(scale, ax=axes, pad=0.02, aspect=14, fraction=0.08)
+        bar.outline.set_visible(False)
+        _few_ticks(bar.ax.yaxis, low, high, 3)
+        bar.ax.tick_params(labelsize=NOTE + 0.5, length=1.5)
+    axes.set_title(axis, loc="left", fontsize=SMALL)
+    return figure
+
+
+def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
+    """Mean ranks on a line, names at both sides, lines under those that do not differ (Demšar 2006, figure 1)."""
+    ranks: Mapping[str, float] = data["mean_ranks"]
+    ordered = sorted(ranks, key=lambda method: (ranks[method], method))
+    left = ordered[: (len(ordered) + 1) // 2]
+    right = ordered[len(left) :][::-1]
+    characters = max(10, int(width * 0.3 / _CHARACTER))
+    labels = {method: wrapped(method, characters) for method in ordered}
+    step = max(label.count("\n") + 1 for label in labels.values()) * 1.05 + 0.45
+    joined = 0.75 * len(data["cliques"]) + 0.6
+    depth = joined + step * len(left)
+    figure = new_figure(width, (depth + 4.2) * _LINE)
+    axes = figure.add_subplot()
+    number = len(ordered)
+    axes.set_xlim(1, number)
+    axes.set_ylim(-depth - 0.6, 3.6)
+    axes.axis("off")
+    line: dict[str, Any] = {"clip_on": False, "solid_capstyle": "butt"}
+    axes.plot([1, number], [0, 0], color=INK, linewidth=0.8, **line)
+    every = max(1, math.ceil(0.17 * (number - 1) / (width * 0.25)))  # inches of a number, of the shortest axis
+    for place in range(1, number + 1):
+        axes.plot([place, place], [0, 0.4], color=INK, linewidth=0.8, **line)
+        if (place - 1) % every == 0:
+            axes.text(place, 0.55, str(place), ha="center", va="bottom", fontsize=SMALL)
+    distance = data["critical_difference"]
+    end = min(1 + distance, number)
+    axes.plot([1, end], [2.1, 2.1], color=INK, linewidth=1.2, **line)
+    cut = "" if end == 1 + distance else " (longer than the axis)"
+    for place in (1, end):
+        axes.plot([place, place], [1.9, 2.3], color=INK, linewidth=0.8, **line)
+    axes.text(1, 2.5, f"CD = {distance:.2f}{cut}", ha="left", va="bottom", fontsize=SMALL)
+    for place, clique in enumerate(data["cliques"]):
+        y = -0.55 - 0.75 * place
+        first, last = ranks[clique[0]], ranks[clique[-1]]
+        axes.plot([first - 0.04, last + 0.04], [y, y], color=GREY, linewidth=2.6, **line)
+    pad = 0.035 * (number - 1)
+    for names, x, side, align in ((left, 1 - pad, -1, "right"), (right, number + pad, 1, "left")):
+        for place, method in enumerate(names):
+            y = -joined - step * (place + 0.5)
+            lead = method in data["lead"]
+            colour = LEAD if lead else INK
+            axes.plot([ranks[method], ranks[method], x], [0, y, y], color=colour, linewidth=1.2 if lead else 0.7,
+                      clip_on=False)  # fmt: skip
+            axes.text(
+                x + side * pad * 0.6, y, f"{labels[method]} {ranks[method]:.2f}", ha=align, va="center", fontsize=SMALL,
+                color=colour, fontweight="bold" if lead else "normal", linespacing=1.05,
+            )  # fmt: skip
+    return figure
+
+
+def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
+    panels = data["panels"]
+    across = min(len(panels), max(1, int(width / 1.45)))
+    down = -(-len(panels) // across)
+    room = width / across
+    experts = list(dict.fromkeys(point[0] for panel in panels for point in panel["points"]))
+    look = dict(zip(experts, looks(len(experts)), strict=True))
+    legend_columns, legend_lines = _legend_shape(experts, width)
+    titles = []
+    for panel in panels:
+        r, p = panel["pearson"], panel["pearson_holm"]
+        said = "no r (constant)" if r is None else f"r = {r:.2f}".replace("-", "−")
+        said += "" if p is None else f", {_p(p)}"
+        where = _wrapped_lines(f"{panel['experts']} on\n{panel['signal']}", room * 0.8)
+        titles.append(f"{where}\n{said}")
+    tallest = max(title.count("\n") + 1 for title in titles)
+    axis = _wrapped_lines(data["axis"], down * (0.85 + _LINE * tallest) * 0.95)
+    figure = new_figure(width, down * (1.08 + _LINE * tallest) + 0.1 + legend_lines * _LINE * 1.35)
+    grid = figure.subplots(down, across, squeeze=False)
+    for axes, panel, title in zip(grid.flat, panels, titles, strict=False):
+        xs, ys = [point[1] for point in panel["points"]], [point[2] for point in panel["points"]]
+        for name, x, y in panel["points"]:
+            axes.plot(
+                x, y, marker=look[name].marker, color=look[name].colour, linestyle="none", markersize=4.5, clip_on=False
+            )
+        for values, axis_of, limit in ((xs, axes.xaxis, axes.set_xlim), (ys, axes.yaxis, axes.set_ylim)):
+            low, high = min(values), max(values)
+            space = 0.12 * (high - low) or 0.01
+            limit(low - space, high + space)
+            _few_ticks(axis_of, low - space, high + space, 3)
+        axes.set_title(title, loc="left", fontsize=NOTE + 0.5, linespacing=1.05)
+        axes.tick_params(labelsize=NOTE)
+        tidy(axes, grid="both")
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    figure.supylabel(axis, fontsize=SMALL)
+    handles = [_handle(name, look[name]) for name in experts]
+    _legend(figure, handles, legend_columns)
+    return figure
+
+
+def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
+    curves = data["curves"]
+    names = [curve["family"] for curve in curves]
+    columns, lines = _legend_shape([*names, "documents to choose on", "the others"], width)
+    figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
+    axes = figure.add_subplot()
+    handles = []
+    for curve, look in zip(curves, looks(len(curves)), strict=True):
+        steps = [point[0] for point in curve["points"]]
+        marker_step = max(1, len(steps) // 8)
+        axes.plot(steps, [point[1] for point in curve["points"]], color=look.colour, linestyle=":", linewidth=1.0)
+        axes.plot(
+            steps, [point[2] for point in curve["points"]], color=look.colour, marker=look.marker, markevery=marker_step
+        )
+        handles.append(_handle(curve["family"], look))
+    handles += [_line_handle("documents to choose on", ":"), _line_handle("the others", "-")]
+    last = max(len(curve["points"]) for curve in curves)
+    axes.set_xticks(sorted({round(value) for value in ticks(1, last, 5) if 1 <= round(value) <= last} | {1}))
+    axes.set_xlabel("configurations judged")
+    axes.set_title(_wrapped_lines(data["axis"], width * 0.85), loc="left", fontsize=SMALL)
+    low, high = axes.get_ylim()
+    _few_ticks(axes.yaxis, low, high, 4)
+    tidy(axes, grid="both")
+    _legend(figure, handles, columns)
+    return figure
+
+
+def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
+    families = data["families"]
+    names = [each["family"] for each in families]
+    columns, lines = _legend_shape(names, width)
+    figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
+    axes = figure.add_subplot()
+    handles = []
+    for each, look in zip(families, looks(len(families)), strict=True):
+        xs, ys = ([point[key] for point in each["points"]] for key in ("error", "score"))
+        marker: dict[str, Any] = {"marker": look.marker, "color": look.colour, "linestyle": "none", "markersize": 3.6}
+        axes.plot(xs, ys, markerfacecolor="none", clip_on=False, **marker)
+        handles.append(_handle(each["family"], look, filled=False))
+    errors = [point["error"] for each in families for point in each["points"]]
+    if min(errors) > 0 and max(errors) > 30 * min(errors):
+        axes.set_xscale("log")
+    else:
+        low, high = _limits(errors, zero=False)
+        axes.set_xlim(low, high if max(errors) <= 1 else max(errors) * 1.05)
+        _few_ticks(axes.xaxis, *axes.get_xlim(), 5)
+    axes.set_xlabel(_wrapped_lines("largest relative error of a module's ΔW", width * 0.7))
+    axes.set_title(_wrapped_lines(data["axis"], width * 0.85), loc="left", fontsize=SMALL)
+    low, high = axes.get_ylim()
+    _few_ticks(axes.yaxis, low, high, 4)
+    tidy(axes, grid="both")
+    _legend(figure, handles, columns)
+    return figure
+
+
+def _legend(figure: Figure, handles: list[Any], columns: int) -> None:
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handletextpad=0.4)
+
+
+def _legend_shape(names: Sequence[str], width: float) -> tuple[int, int]:
+    """How many columns fit, and how many lines of text they make."""
+    labels = [wrapped(name, 30) for name in names]
+    widest = max(max(map(len, label.split("\n"))) for label in labels) * _CHARACTER * 1.12 + 0.45
+    columns = max(1, min(len(names), int((width - 0.1) / widest)))
+    tallest = max(label.count("\n") + 1 for label in labels)
+    return columns, -(-len(names) // columns) * tallest
+
+
+def _handle(name: str, look: Look, *, filled: bool = True) -> Any:
+    from matplotlib.lines import Line2D
+
+    face = look.colour if filled else "none"
+    return Line2D(
+        [], [], color=look.colour, marker=look.marker, markerfacecolor=face, linestyle="none", label=wrapped(name, 30)
+    )
+
+
+def _line_handle(name: str, line: str) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=INK, linestyle=line, label=name)
+
+
+_DRAW: Mapping[str, Callable[[Mapping[str, Any], float], Figure]] = {
+    "scores": lambda data, width: _draw_rows(data, width, zero=False),
+    "differences": lambda data, width: _draw_rows(data, width, zero=True),
+    "landscape": _draw_landscape,
+    "critical-difference": _draw_ranks,
+    "indicators": _draw_indicators,
+    "selection": _draw_selection,
+    "truncation": _draw_truncation,
+}

@@ -1,0 +1,103 @@
+"""Which methods and units enter the statistics, where a reader of a run wants fewer than all.
+
+Single experts, the base and controls differ from compositions for reasons that no test of compositions is about, and
+every method that is far away from the others raises Friedman's χ². Knows the cells of a run; knows no statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from adapterswap.errors import ArgumentError, did_you_mean
+from adapterswap.reporting.choosing import Unit, matching, unit_of
+from adapterswap.sweeps import Cell, Run
+
+__all__ = ["COMPOSITIONS", "included_methods", "is_single", "unit_text", "with_units"]
+
+COMPOSITIONS = "compositions"
+"""Stands for every method that composes something."""
+
+
+def is_single(cell: Cell) -> bool:
+    """Whether a cell composes nothing: the base, an expert, another adapter."""
+    return cell.family == "base" or cell.family.endswith(" expert") or list(cell.composition) == ["allocation"]
+
+
+def unit_text(unit: Unit) -> str:
+    """A unit as it is written: `math1+sw1`, `seed 3`."""
+    return "+".join(part for part in unit if part is not None)
+
+
+def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]:
+    """The families that are ranked and tested, in the run's order; all where `methods` is None.
+
+    Args:
+        methods: families, and `compositions` for all that compose something.
+
+    Raises:
+        ArgumentError: the run has no such family, or there are fewer than two.
+    """
+    families = list(dict.fromkeys(result.cell.family for result in run.results))
+    if methods is None:
+        return tuple(families)
+    single = {result.cell.family for result in run.results if is_single(result.cell)}
+    wanted: set[str] = set()
+    for name in methods:
+        if name in families:
+            wanted.add(name)
+        elif name == COMPOSITIONS:
+            wanted |= {family for family in families if family not in single}
+        else:
+            remedy = did_you_mean(name, families, f"Use some of: {', '.join(families)}; or {COMPOSITIONS}")
+            raise ArgumentError(f"the run has no method {name!r}", remedy, parameter="methods")
+    if len(wanted) < 2:
+        raise ArgumentError(
+            f"`methods` leaves {len(wanted)} of the run's methods, and a comparison needs two",
+            f"Use two or more of: {', '.join(families)}",
+            parameter="methods",
+        )
+    return tuple(family for family in families if family in wanted)
+
+
+def with_units(run: Run, units: Sequence[str] | None) -> Run:
+    """The run with the cells of some units only; those without an expert on a side go with every unit.
+
+    Args:
+        units: pairs (`math1+sw1`), or experts (`sw1`) for all pairs that they are in; seeds (`seed 3`) of a lab run.
+            None for all.
+
+    Raises:
+        ArgumentError: the run has no such unit, or `units` is empty.
+    """
+    if units is None:
+        return run
+    known = _whole({unit_of(result.cell): None for result in run.results})
+    kept: dict[Unit, None] = {}
+    for name in units:
+        found = [unit for unit in known if name in (unit_text(unit), *unit)]
+        if not found:
+            texts = [unit_text(unit) for unit in known]
+            parts = [part for unit in known for part in unit if part is not None]
+            names = list(dict.fromkeys([*texts, *parts]))
+            remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
+            raise ArgumentError(f"the run has no finished unit {name!r}", remedy, parameter="units")
+        kept |= dict.fromkeys(found)
+    if not kept:
+        raise ArgumentError("`units` is empty", "Name pairs or experts, or leave it out", parameter="units")
+
+    def stays(cell: Cell) -> bool:
+        return next(matching([unit_of(cell)], kept), None) is not None
+
+    return replace(
+        run,
+        cells=tuple(cell for cell in run.cells if stays(cell)),
+        results=tuple(result for result in run.results if stays(result.cell)),
+    )
+
+
+def _whole(units: Iterable[Unit]) -> list[Unit]:
+    """The units with the most sides, which the others go with."""
+    listed = list(units)
+    most = max((sum(side is not None for side in unit) for unit in listed), default=0)
+    return [unit for unit in listed if sum(side is not None for side in unit) == most]

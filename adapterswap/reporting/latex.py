@@ -1,0 +1,419 @@
+"""A report's tables as LaTeX (booktabs), in the layout that a paper wants.
+
+Three layouts: a table for each target with a row for each method; one table with a group of columns for each target;
+and the two papers' own, with a column for each method (Bandarkar et al. 2025, tables 1 and 2). The best score is bold
+and the second underlined, among what is shown. Knows reports; knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from adapterswap.errors import ArgumentError, did_you_mean, printable
+from adapterswap.planning.describe import error_text
+from adapterswap.reporting.headline import MethodRow, Target, resampled
+from adapterswap.reporting.report import Report
+
+__all__ = ["COLUMNS", "LAYOUTS", "TableStyle", "latex_tables"]
+
+LAYOUTS = ("methods", "languages", "paper")
+
+# What LaTeX reads as commands, as text.
+_SPECIAL = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
+    "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", '"': r"\textquotedbl{}", "Δ": r"$\Delta$",
+}  # fmt: skip
+_MANY = 9  # columns, beyond which the text is smaller and closer
+_LABEL = re.compile(r"[A-Za-z0-9:._/+-]+")
+
+
+@dataclass(frozen=True)
+class TableStyle:
+    """How LaTeX tables look.
+
+    Attributes:
+        layout: `methods`: a table for each target, with a row for each method; `languages`: one table, with a group of
+            columns for each target; `paper`: one table, with a column for each method.
+        rows: the methods that are shown, in this order: families (all their rows) or rows (`layer_swap, selected`). By
+            default all.
+        columns: names of `COLUMNS`, in this order; of the layout `paper`, they are rows. The default depends on the
+            layout.
+        percent: scores × 100 with one decimal, where they are shares.
+        label: for `\\ref`; of several tables, the second ends in -2.
+        caption: LaTeX, instead of the one that says how the numbers were made.
+        wide: `table*`, across both columns of a page.
+    """
+
+    layout: str = "methods"
+    rows: Sequence[str] | None = None
+    columns: Sequence[str] | None = None
+    percent: bool = False
+    label: str | None = None
+    caption: str | None = None
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a column of a table holds.
+
+    Attributes:
+        head: LaTeX.
+        group: the head above it; columns side by side share one.
+        value: a number of a row; None where it has none.
+        is_score: whether the best is marked. What is not a score is written as it is.
+    """
+
+    head: str
+    group: str
+    value: Callable[[MethodRow], float | None]
+    is_score: bool = True
+
+
+COLUMNS: Mapping[str, Column] = {
+    "n": Column("$n$", "units", lambda row: float(len(row.chosen)), False),
+    "min": Column("min", "units", lambda row: row.spread.min if row.spread else None),
+    "mean": Column("mean", "units", lambda row: row.spread.mean if row.spread else None),
+    "stderr": Column("s.e.", "units", lambda row: row.spread.stderr if row.spread else None, False),
+    "max": Column("max", "units", lambda row: row.spread.max if row.spread else None),
+    "ci": Column(r"95\,\%", "units", lambda row: None, False),
+    "difference": Column(r"$\Delta$", "reference", lambda row: row.difference.mean if row.difference else None),
+    "interval": Column(r"95\,\%", "reference", lambda row: None, False),
+    "effect": Column("$r$", "reference", lambda row: None, False),
+    "p": Column("$p$", "reference", lambda row: None, False),
+    "english": Column("English", "languages", lambda row: row.english),
+    "languages": Column("all", "languages", lambda row: row.all_languages),
+    "papers-mean": Column("mean", "papers", lambda row: row.papers.mean if row.papers else None),
+    "papers-max": Column("max", "papers", lambda row: row.papers.max if row.papers else None),
+    "error": Column(r"$\Delta W$ error", "", lambda row: row.relative_error, False),
+}
+"""What a table can show, by the name that `columns` takes."""
+
+
+def latex_tables(report: Report, style: TableStyle | None = None) -> str:
+    """The tables, for `booktabs`.
+
+    Raises:
+        ArgumentError: there is no such layout, method or column; a label or caption that LaTeX cannot read; scores that
+            are not shares, as percent.
+    """
+    style = style or TableStyle()
+    _check(report, style)
+    if style.layout == "methods":
+        return "\n".join(_by_method(report, target, style, place) for place, target in enumerate(report.targets))
+    return _by_language(report, style) if style.layout == "languages" else _as_in_papers(report, style)
+
+
+def _check(report: Report, style: TableStyle) -> None:
+    if style.layout not in LAYOUTS:
+        remedy = did_you_mean(style.layout, LAYOUTS, f"Use one of: {', '.join(LAYOUTS)}")
+        raise ArgumentError(f"there is no layout {style.layout!r}", remedy, parameter="layout")
+    rows = [row for target in report.targets for row in target.rows]
+    known = list(dict.fromkeys(name for row in rows for name in (row.family, row.label)))
+    for kind, chosen, names in (("row", style.rows, known), ("column", style.columns, list(COLUMNS))):
+        for name in chosen or ():
+            if name not in names:
+                remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
+                raise ArgumentError(f"a table has no {kind} {name!r}", remedy, parameter=f"{kind}s")
+        if chosen is not None and not chosen:
+            raise ArgumentError(f"`{kind}s` is empty", f"Use some of: {', '.join(names)}", parameter=f"{kind}s")
+    if style.label is not None and not _LABEL.fullmatch(style.label):
+        raise ArgumentError(
+            f"{style.label!r} cannot be a label", "Use letters, digits and : . _ / + -", parameter="label"
+        )
+    if style.caption is not None and not _is_balanced(style.caption):
+        raise ArgumentError(
+            f"the braces of the caption {style.caption!r} do not match", "Close each, or write \\{ and \\}",
+            parameter="caption",
+        )  # fmt: skip
+    for target in report.targets if style.percent else ():
+        spreads = [spread for row in target.rows for spread in (row.spread, row.papers) if spread is not None]
+        beyond = [value for spread in spreads for value in (spread.min, spread.max) if not 0 <= value <= 1]
+        if beyond:
+            raise ArgumentError(
+                f"{target.task} has a score of {beyond[0]:g}, which is not a share and has no percent",
+                "Leave out `percent`",
+                parameter="percent",
+            )
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for character in re.sub(r"\\.", "", text, flags=re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth < 0:
+            return False
+    return depth == 0 and not text.endswith("\\")
+
+
+# The layouts.
+
+
+def _by_method(report: Report, target: Target, style: TableStyle, place: int) -> str:
+    default = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
+    default += ["english", "languages"] * bool(target.languages) + ["papers-mean", "papers-max"]
+    columns = list(style.columns or default)
+    rows = _rows(target, style)
+    cells = _filled(report, target, rows, columns, style)
+    body = [
+        f"{_tex(row.label)} & {' & '.join(cells[name][at] for name in columns)} \\\\" for at, row in enumerate(rows)
+    ]
+    heads = [COLUMNS[name].head for name in columns]
+    head = [*_groups(report, columns, 2), f"method & {' & '.join(heads)} \\\\"]
+    caption = f"{_tex(target.task)}: {_tex(target.metric)} over {report.units}. {_how(report, target, columns, style)}"
+    return _table(style, place, f"l{'r' * len(columns)}", head, body, caption + _reduced(rows))
+
+
+def _by_language(report: Report, style: TableStyle) -> str:
+    columns = list(style.columns or ["mean", "max"])
+    shown = [_rows(target, style) for target in report.targets]
+    labels = list(dict.fromkeys(row.label for rows in shown for row in rows))
+    if style.rows:
+        labels = [row.label for row in _ordered([row for rows in shown for row in rows], style.rows)]
+        labels = list(dict.fromkeys(labels))
+    lines: dict[str, list[str]] = {label: [] for label in labels}
+    for target, rows in zip(report.targets, shown, strict=True):
+        cells = _filled(report, target, rows, columns, style)
+        places = {row.label: at for at, row in enumerate(rows)}
+        for label, line in lines.items():
+            line += [cells[name][places[label]] if label in places else "--" for name in columns]
+    body = [f"{_tex(label)} & {' & '.join(line)} \\\\" for label, line in lines.items()]
+    heads = [COLUMNS[name].head for name in columns] * len(report.targets)
+    groups = [f"\\multicolumn{{{len(columns)}}}{{c}}{{{_tex(_short(target))}}}" for target in report.targets]
+    rules = [
+        f"\\cmidrule(lr){{{2 + at * len(columns)}-{1 + (at + 1) * len(columns)}}}" for at in range(len(report.targets))
+    ]
+    head = [f" & {' & '.join(groups)} \\\\", "".join(rules), f"method & {' & '.join(heads)} \\\\"]
+    caption = f"{_listed_metrics(report)} over {report.units}. {_how(report, report.targets[0], columns, style)}"
+    every = [row for rows in shown for row in rows]
+    return _table(style, 0, f"l{'r' * len(columns) * len(report.targets)}", head, body, caption + _reduced(every))
+
+
+def _as_in_papers(report: Report, style: TableStyle) -> str:
+    one = report.targets[0] if len(report.targets) == 1 else None
+    default = ["mean", "max"]
+    if one is not None:
+        default = ["min", "mean", "max", *(["english", "languages"] if one.languages else [])]
+    names = list(style.columns or default)
+    shown = [_rows(target, style) for target in report.targets]
+    columns = _ordered([row for rows in shown for row in rows], style.rows) if style.rows else shown[0]
+    labels = list(dict.fromkeys([*(row.label for row in columns), *(row.label for rows in shown for row in rows)]))
+    by_label = {row.label: row for rows in reversed(shown) for row in rows}
+    body = []
+    for at, (target, rows) in enumerate(zip(report.targets, shown, strict=True)):
+        cells = _filled(report, target, rows, names, style)
+        places = {row.label: place for place, row in enumerate(rows)}
+        body += [r"\addlinespace"] * bool(at)
+        for name in names:
+            line = [cells[name][places[label]] if label in places else "--" for label in labels]
+            title = {"english": "English mean", "languages": "all languages, mean"}.get(
+                name, f"{_tex(_short(target))} {COLUMNS[name].head}"
+            )
+            body.append(f"{title} & {' & '.join(line)} \\\\")
+    settings = [_tex(by_label[label].family) for label in labels]
+    details = [_details(report, by_label[label]) for label in labels]
+    head = [f"setting & {' & '.join(settings)} \\\\", f"details & {' & '.join(details)} \\\\"]
+    caption = f"{_listed_metrics(report)}. {_how(report, report.targets[0], names, style)}"
+    every = [row for rows in shown for row in rows]
+    return _table(style, 0, f"l{'r' * len(labels)}", head, body, caption + _reduced(every))
+
+
+def _details(report: Report, row: MethodRow) -> str:
+    """`default, 9 pairs`: which configuration, and over how many what."""
+    number = len(row.chosen)
+    unit = report.units
+    if row.chosen and sum(side is not None for side in row.chosen[0].unit) < 2 and report.kind == "sweep":
+        unit = "experts" if row.family.endswith(" expert") else "models"
+    counted = f"{number} {unit if number != 1 else unit.removesuffix('s')}"
+    return f"{row.kind}, {counted}" if row.kind in ("default", "selected") else "" if number == 1 else counted
+
+
+def _rows(target: Target, style: TableStyle) -> list[MethodRow]:
+    return list(target.rows) if style.rows is None else _ordered(target.rows, style.rows)
+
+
+def _ordered(rows: Sequence[MethodRow], names: Sequence[str]) -> list[MethodRow]:
+    """Rows in the order of the names, each once: a name is a row's, or that of all rows of a family."""
+    found: dict[str, MethodRow] = {}
+    for name in names:
+        exact = [row for row in rows if row.label == name]
+        for row in exact or [row for row in rows if row.family == name]:
+            found.setdefault(row.label, row)
+    return list(found.values())
+
+
+# The parts.
+
+
+def _table(
+    style: TableStyle, place: int, spec: str, head: Sequence[str], body: Sequence[str], caption: str
+) -> str:  # fmt: skip
+    environment = "table*" if style.wide else "table"
+    label = None if style.label is None else style.label + (f"-{place + 1}" if place else "")
+    lines = [
+        "% needs \\usepackage{booktabs}",
+        f"\\begin{{{environment}}}[t]",
+        r"\centering\small" if len(spec) <= _MANY else r"\centering\footnotesize",
+        r"\setlength{\tabcolsep}{4pt}" if len(spec) <= _MANY else r"\setlength{\tabcolsep}{3pt}",
+        f"\\begin{{tabular}}{{@{{}}{spec}@{{}}}}",
+        r"\toprule",
+        *head,
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+        f"\\caption{{{caption if style.caption is None else style.caption}}}",
+        *([] if label is None else [f"\\label{{{label}}}"]),
+        f"\\end{{{environment}}}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _groups(report: Report, columns: Sequence[str], first: int) -> list[str]:
+    """The line above the heads: what columns side by side have in common."""
+    names = {
+        "units": f"over {report.units}", "reference": f"against {_tex(report.reference)}", "languages": "languages",
+        "papers": "papers' protocol", "": "",
+    }  # fmt: skip
+    runs: list[tuple[str, int]] = []
+    for name in columns:
+        group = COLUMNS[name].group
+        if runs and runs[-1][0] == group:
+            runs[-1] = group, runs[-1][1] + 1
+        else:
+            runs.append((group, 1))
+    heads, rules, place = [], [], first
+    for group, size in runs:
+        heads.append(f"\\multicolumn{{{size}}}{{c}}{{{names[group]}}}")
+        if group:
+            rules.append(f"\\cmidrule(lr){{{place}-{place + size - 1}}}")
+        place += size
+    return [f" & {' & '.join(heads)} \\\\", "".join(rules)] if any(group for group, _ in runs) else []
+
+
+def _filled(
+    report: Report, target: Target, rows: Sequence[MethodRow], columns: Sequence[str], style: TableStyle
+) -> dict[str, list[str]]:
+    """Column → its cells, the best bold and the second underlined."""
+    found = {}
+    for name in columns:
+        column = COLUMNS[name]
+        if name in ("ci", "interval"):
+            found[name] = [_interval(row, name, style) for row in rows]
+        elif name in ("effect", "p"):
+            found[name] = [_tested(report, row, name) for row in rows]
+        elif name == "n":
+            found[name] = [str(len(row.chosen)) for row in rows]
+        elif name == "error":
+            found[name] = [_error(row) for row in rows]
+        else:
+            texts = [_number(column.value(row), style) for row in rows]
+            found[name] = _marked(texts, higher=target.higher_is_better) if column.is_score else texts
+    return found
+
+
+def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
+    """Of numbers as they are written, so that equals are marked alike. Nothing, where all are equal."""
+    values = {text: float(text.strip("$")) for text in texts if text != "--"}
+    ordered = sorted(set(values.values()), reverse=higher)
+    if len(ordered) < 2:
+        return list(texts)
+    marks = {ordered[0]: "\\textbf", **({ordered[1]: "\\underline"} if len(ordered) > 2 else {})}
+
+    def mark(text: str) -> str:
+        command = marks.get(values[text]) if text in values else None
+        if command is None:
+            return text
+        return f"$\\mathbf{{{text[1:-1]}}}$" if text[0] == "$" and command == "\\textbf" else f"{command}{{{text}}}"
+
+    return [mark(text) for text in texts]
+
+
+def _interval(row: MethodRow, name: str, style: TableStyle) -> str:
+    if name == "ci":
+        ends = row.interval
+    else:
+        apart = row.difference
+        ends = None if apart is None or apart.low is None or apart.high is None else (apart.low, apart.high)
+    return "--" if ends is None else f"[{_number(ends[0], style)}, {_number(ends[1], style)}]"
+
+
+def _tested(report: Report, row: MethodRow, name: str) -> str:
+    """Wilcoxon's p against the reference, corrected by Holm, or the effect size beside it."""
+    ranks = report.ranking.ranks if report.ranking is not None else None
+    if ranks is None or ranks.reference is None:
+        return "--"
+    for each in ranks.comparisons:
+        if {each.one, each.other} == {row.label, ranks.reference}:
+            if name == "effect":
+                return _number(each.effect if each.one == row.label else -each.effect, TableStyle())
+            if each.wilcoxon is not None:
+                return "$<$0.001" if each.wilcoxon < 0.001 else f"{each.wilcoxon:.3f}"
+    return "--"
+
+
+def _how(report: Report, target: Target, columns: Sequence[str], style: TableStyle) -> str:
+    """How the numbers of these columns were made."""
+    parts = ["In percent." if style.percent else ""]
+    if target.of_corpus:
+        parts.append(f"Scores of the whole corpus, {target.report} documents.")
+    else:
+        if target.select:
+            parts.append(f"Chosen on {target.select} documents, reported on {target.report}.")
+        if "stderr" in columns:
+            parts.append("s.e.: over documents.")
+        if {"ci", "interval"} & {*columns}:
+            parts.append(f"95\\,\\%: bootstrap over {_tex(resampled(target))}.")
+    if "p" in columns:
+        parts.append("$p$: Wilcoxon's signed-rank test over the settings of all targets, corrected by Holm.")
+    if "effect" in columns:
+        parts.append("$r$: rank-biserial correlation of matched pairs.")
+    if {"papers-mean", "papers-max"} & {*columns}:
+        parts.append("Papers' protocol: all documents, and of a selected row the best configuration on them.")
+    marked = any(COLUMNS[name].is_score for name in columns)
+    where = "row" if style.layout == "paper" else "column"
+    parts.append(f"Bold: best of a {where}; underlined: second." * marked)
+    if not target.higher_is_better:
+        parts.append("Less is better.")
+    return " ".join(part for part in parts if part)
+
+
+def _listed_metrics(report: Report) -> str:
+    metrics = list(dict.fromkeys(f"{target.task}: {target.metric}" for target in report.targets))
+    return "; ".join(map(_tex, metrics))
+
+
+def _short(target: Target) -> str:
+    return target.language or target.task
+
+
+def _reduced(rows: Sequence[MethodRow]) -> str:
+    """A sentence on methods whose compositions were reduced to a rank; empty if there are none."""
+    reduced = {row.label: row for row in rows if row.is_reduced}
+    errors = "; ".join(
+        f"{_tex(label)} {'not recorded' if row.relative_error is None else _error(row)}"
+        for label, row in reduced.items()
+    )
+    sentence = f" Reduced to low rank, with the largest relative error of a module's $\\Delta W$: {errors}."
+    return sentence if reduced else ""
+
+
+def _error(row: MethodRow) -> str:
+    return "--" if row.relative_error is None else error_text(row.relative_error).replace("<", "$<$")
+
+
+def _number(value: float | None, style: TableStyle) -> str:
+    if value is None:
+        return "--"
+    small = ".3f" if abs(value) <= 1 else ".1f"
+    text = f"{100 * value:.1f}" if style.percent else format(value, small)
+    if float(text) == 0:
+        return text.removeprefix("-")
+    return f"${text}$" if value < 0 else text
+
+
+def _tex(text: str) -> str:
+    return "".join(_SPECIAL.get(character, character) for character in printable(text))

@@ -1,0 +1,94 @@
+"""How a selection went, configuration after configuration, and what a lower rank costs: the data of two figures.
+
+Knows the cells of a run; knows nothing of figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adapterswap.reporting.choosing import Unit, has_split, score, unit_of
+from adapterswap.sweeps import CellResult, Run, TaskInfo, best_of
+
+__all__ = ["SelectionCurve", "Truncations", "selection_curves", "truncations"]
+
+
+@dataclass(frozen=True)
+class SelectionCurve:
+    """What a family would have scored, had its selection ended after so many configurations.
+
+    Attributes:
+        task: the target.
+        family: the method.
+        units: how many units have all of these configurations; each point is a mean over them.
+        points: (configurations judged, the mean of the best of them on the documents to choose on, the mean of the same
+            configurations on the others). Configurations in the order in which each unit's were judged.
+    """
+
+    task: str
+    family: str
+    units: int
+    points: tuple[tuple[int, float, float], ...]
+
+
+@dataclass(frozen=True)
+class Truncations:
+    """Cells of a family that were reduced to a rank: what the reduction lost, and what they score.
+
+    Attributes:
+        task: the target.
+        family: the method.
+        points: (configuration, unit, largest relative error of a module's ΔW, score on the reported documents).
+    """
+
+    task: str
+    family: str
+    points: tuple[tuple[str, Unit, float, float], ...]
+
+
+def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
+    """A curve for each family with several configurations; none where documents to choose on are missing."""
+    if not has_split(task):
+        return []
+    places = {cell.cell: place for place, cell in enumerate(run.cells)}
+    families: dict[str, dict[Unit, list[CellResult]]] = {}
+    for result in run.results:  # in the order in which they were judged
+        if score(result, task, "select") is not None and score(result, task) is not None:
+            families.setdefault(result.cell.family, {}).setdefault(unit_of(result.cell), []).append(result)
+    found = []
+    for family, units in families.items():
+        most = max(map(len, units.values()))
+        whole = [cells for cells in units.values() if len(cells) == most]
+        if most > 1:
+            points = tuple(_after(number, whole, task, places) for number in range(1, most + 1))
+            found.append(SelectionCurve(task.name, family, len(whole), points))
+    return found
+
+
+def _after(
+    number: int, units: Sequence[Sequence[CellResult]], task: TaskInfo, places: dict[str, int]
+) -> tuple[int, float, float]:
+    sign = 1 if task.higher_is_better else -1
+    chosen: list[float] = []
+    reported: list[float] = []
+    for cells in units:
+        seen = sorted(cells[:number], key=lambda cell: places.get(cell.cell.cell, len(places)))
+        best = best_of(((score(cell, task, "select"), cell.cell.default, cell) for cell in seen), sign)
+        for values, part in ((chosen, "select"), (reported, "report")):
+            value = None if best is None else score(best, task, part)
+            if value is not None:
+                values.append(value)
+    return number, sum(chosen) / len(chosen), sum(reported) / len(reported)
+
+
+def truncations(run: Run, task: TaskInfo) -> list[Truncations]:
+    """Each family's cells of which the error is recorded."""
+    families: dict[str, list[tuple[str, Unit, float, float]]] = {}
+    for result in run.results:
+        value = score(result, task)
+        if result.relative_error is not None and value is not None:
+            cell = result.cell
+            point = cell.configuration, unit_of(cell), result.relative_error, value
+            families.setdefault(cell.family, []).append(point)
+    return [Truncations(task.name, family, tuple(points)) for family, points in families.items()]

@@ -1,0 +1,219 @@
+"""LaTeX tables: rows, columns and layouts by choice, the best marked, braces in pairs, widths that papers have."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from adapterswap.cli import main
+from adapterswap.errors import ArgumentError
+from adapterswap.reporting import Report
+from adapterswap.reporting.latex import COLUMNS, TableStyle, latex_tables
+
+from .conftest import Written
+from .crafting import craft, recipe
+from .reading import EN, SW, TE, reported, row
+
+ACL, NEURIPS = 219.0, 397.5  # TeX's points: \columnwidth of ACL's style, \textwidth of NeurIPS'
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    asked = recipe(
+        language_experts={name: name for name in ("sw1", "sw2", "sw3", "te1", "te2", "te3")},
+        tasks={"sw*": [SW], "te*": [TE]}, retention=[EN],
+    )  # fmt: skip
+    return reported(craft(tmp_path_factory.mktemp("latex") / "run", asked, documents=30))
+
+
+def body(text: str) -> list[list[str]]:
+    """The cells of the lines between \\midrule and \\bottomrule."""
+    lines = text.split("\\midrule\n")[1].split("\\bottomrule")[0].splitlines()
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)&", line.removesuffix("\\\\"))] for line in lines if "&" in line
+    ]
+
+
+def plain(cell: str) -> str:
+    return re.sub(r"\\(textbf|underline|mathbf)\{([^}]*)\}", r"\2", cell).replace("$", "")
+
+
+@cache
+def _glyphs() -> Any:
+    """Computer Modern, which comes with matplotlib: what LaTeX sets, unless told otherwise."""
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    return FT2Font(font_manager.findfont("cmr10"))
+
+
+def width(text: str, normal: int) -> float:
+    """How wide a tabular is where text has `normal` points: its widest cells, and the space between columns."""
+    font = _glyphs()
+    size = normal - (1 if "\\small" in text else 2)
+    space = re.search(r"tabcolsep\}\{(\d)pt", text)
+    assert space is not None
+    font.set_size(size, 72)
+    head, rows = text.split("\\toprule\n")[1].split("\\midrule"), body(text)
+    heads = [re.split(r"(?<!\\)&", line.removesuffix("\\\\")) for line in head[0].splitlines() if "&" in line]
+    heads = [cells for cells in heads if "multicolumn" not in "".join(cells)]
+
+    def measure(cell: str) -> float:
+        shown = re.sub(r"\\[a-z]+(?=\{|\b)|[{}$]|\\(?=[_%&#,])", "", plain(cell)).strip()
+        font.set_text(shown.replace("_", "-"), 0.0)
+        return float(font.get_width_height()[0]) / 64
+
+    columns = [max(measure(line[at]) for line in [*heads, *rows]) for at in range(len(rows[0]))]
+    return sum(columns) + 2 * int(space[1]) * (len(columns) - 1)
+
+
+def test_rows_and_columns_in_the_order_asked(written: Written) -> None:
+    style = TableStyle(rows=["soup", "layer_swap", "base"], columns=["max", "mean", "difference", "effect", "p"])
+    text = latex_tables(written.report, style)
+    rows = body(text)
+    assert [cells[0] for cells in rows] == ["soup", "layer\\_swap, default", "layer\\_swap, selected", "base"]
+    for cells in rows:
+        spread = row(written.report, cells[0].replace("\\", "")).spread
+        assert spread is not None
+        assert [plain(cell) for cell in cells[1:3]] == [f"{spread.max:.3f}", f"{spread.mean:.3f}"]
+    assert rows[0][3:] == ["--", "--", "--"]
+    ranking = written.report.ranking
+    assert ranking is not None
+    (found,) = (
+        each for each in ranking.ranks.comparisons if {each.one, each.other} == {"soup", "layer_swap, selected"}
+    )
+    assert found.wilcoxon is not None
+    sign = 1 if found.one == "layer_swap, selected" else -1
+    assert plain(rows[2][4]) == f"{sign * found.effect:.3f}"
+    assert rows[2][5] == f"{found.wilcoxon:.3f}"
+    assert "corrected by Holm" in text
+
+
+def test_the_best_is_bold_and_the_second_underlined(written: Written) -> None:
+    for higher in (True, False):
+        target = replace(written.report.targets[0], higher_is_better=higher)
+        rows = body(
+            latex_tables(replace(written.report, targets=(target,)), TableStyle(columns=["n", "mean", "stderr"]))
+        )
+        values = sorted({float(plain(cells[2])) for cells in rows}, reverse=higher)
+        for cells in rows:
+            value = float(plain(cells[2]))
+            assert ("\\textbf" in cells[2]) == (value == values[0])
+            assert ("\\underline" in cells[2]) == (value == values[1])
+            assert "\\" not in cells[1] + cells[3]
+
+
+def test_one_table_for_several_languages(two: Report) -> None:
+    text = latex_tables(two, TableStyle(layout="languages", percent=True))
+    assert text.count("\\begin{table}") == 1
+    assert "\\multicolumn{2}{c}{sw} & \\multicolumn{2}{c}{te}" in text
+    for cells in body(text):
+        for at, target in enumerate(two.targets):
+            (found,) = (each for each in target.rows if each.label == cells[0].replace("\\", ""))
+            assert found.spread is not None
+            expected = [f"{100 * found.spread.mean:.1f}", f"{100 * found.spread.max:.1f}"]
+            assert [plain(cell) for cell in cells[1 + 2 * at : 3 + 2 * at]] == expected
+
+
+def test_the_papers_layouts(written: Written, two: Report) -> None:
+    """Table 1: mean and maximum of each language; table 2: one language in detail, with English and all languages."""
+    first = latex_tables(two, TableStyle(layout="paper", percent=True, rows=["base", "soup", "layer_swap"]))
+    assert [cells[0] for cells in body(first)] == ["sw mean", "sw max", "te mean", "te max"]
+    assert "setting & base & soup & layer\\_swap & layer\\_swap" in first
+    assert "details &  & 9 pairs & default, 9 pairs & selected, 9 pairs" in first
+    second = latex_tables(written.report, TableStyle(layout="paper"))
+    titles = ["sw min", "sw mean", "sw max", "English mean", "all languages, mean"]
+    assert [cells[0] for cells in body(second)] == titles
+    swap = row(written.report, "layer_swap, selected")
+    place = [found.label for found in written.report.targets[0].rows].index(swap.label) + 1
+    assert plain(body(second)[3][place]) == f"{swap.english:.3f}"
+    assert "3 experts" in second
+
+
+def test_label_caption_and_both_columns(two: Report) -> None:
+    text = latex_tables(two, TableStyle(label="tab:main", caption="Scores of \\emph{ours}", wide=True))
+    assert re.findall(r"\\label\{(.*?)\}", text) == ["tab:main", "tab:main-2"]
+    assert text.count("\\caption{Scores of \\emph{ours}}") == text.count("\\end{table*}") == 2
+
+
+@pytest.mark.parametrize("layout", ["methods", "languages", "paper"])
+def test_lines_are_as_wide_as_the_table(written: Written, two: Report, layout: str) -> None:
+    for report in (written.report, two):
+        for columns in (None, list(COLUMNS), ["mean"]):
+            text = latex_tables(report, TableStyle(layout=layout, columns=columns))
+            assert text.count("{") == text.count("}")
+            for table in text.split("% needs")[1:]:
+                spec = re.search(r"@\{\}(\w+)@\{\}", table)
+                assert spec is not None
+                for line in [line for line in table.splitlines() if line.endswith("\\\\")]:
+                    spanned = sum(int(size) - 1 for size in re.findall(r"multicolumn\{(\d+)\}", line))
+                    assert len(re.split(r"(?<!\\)&", line)) + spanned == len(spec[1])
+
+
+def test_they_fit_the_columns_of_papers(written: Written, two: Report) -> None:
+    narrow = TableStyle(columns=["n", "mean", "max", "difference"], percent=True)
+    assert width(latex_tables(written.report, narrow), 11) < ACL
+    assert width(latex_tables(two, TableStyle(layout="languages", percent=True)), 11) < ACL
+    assert width(latex_tables(written.report), 10) < NEURIPS  # all twelve columns
+    rows = ["base", "task expert", "soup", "layer_swap"]
+    assert width(latex_tables(two, TableStyle(layout="paper", percent=True, rows=rows, wide=True)), 10) < NEURIPS
+
+
+@pytest.mark.parametrize(
+    ("style", "parameter"),
+    [
+        (TableStyle(layout="rows"), "layout"), (TableStyle(rows=["sou"]), "rows"), (TableStyle(rows=[]), "rows"),
+        (TableStyle(columns=["average"]), "columns"), (TableStyle(columns=[]), "columns"),
+        (TableStyle(label="a}b"), "label"), (TableStyle(label=""), "label"), (TableStyle(caption="a}b{"), "caption"),
+        (TableStyle(caption="50\\"), "caption"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_set(written: Written, style: TableStyle, parameter: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        latex_tables(written.report, style)
+    assert caught.value.parameter == parameter
+
+
+def test_only_shares_have_percent(written: Written) -> None:
+    target = written.report.targets[0]
+    rows = [each for each in target.rows if each.spread is not None]
+    assert rows[0].spread is not None
+    high = replace(rows[0], spread=replace(rows[0].spread, max=31.0))
+    with pytest.raises(ArgumentError) as caught:
+        latex_tables(replace(written.report, targets=(replace(target, rows=(high,)),)), TableStyle(percent=True))
+    assert caught.value.parameter == "percent"
+
+
+def test_the_command_takes_a_style(written: Written, tmp_path: Path) -> None:
+    arguments = ["report", str(written.run), "-o", str(tmp_path / "out")]
+    wrong = CliRunner().invoke(main, [*arguments, "--columns", "men", "--dry-run"])
+    assert wrong.exit_code == 1
+    assert "Did you mean 'mean'" in wrong.stderr
+    options = ["--layout", "paper", "--rows", "soup", "--rows", "layer_swap, selected", "--percent", "--wide"]
+    result = CliRunner().invoke(main, [*arguments, *options, "--columns", "mean,max", "--label", "tab:x"])
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "out" / "tables.tex").read_text()
+    assert [cells[0] for cells in body(text)] == ["sw mean", "sw max"]
+    assert "\\label{tab:x}" in text
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no LaTeX is installed")
+def test_latex_compiles(written: Written, two: Report, tmp_path: Path) -> None:
+    """Two columns of ACL's width: nothing overflows in the layouts that are meant to fit."""
+    styles = [
+        TableStyle(columns=["n", "mean", "max", "difference"], percent=True, label="tab:a"),
+        TableStyle(layout="paper", rows=["base", "soup", "layer_swap"], percent=True, wide=True),
+    ]
+    tables = "".join(latex_tables(report, style) for report in (written.report, two) for style in styles)
+    tables += latex_tables(two, TableStyle(layout="languages", percent=True)) + latex_tables(written.report)
+    document = r"\documentclass[11pt,twocolumn]{article}\usepackage{booktabs}\usepackage[T1]{fontenc}\begin{document}"
+    (tmp_path / "a.tex").write_text(document + tables + r"\end{document}")
+    subprocess.run(["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "a.tex"], cwd=tmp_path, check=True)
