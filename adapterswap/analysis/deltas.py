@@ -62,6 +62,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
     """
     sources: dict[str, LoraModule | Parameter] = {}
     if isinstance(expert, Adapter):
+        expert.check_low_rank("`analyze` measures")
         sources.update({name: module for name, module in expert.modules.items() if not module.embedding})
     else:
         if base is None:

@@ -15,14 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from adapterswap.arithmetic.kind_layout import lay_out_kind
 from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, is_fused, most_common, written_scale
 from adapterswap.arithmetic.resolving import Resolved
-from adapterswap.experts.adapter_keys import base_copy_key, parameter_key
+from adapterswap.arithmetic.saved_layout import saved_tensors
+from adapterswap.changes.kinds import Opaque
+from adapterswap.experts.adapter_keys import base_copy_key, is_bias, part_key
 from adapterswap.experts.adapters import LoraModule
-from adapterswap.experts.checkpoints import find_base_tensor
 from adapterswap.files.numbers import decode, finite_bytes
-from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
@@ -39,6 +40,10 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     """
     plan = resolved.plan
     modules = [module for module in plan.modules.values() if module.terms]
+    if any(term.opaque.part.lora is None for module in modules for term in module.terms if term.opaque):
+        whole = lay_out_kind(plan, modules, _fan_in_fan_out(plan))
+        dtype = form.dtype
+        return whole if dtype is None else replace(whole, tensors=tuple(_in_dtype(t, dtype) for t in whole.tensors))
     if form.layout == "portable" and any(is_fused(module.name) for module in modules):
         modules = [
             module for module in plan.modules.values() if module.terms or is_fused(module.name)
@@ -65,8 +70,10 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
             else _tensors(module, shapes[module.name], resolved)
         )
     ]
+    variant = variant_of(modules)
+    tensors += [tensor for module in modules for tensor in _beside(module, shapes[module.name], variant, plan)]
     tensors += _base_copies(modules)
-    tensors += [tensor for module in plan.saved.values() for tensor in _saved_tensors(module, plan)]
+    tensors += [tensor for module in plan.saved.values() for tensor in saved_tensors(module, plan, ranks)]
     if form.dtype is not None:
         tensors = [_in_dtype(tensor, form.dtype) for tensor in tensors]
     return Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors))
@@ -113,8 +120,23 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         auto_mapping=plan.auto_mapping,
         fan_in_fan_out=_fan_in_fan_out(plan),
         tied=first.tied,
-        saved=[name for name, module in plan.saved.items() if module.terms],
+        saved=[name for name, module in plan.saved.items() if module.terms and not is_bias(name)],
+        variant={**variant_of(plan.modules.values()), **trained_biases(plan)},
     )
+
+
+def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
+    """The settings that make a variant of LoRA (DoRA, biases of B) of an adapter, where a module that enters is one."""
+    parts = [term.change.part for module in modules for term in module.terms if isinstance(term.change, Opaque)]
+    return {key: True for key in ("use_dora", "lora_bias") if any(part.settings.get(key) for part in parts)}
+
+
+def trained_biases(plan: Plan) -> dict[str, str]:
+    """The setting `bias`, where biases of the base were trained and enter."""
+    if not any(is_bias(name) and module.terms for name, module in plan.saved.items()):
+        return {}
+    said = {adapter.config.bias for adapter in plan.adapters.values()} - {"none"}
+    return {"bias": said.pop() if len(said) == 1 else "all"}
 
 
 def _fan_in_fan_out(plan: Plan) -> bool:
@@ -184,6 +206,27 @@ def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[Out
         yield replace(tensor, shape=data.shape[:2], data=data.reshape(-1))
 
 
+def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
+    """What a variant of LoRA stores beside A and B.
+
+    DoRA's magnitudes are copied: `check_written` has seen that every module has them. A bias of B is multiplied by the
+    module's scale in PEFT, as B is; plain LoRA has none, which is one of zeros.
+    """
+    first = _like(module, plan)
+    for part, key in (("lora_magnitude_vector", "use_dora"), ("lora_B.bias", "lora_bias")):
+        if not variant.get(key):
+            continue
+        pieces = []
+        for term in module.terms:
+            if term.opaque is not None and part in term.opaque.part.tensors:
+                factor = 1.0 if key == "use_dora" else term.lora.scale / shape.scale
+                factor = 1.0 if math.isclose(factor, 1, rel_tol=1e-12) else factor
+                pieces.append(Piece(term.expert, term.change.path, term.opaque.part.tensors[part], factor))
+        size = pieces[0].tensor.shape if pieces else (first.out_features,)
+        dtype = pieces[0].tensor.dtype if pieces else first.dtype
+        yield OutputTensor(part_key(module.name, part), dtype, size, None, tuple(pieces))
+
+
 def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
     """The base's own weight beside the LoRA of an embedding, where an expert carries it; LoRA never changes it.
 
@@ -196,21 +239,3 @@ def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
                 piece = Piece(term.expert, term.change.path, base)
                 yield OutputTensor(base_copy_key(module.name), base.dtype, base.shape, 0, (piece,))
                 break
-
-
-def _saved_tensors(module: Slot, plan: Plan) -> Iterator[OutputTensor]:
-    """A module trained in full: Σ c_i W_i + (1 - Σ c_i) W_base."""
-    if not module.terms:
-        return
-    for parameter, tensor in module.terms[0].whole.tensors.items():
-        pieces = [
-            Piece(term.expert, term.change.path, term.whole.tensors[parameter], term.coefficient)
-            for term in module.terms
-        ]
-        if module.needs_base:
-            assert plan.composition.base_model is not None
-            path, original = find_base_tensor(plan.composition.base_model, f"{module.name}.{parameter}", tensor)
-            pieces.append(Piece(BASE, path, original, module.rest))
-        dtypes = {piece.tensor.dtype for piece in pieces}
-        dtype = tensor.dtype if len(dtypes) == 1 else "F32"
-        yield OutputTensor(parameter_key(module.name, parameter), dtype, tensor.shape, None, tuple(pieces))

@@ -64,6 +64,7 @@ def adapter_config(
     tied: bool,
     saved: Iterable[str] = (),
     auto_mapping: Mapping[str, Any] | None = None,
+    variant: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """PEFT's adapter_config.json for LoRA modules of these shapes, by full name.
 
@@ -71,6 +72,7 @@ def adapter_config(
         shapes: each module's rank and alpha.
         rank, alpha: the global values; modules that differ stand in the patterns.
         saved: modules trained in full. The other arguments: see `AdapterConfig`.
+        variant: what makes all modules a variant of LoRA, such as `use_dora`.
 
     Raises:
         BaseModelError: see `check_base_name`.
@@ -92,6 +94,7 @@ def adapter_config(
         "target_modules": sorted(shapes),
         "lora_dropout": 0.0,
         "bias": "none",
+        **(variant or {}),
         "fan_in_fan_out": fan_in_fan_out,
         "ensure_weight_tying": tied,
         "init_lora_weights": True,

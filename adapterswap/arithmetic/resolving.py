@@ -73,7 +73,8 @@ def resolve(plan: Plan) -> Resolved:
 
 
 def _has_angle(slot: Slot) -> bool:
-    return slot.has_span and not slot.in_full and bool(slot.terms)
+    """Whether it waits for inner products of factors; with other changes it is computed from whole tensors."""
+    return slot.has_span and bool(slot.terms) and len(slot.low_rank) == len(slot.terms)
 
 
 def side_factors(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.changes.kinds import Whole
+from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
@@ -22,7 +22,7 @@ from adapterswap.files.dtypes import DTYPE_BYTES, FLOATS
 from adapterswap.files.numbers import decode, encode, open_files, read_bytes, row_ranges
 from adapterswap.files.tensorfile import Tensor
 
-__all__ = ["Carried", "Weight", "check_base", "check_one_base", "is_one_weight", "stored_weight"]
+__all__ = ["Carried", "Weight", "check_base", "check_one_base", "copy_beside", "is_one_weight", "stored_weight"]
 
 _ELEMENTS = 2**22  # compared at a time
 
@@ -58,6 +58,13 @@ class Carried(NamedTuple):
     name: str
     copy: Tensor
     own: Whole
+
+
+def copy_beside(change: Change) -> Tensor | None:
+    """The copy of the base's weight that an adapter carries beside its LoRA; None where it carries none."""
+    if isinstance(change, Opaque):
+        return None if change.part.lora is None else change.part.lora.base
+    return change.lora.base if isinstance(change, LowRank) else None
 
 
 def stored_weight(tensor: Tensor, file: int) -> Weight:
@@ -103,7 +110,7 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
     """
     carried: dict[str, dict[str, Tensor]] = {}
     for expert, adapter in adapters.items():
-        for module in adapter.modules.values():
+        for module in adapter.factors.values():
             if module.base is not None:
                 carried.setdefault(module.name, {})[expert] = module.base
     shared = {name: copies for name, copies in carried.items() if len(copies) > 1}

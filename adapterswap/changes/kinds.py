@@ -1,4 +1,5 @@
-"""The kinds of changes: a product of factors, or weights that replace the base's. Pure data: where the numbers lie.
+"""The kinds of changes: a product of factors, weights that replace the base's, or a function of the base's weight that
+is copied as it is. Pure data: where the numbers lie.
 
 An adapter and a full checkpoint are both sets of changes to named weights of one base; what is done with changes does
 not depend on which of the two they come from.
@@ -10,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapterswap.experts.adapters import LoraModule
+from adapterswap.experts.adapters import LoraModule, OpaqueModule
 from adapterswap.files.tensorfile import Tensor
 
-__all__ = ["Change", "LowRank", "Whole"]
+__all__ = ["Change", "LowRank", "Opaque", "Whole"]
 
 
 @dataclass(frozen=True)
@@ -57,4 +58,21 @@ class Whole:
         return tensor
 
 
-Change = LowRank | Whole
+@dataclass(frozen=True)
+class Opaque:
+    """What PEFT makes of the base's weight by tensors of another kind (DoRA, OFT, …): W' = f(W).
+
+    It is copied exactly, and averaged only where the base is at hand.
+
+    Attributes:
+        part: the module's tensors and settings.
+        path: the file that holds them.
+        transposed: as for `LowRank`.
+    """
+
+    part: OpaqueModule
+    path: Path
+    transposed: bool = False
+
+
+Change = LowRank | Whole | Opaque

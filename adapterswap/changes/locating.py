@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from adapterswap.changes.copies import Carried
-from adapterswap.changes.kinds import LowRank, Whole
-from adapterswap.errors import BaseModelError, ExpertError, Problems
-from adapterswap.experts.adapter_keys import copies_in
-from adapterswap.experts.adapters import Adapter
+from adapterswap.changes.copies import Carried, copy_beside
+from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.experts.adapter_keys import is_bias
+from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, language_config
 from adapterswap.experts.orientation import Orientation
@@ -32,7 +32,7 @@ class Located:
     """What an adapter does to one stored tensor; `module` is the module's name as PEFT has it."""
 
     module: str
-    change: LowRank | Whole
+    change: Change
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,11 @@ def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
     ]
     shapes += [
         (module.in_features if module.embedding else module.out_features, 1)
-        for module in adapter.modules.values()
+        for module in adapter.factors.values()
         if module.layer is None
     ]
+    if any(part.layer is None and part.lora is None for part in adapter.opaque.values()):
+        return True
     return any(len(shape) == 2 and vocabulary in (None, shape[0]) for shape in shapes)
 
 
@@ -83,7 +85,7 @@ def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tupl
     embedding = next((name for end, name in outside.items() if end in EMBEDDINGS), None)
     if embedding is None or skeleton.config.get("tie_word_embeddings") is not True:
         return None
-    ends = {name.rpartition(".")[2] for adapter in adapters.values() for name in [*adapter.modules, *adapter.saved]}
+    ends = {name.rpartition(".")[2] for adapter in adapters.values() for name in adapter.parts}
     head = next((name for end, name in outside.items() if end in HEADS), None)
     return embedding, head or f"{next(iter(sorted(ends & HEADS)), 'lm_head')}.weight"
 
@@ -150,6 +152,23 @@ def locate(
     missing: list[str] = []
     ours: dict[str, str] = {}
     theirs: dict[str, str] = {}
+    without_bias = [
+        part.name
+        for part in adapter.opaque.values()
+        if "lora_B.bias" in part.tensors and stored_name(part.name, "bias") is None
+    ]
+    if without_bias:
+        problems.add(
+            f"{expert} trained biases (lora_bias) for {and_more(without_bias)}, and {where} stores none to add them to",
+            "Compose it into an adapter with `compose`",
+            kind=UnsupportedError,
+        )
+    for part in adapter.opaque.values():
+        located = _locate_opaque(expert, part, adapter, parameters, where, orientation, stored_name, problems)
+        if located is None:
+            missing.append(part.name)
+        else:
+            found |= located
     for module in adapter.modules.values():
         key = stored_name(module.name, "weight")
         if key is None:
@@ -178,13 +197,14 @@ def locate(
     )
     for saved in adapter.saved.values():
         for parameter, tensor in saved.tensors.items():
-            key = stored_name(saved.name, parameter)
+            holder = saved.name.removesuffix(".bias") if is_bias(saved.name) else saved.name
+            key = stored_name(holder, parameter)
             if key is None or parameters[key].tensor.shape != tensor.shape:
                 stored = (
                     "stores no such tensor" if key is None else f"stores it as {list(parameters[key].tensor.shape)}"
                 )
                 problems.add(
-                    f"{expert} holds {saved.name}.{parameter} in full, {list(tensor.shape)}, and {where} {stored}",
+                    f"{expert} holds {holder}.{parameter} in full, {list(tensor.shape)}, and {where} {stored}",
                     _REMEDY,
                     parameter="base_model",
                     kind=BaseModelError,
@@ -194,9 +214,50 @@ def locate(
     return found
 
 
+def _locate_opaque(
+    expert: str,
+    part: OpaqueModule,
+    adapter: Adapter,
+    parameters: Mapping[str, Parameter],
+    where: str,
+    orientation: Orientation,
+    stored_name: Callable[[str, str], str | None],
+    problems: Problems,
+) -> dict[str, Located] | None:
+    """The weight, and the bias where it changes too, of a module of another kind than LoRA; None if it is not stored.
+
+    Shapes are PEFT's to compare, but for the factors of LoRA's variants.
+    """
+    key = stored_name(part.name, "weight")
+    if key is None:
+        return None
+    transposed = orientation.is_transposed(key)
+    lora = part.lora
+    if lora is not None:
+        straight, across = (lora.out_features, lora.in_features), (lora.in_features, lora.out_features)
+        wanted, shape = across if transposed or lora.embedding else straight, parameters[key].tensor.shape
+        if shape != wanted:
+            problems.add(
+                f"{part.name} is {'×'.join(map(str, wanted))} in {expert}, and {'×'.join(map(str, shape))} in {where} "
+                "as stored",
+                _REMEDY,
+                parameter="base_model",
+                kind=BaseModelError,
+            )
+            return {}
+    change = Opaque(part, adapter.file.path, transposed or (lora is not None and lora.embedding))
+    found = {key: Located(part.name, change)}
+    if part.on_bias:
+        bias = stored_name(part.name, "bias")
+        if bias is not None:
+            found[bias] = Located(part.name, change)
+    return found
+
+
 def _renaming(adapter: Adapter, parameters: Mapping[str, Parameter]) -> Callable[[str, str], str | None]:
     """A function from a module's name and a parameter's to the stored tensor's name; None if there is none."""
-    layered = [module.name for module in adapter.modules.values() if module.layer is not None]
+    adapted: dict[str, LoraModule | OpaqueModule] = {**adapter.modules, **adapter.opaque}
+    layered = [module.name for module in adapted.values() if module.layer is not None]
     prefixes = sorted({name.partition(".")[0] for name, found in parameters.items() if found.layer is not None})
     changes: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
     changes += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in prefixes]  # type: ignore[misc]
@@ -220,7 +281,6 @@ def carried_copies(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Ca
     stored = with_head(base.parameters, find_tied_head(base, {name: adapter}))
     located = locate_all({name: adapter}, stored, "the base", base, problems).get(name, {})
     problems.raise_if_any()
-    copies = copies_in(adapter.file)
     for key, found in located.items():
-        if (copy := copies.get(found.module)) is not None:
+        if (copy := copy_beside(found.change)) is not None:
             yield Carried(name, adapter, key, copy, Whole.of(stored[key].path, stored[key].tensor))

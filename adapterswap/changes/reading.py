@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from adapterswap.changes.deltas import Factors, Rows, finite
-from adapterswap.changes.kinds import Change, LowRank, Whole
+from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.files.numbers import open_files, read_elements, read_numbers
 
@@ -83,6 +83,7 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
         ExpertError, UnsupportedError: here or when the function is called: see `read_factors` and `read_rows`; or ΔW
             overflows.
     """
+    assert not isinstance(change, Opaque)  # the planner has refused what needs one's rows
     if isinstance(change, LowRank):
         factors, name = read_factors(expert, files[change.path], change.lora), change.lora.name
         stored = factors.T if change.transposed else factors

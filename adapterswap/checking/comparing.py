@@ -187,6 +187,7 @@ def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
     except AdapterswapError as error:
         raise error.recast(parameter=parameter) from None
     if isinstance(opened, Adapter):
+        opened.check_low_rank("`diff` compares")
         return opened
     raise UnsupportedError(
         f"{reference} is a full checkpoint, and `diff` compares adapters",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.errors import AdapterswapError, check_type
-from adapterswap.experts.adapters import PROVENANCE, Adapter, FullModule, LoraModule
+from adapterswap.experts.adapters import PROVENANCE, Adapter, FullModule, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, Parameter
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.opening import open_expert
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Inspection", "inspect"]
 
-Part = LoraModule | FullModule | Parameter
+Part = LoraModule | OpaqueModule | FullModule | Parameter
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,15 @@ class Inspection:
     def parts(self) -> tuple[Part, ...]:
         """The modules of an adapter (those trained in full last), or the tensors of a checkpoint."""
         if isinstance(self.expert, Adapter):
-            return (*self.expert.modules.values(), *self.expert.saved.values())
+            return tuple(self.expert.parts.values())
         return tuple(self.expert.parameters.values())
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that are stored: of an adapter those of LoRA, of a checkpoint all."""
+        """Numbers that are stored: of an adapter those of LoRA or another kind, of a checkpoint all."""
         if isinstance(self.expert, Adapter):
-            return sum(map(_lora_parameters, self.expert.modules.values()))
+            opaque = sum(map(_saved_parameters, self.expert.opaque.values()))
+            return sum(map(_lora_parameters, self.expert.modules.values())) + opaque
         return sum(prod(parameter.tensor.shape) for parameter in self.expert.parameters.values())
 
     @property
@@ -122,6 +123,7 @@ class Inspection:
                 }
                 for module in adapter.modules.values()
             ],
+            **({"peft_type": adapter.config.peft_type, "opaque": self._opaque(adapter)} if adapter.opaque else {}),
             "saved": [
                 {
                     "name": module.name,
@@ -135,6 +137,21 @@ class Inspection:
             ],
             "ignored": list(adapter.ignored),
         }
+
+    def _opaque(self, adapter: Adapter) -> list[dict[str, Any]]:
+        """The modules whose change is no product of two factors."""
+        return [
+            {
+                "name": module.name,
+                "layer": module.layer,
+                "kind": module.kind,
+                "method": module.method,
+                "parameters": _saved_parameters(module),
+                "tensors": {name: _tensor(tensor) for name, tensor in module.tensors.items()},
+                **self._owner(module.name),
+            }
+            for module in adapter.opaque.values()
+        ]
 
     def _of_model(self, model: Checkpoint) -> dict[str, Any]:
         return {
@@ -210,7 +227,7 @@ def _lora_parameters(module: LoraModule) -> int:
     return module.rank * (module.in_features + module.out_features)
 
 
-def _saved_parameters(module: FullModule) -> int:
+def _saved_parameters(module: FullModule | OpaqueModule) -> int:
     return sum(prod(tensor.shape) for tensor in module.tensors.values())
 
 

@@ -14,7 +14,7 @@ from adapterswap.experts.layers import format_layers, num_layers_in_config
 
 if TYPE_CHECKING:
     from adapterswap.checking.inspecting import Inspection
-    from adapterswap.experts.adapters import Adapter, FullModule
+    from adapterswap.experts.adapters import Adapter, FullModule, OpaqueModule
     from adapterswap.experts.checkpoints import Checkpoint, Parameter
 
 
@@ -56,15 +56,18 @@ def _print_adapter(found: Inspection, adapter: Adapter) -> None:
 
     config = adapter.config
     form = "rank-stabilized LoRA (s = α/√r)" if config.rslora else "plain LoRA (s = α/r)"
+    form = config.title if adapter.opaque else form
     click.echo(f"{adapter.source}: {form} for {config.base_model or 'a base that it does not name'}")
     whole = found.num_saved_parameters
     in_full = f", {len(adapter.saved)} trained in full with {whole:,} parameters" if adapter.saved else ""
     total, size = found.num_parameters, human_bytes(found.nbytes)
-    click.echo(f"{len(adapter.modules)} modules, {total:,} parameters{in_full}, {size}")
+    click.echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
     table = Table("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype", box=None, header_style="bold")
     for cells in _rows(adapter):
         table.add_row(*cells)
     tables = [table] if adapter.modules else []
+    if adapter.opaque:
+        tables.append(_tensor_table(config.title, adapter.opaque.values()))
     if adapter.saved:
         tables.append(_tensor_table("trained in full", adapter.saved.values()))
     print_table(*tables)
@@ -95,18 +98,18 @@ def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
     return [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in grouped.items()]
 
 
-def _tensor_table(title: str, parts: Iterable[FullModule | Parameter]) -> Any:
+def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Parameter]) -> Any:
     """A table of whole tensors; those that differ only by their layer share a row."""
     from rich.table import Table
 
-    from adapterswap.experts.adapters import FullModule
+    from adapterswap.experts.checkpoints import Parameter
 
     grouped: dict[tuple[str, ...], list[int]] = {}
     sizes: dict[tuple[str, ...], int] = {}
     for part in parts:
         tensors = (
             {f"{part.name}.{name}": tensor for name, tensor in part.tensors.items()}
-            if isinstance(part, FullModule)
+            if not isinstance(part, Parameter)
             else {part.name: part.tensor}
         )
         for name, tensor in tensors.items():

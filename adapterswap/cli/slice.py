@@ -11,7 +11,7 @@ from adapterswap.cli.printing import human_bytes, note, note_output, print_json
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
-    from adapterswap.experts.adapters import Adapter
+    from adapterswap.experts.adapters import Adapter, FullModule, OpaqueModule
 
 
 @click.command("slice")
@@ -77,6 +77,8 @@ def command(
 
 def _loaded_bytes(adapter: Adapter) -> int:
     """The size of what PEFT loads: a file may hold modules that its config does not target."""
-    lora = (tensor for module in adapter.modules.values() for tensor in (module.a, module.b, module.base))
-    whole = (tensor for module in adapter.saved.values() for tensor in module.tensors.values())
-    return sum(tensor.nbytes for tensor in (*lora, *whole) if tensor is not None)
+    lora = (tensor for module in adapter.modules.values() for tensor in (module.a, module.b))
+    copies = (module.base for module in adapter.factors.values())
+    others: list[OpaqueModule | FullModule] = [*adapter.opaque.values(), *adapter.saved.values()]
+    tensors = (tensor for module in others for tensor in module.tensors.values())
+    return sum(tensor.nbytes for tensor in (*lora, *copies, *tensors) if tensor is not None)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from adapterswap.errors import ExpertError, Problems, UnsupportedError
 from adapterswap.experts.patterns import Patterns
+from adapterswap.experts.peft_kinds import DORA, KINDS, LORA, LORA_BIAS, REFUSED_KINDS
 from adapterswap.experts.targets import Targets, read_targets
 from adapterswap.files.smallfiles import parse_json, read_small, shown
 
@@ -30,7 +32,7 @@ _HARMLESS = {
 _READ = {
     "alpha_pattern", "auto_mapping", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "modules_to_save", "r", "rank_pattern",
-    "target_modules", "use_rslora",
+    "lora_bias", "target_modules", "use_dora", "use_rslora",
 }  # fmt: skip
 
 # Keys that, when set, make the adapter something else than W + s·B·A, and what they mean.
@@ -39,15 +41,21 @@ _REFUSED = {
     "arrow_config": "Arrow routes between adapters at run time",
     "kasa_config": "KaSA changes the base's weights",
     "layer_replication": "layer_replication repeats layers, so that indices no longer name the base's",
-    "lora_bias": "lora_bias adds biases that a composition of ΔW leaves out",
     "monteclora_config": "MonteCLoRA samples its weights",
     "target_parameters": "target_parameters adapts fused parameters, which is not exact here yet",
     "trainable_token_indices": "trainable tokens are not a low-rank change",
     "use_bdlora": "BD-LoRA's blocks are not plain A and B",
-    "use_dora": "DoRA's ΔW depends on the base's weights, so it cannot be composed without them",
     "use_qalora": "QA-LoRA pools its inputs",
     "velora_config": "VeLoRA compresses activations",
 }
+
+# Keys of kinds other than LoRA that say what the adapter is for or how it was trained: not how a module computes. `r`
+# and its like are among what a module reads; those in `PeftKind.patterns` may differ from module to module.
+_NEUTRAL = {
+    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_weights",
+    "layers_pattern", "layers_to_transform", "modules_to_save", "peft_type", "peft_version", "revision",
+    "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
 
 # Values of init_lora_weights by which PEFT begins with changed weights of the base, in lower case as PEFT reads some.
 _CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
@@ -55,7 +63,9 @@ _CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 _PLAIN_INITS = ("gaussian", "mica", "eva", "orthogonal")
 
 # Keys for which PEFT has a default, and raises if they are null.
-_NOT_NULL = ("alpha_pattern", "lora_alpha", "lora_dropout", "r", "rank_pattern")
+_NOT_NULL = ("alpha_pattern", "bias", "lora_alpha", "lora_dropout", "r", "rank_pattern")
+
+_PEFT = (0, 21)  # the version whose keys these are
 
 _SIMPLER = "Write the patterns as plain names of modules"
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
@@ -80,6 +90,13 @@ class AdapterConfig:
         auto_mapping: the classes that PEFT's AutoPeftModel needs where there is no task type, as PEFT wrote them.
         modules_to_save: modules trained in full, by the end of their name.
         targets: the modules that PEFT loads LoRA factors for.
+        peft_type: LORA, or another kind of `peft_kinds.KINDS`.
+        dora, lora_bias: the variants of LoRA that all its modules are.
+        bias: `all` or `lora_only` where biases of the base were trained too; else `none`.
+        settings: of another kind, what its modules read in the config, apart from those in `patterns`.
+        values, patterns: of another kind, what may differ from module to module: globally, and by regex.
+        peft_version: of PEFT, as it wrote the config; None where it did not.
+        unknown: keys that PEFT does not know, and ignores with a warning.
         sha256: of the file's bytes as they were read, in hexadecimal.
     """
 
@@ -97,6 +114,26 @@ class AdapterConfig:
     auto_mapping: Mapping[str, Any] | None = None
     targets: Targets = field(default_factory=Targets)
     sha256: str = ""
+    peft_type: str = LORA
+    dora: bool = False
+    lora_bias: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    patterns: Mapping[str, Patterns[Any]] = field(default_factory=dict)
+    peft_version: str | None = None
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What people call this kind of adapter."""
+        if self.peft_type != LORA:
+            return KINDS[self.peft_type].title
+        return DORA if self.dora else LORA_BIAS if self.lora_bias else "LoRA"
+
+    def values_of(self, module: str) -> dict[str, Any]:
+        """Of another kind than LoRA: what the module reads in the config that other modules may read otherwise."""
+        return {key: self.patterns[key].get(module, value) for key, value in self.values.items()}
 
     def rank_of(self, module: str) -> int:
         return self.rank_pattern.get(module, self.rank)
@@ -111,7 +148,8 @@ class AdapterConfig:
             ExpertError: resolving the patterns for all these modules takes longer than ten seconds.
         """
         problems = Problems(ExpertError)
-        for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+        named: dict[str, Patterns[Any]] = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        for key, patterns in {**named, **self.patterns}.items():
             try:
                 patterns.check(modules)
             except ValueError as error:
@@ -131,40 +169,69 @@ def read_adapter_config(path: str | Path) -> AdapterConfig:
     raw = read_small(path, "Give a PEFT adapter: a folder with adapter_config.json")
     content = parse_json(raw, str(path), "Save or download the adapter again")
     problems = Problems(ExpertError)
-    _refuse(content, path, problems)
-    config = _read(content, path, hashlib.sha256(raw).hexdigest(), problems)
+    sha256 = hashlib.sha256(raw).hexdigest()
+    if content.get("peft_type") in KINDS:
+        config = _read_kind(content, path, sha256, problems)
+    else:
+        if content.get("peft_type") != LORA:
+            _refuse_kind(content, path, problems)
+            if not problems:
+                problems.add(f"{path}: peft_type is {shown(content.get('peft_type'))}", "Give a PEFT adapter")
+            problems.raise_if_any()  # another method's keys are not judged by LoRA's rules
+        _refuse(content, path, problems)
+        config = _read(content, path, sha256, problems)
     problems.raise_if_any()
     return config
 
 
 def _refuse(content: dict[str, Any], path: Path, problems: Problems) -> None:
-    if content.get("peft_type") != "LORA":
-        problems.add(
-            f"{path}: peft_type is {shown(content.get('peft_type'))}, not LORA",
-            "Give a LoRA adapter",
-            kind=UnsupportedError,
-        )
-        return  # another method's keys are not judged by LoRA's rules
     for key, reason in _REFUSED.items():
         if content.get(key):
             problems.add(f"{path}: {key} is set: {reason}", _RETRAIN, kind=UnsupportedError)
-    if content.get("bias", "none") != "none":
-        problems.add(
-            f"{path}: bias is {shown(content['bias'])}, and trained biases are not part of ΔW",
-            _RETRAIN,
-            kind=UnsupportedError,
-        )
     _refuse_init(content.get("init_lora_weights", True), path, problems)
     for key in _NOT_NULL:
         if key in content and content[key] is None:
             problems.add(f"{path}: {key} is null, which PEFT cannot load", "Correct it, or save the adapter again")
-    for key in sorted(content.keys() - _HARMLESS - _READ - _REFUSED.keys()):
-        if content[key]:
+
+
+def _refuse_kind(content: dict[str, Any], path: Path, problems: Problems) -> None:
+    """Whether the adapter's kind is made of modules at all."""
+    kind = content.get("peft_type")
+    if not isinstance(kind, str) or kind in (LORA, *KINDS):
+        return
+    if kind in REFUSED_KINDS:
+        problems.add(
+            f"{path}: peft_type is {kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}",
+            f"Give LoRA adapters, or one of {', '.join(KINDS)}",
+            kind=UnsupportedError,
+        )
+    else:
+        problems.add(
+            f"{path}: peft_type is {shown(kind)}, of which it is not known whether its modules are independent of each "
+            "other",
+            f"Give LoRA adapters, or one of {', '.join(KINDS)}",
+            kind=UnsupportedError,
+        )
+
+
+def _unknown(content: Mapping[str, Any], path: Path, problems: Problems) -> tuple[str, ...]:
+    """The keys that PEFT's class does not have, and drops with a warning when it loads the config.
+
+    Trainers write keys of their own (ms-swift, LLaMA-Factory). A later PEFT than the one whose keys are known here may
+    have another meaning for them.
+    """
+    known = _HARMLESS | _READ | _REFUSED.keys()
+    found = tuple(sorted(key for key in content.keys() - known if content[key]))
+    version = re.match(r"(\d+)\.(\d+)", str(content.get("peft_version")))
+    if version is not None and (int(version[1]), int(version[2])) > _PEFT:
+        for key in found:
             problems.add(
-                f"{path}: the key {shown(key)} is unknown here, and may change what the adapter computes",
+                f"{path}: the key {shown(key)} is unknown here, and may change what the adapter computes in PEFT "
+                f"{version[0]}",
                 "Remove the key if it does not, or use a version of adapterswap that knows it",
                 kind=UnsupportedError,
             )
+    return found
 
 
 def _refuse_init(init: Any, path: Path, problems: Problems) -> None:
@@ -218,6 +285,43 @@ def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) 
         alpha_pattern=patterns("alpha_pattern", _is_alpha, f"a mapping whose values are each {_ALPHA}"),
         targets=read_targets(content, str(path), problems),
         sha256=sha256,
+        dora=value("use_dora", False, _is_bool, "true or false"),
+        lora_bias=value("lora_bias", False, _is_bool, "true or false"),
+        bias=value("bias", "none", lambda v: v in ("none", "all", "lora_only"), "none, all or lora_only"),
+        peft_version=value("peft_version", None, _is_text, "a version or null"),
+        unknown=_unknown(content, path, problems),
+    )
+
+
+def _read_kind(content: dict[str, Any], path: Path, sha256: str, problems: Problems) -> AdapterConfig:
+    """The config of another kind than LoRA: what all kinds have, and what the kind's modules read."""
+    kind = KINDS[content["peft_type"]]
+    shared = {key: content[key] for key in _NEUTRAL if key in content}
+    config = _read({**shared, "init_lora_weights": True}, path, sha256, problems)
+    bias = content.get("bias", "none")
+    if bias != "none":
+        problems.add(
+            f"{path}: bias is {shown(bias)}, and biases trained beside {kind.title} are not composed",
+            "Train it without them (bias: none)",
+            kind=UnsupportedError,
+        )
+    patterns = {}
+    for key, pattern in kind.patterns.items():
+        found = content.get(pattern) or {}
+        try:
+            if not isinstance(found, dict):
+                raise ValueError(f"{shown(found)} is not a mapping")
+            patterns[key] = Patterns(found)
+        except ValueError as error:
+            problems.add(f"{path}: {pattern}: {error}", _SIMPLER)
+    own = content.keys() - _NEUTRAL - kind.inert - {"bias", "init_weights", *kind.patterns, *kind.patterns.values()}
+    return replace(
+        config,
+        peft_type=content["peft_type"],
+        settings={key: content[key] for key in sorted(own)},
+        values={key: content[key] for key in kind.patterns if key in content},
+        patterns=patterns,
+        unknown=(),
     )
 
 

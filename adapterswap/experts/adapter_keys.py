@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from adapterswap.errors import Problems, UnsupportedError
+from adapterswap.experts.peft_kinds import LORA_PARTS, PeftKind
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.tensorfile import Tensor, TensorFile
 
 __all__ = [
     "FactorTensors",
+    "SortedKeys",
     "base_copy_key",
     "canonical_key",
     "check_dtypes",
@@ -24,11 +26,16 @@ __all__ = [
     "copies_in",
     "factor_key",
     "parameter_key",
+    "parameter_name",
+    "part_key",
+    "shared_key",
     "sort_keys",
 ]
 
-_PREFIX = "base_model.model."
+_ROOT = "base_model."
+_PREFIX = f"{_ROOT}model."
 _BASE_COPY = ".base_layer.weight"
+_WRAPPED_BIAS = ".base_layer.bias"
 
 # What torch.compile, FSDP and activation checkpointing put around modules, and DDP around the whole model.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -38,26 +45,45 @@ _ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$
 
 # What PEFT writes beside A and B, by the end of the key, and why it is refused.
 _REFUSED_KEYS = {
-    "lora_magnitude_vector": "DoRA's magnitude vector",
     "lora_A.bias": "a bias of lora_A",
-    "lora_B.bias": "a bias of lora_B (lora_bias)",
     "trainable_tokens_delta": "trainable tokens",
-    "base_layer.bias": "a trained bias of the base",
+    "base_layer.bias": "a trained bias of the base, and the config says that none was trained",
 }
 
 # What `save_embedding_layers=True` adds to modules that hold more than their LoRA; it stands in the file once more.
 _DOUBLES = (".original_module.weight", ".modules_to_save.weight")
 
+_FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
+
 _WITHOUT = "save_pretrained(PATH, save_embedding_layers=False)"
 
 
 class FactorTensors(NamedTuple):
-    """A module's A and B, whether they are an embedding's, and the copy of the base's weight beside them."""
+    """A module's A and B, whether they are an embedding's, the copy of the base's weight beside them, and what a
+    variant of LoRA stores beside them, by what follows the module's name in the key."""
 
     a: Tensor
     b: Tensor
     embedding: bool
     base: Tensor | None
+    beside: Mapping[str, Tensor]
+
+
+class SortedKeys(NamedTuple):
+    """The tensors of an adapter, by the names of their modules.
+
+    Attributes:
+        factors: of LoRA.
+        saved: modules in `modules_to_save`: their parameters by the name within the module. A bias of the base that was
+            trained stands by its own full name, with `bias` as its parameter.
+        parts: of another kind than LoRA: tensors by what follows the module's name.
+        shared: of such a kind: tensors that all modules use, by their name.
+    """
+
+    factors: dict[str, FactorTensors]
+    saved: dict[str, dict[str, Tensor]]
+    parts: dict[str, dict[str, Tensor]]
+    shared: dict[str, Tensor]
 
 
 def canonical_key(key: str) -> str:
@@ -78,9 +104,33 @@ def base_copy_key(module: str) -> str:
     return f"{_PREFIX}{module}{_BASE_COPY}"
 
 
-def parameter_key(module: str, parameter: str) -> str:
-    """The key under which PEFT stores a parameter of a module in `modules_to_save`."""
-    return f"{_PREFIX}{module}.{parameter}"
+def parameter_name(module: str, parameter: str) -> str:
+    """The full name in the base of a parameter of a module that an adapter holds in full; see `SortedKeys.saved`."""
+    return module if is_bias(module) else f"{module}.{parameter}"
+
+
+def parameter_key(module: str, parameter: str, *, wrapped: bool = False) -> str:
+    """The key under which PEFT stores a parameter of a module in `modules_to_save`, or a trained bias of the base.
+
+    `wrapped` says of a bias that its module is adapted too, so that PEFT's layer stands around it.
+    """
+    name = parameter_name(module, parameter)
+    return f"{_PREFIX}{name.removesuffix('.bias')}{_WRAPPED_BIAS}" if wrapped else f"{_PREFIX}{name}"
+
+
+def is_bias(name: str) -> bool:
+    """Whether a name is that of a trained bias of the base, and not of a module."""
+    return name.endswith(".bias")
+
+
+def part_key(module: str, part: str) -> str:
+    """The key under which PEFT stores a module's tensor of that name."""
+    return f"{_PREFIX}{module}.{part}"
+
+
+def shared_key(name: str) -> str:
+    """The key under which PEFT stores a tensor that all modules use."""
+    return f"{_ROOT}{name}"
 
 
 def copies_in(file: TensorFile) -> dict[str, Tensor]:
@@ -97,18 +147,29 @@ def _is_copy(key: str) -> bool:
 
 
 def sort_keys(
-    file: TensorFile, modules_to_save: Collection[str], folder: Path, problems: Problems
-) -> tuple[dict[str, FactorTensors], dict[str, dict[str, Tensor]]]:
-    """The factors of each LoRA module, and the parameters of each saved one, by name; all other keys are problems.
+    file: TensorFile,
+    modules_to_save: Collection[str],
+    folder: Path,
+    problems: Problems,
+    *,
+    kind: PeftKind | None = None,
+    biases: bool = False,
+) -> SortedKeys:
+    """What each key holds; keys that have no meaning are problems.
 
     Args:
         file: the header.
         modules_to_save: the ends of the names of modules that were trained in full.
         folder: the adapter's, for messages.
         problems: gets what is wrong.
+        kind: another kind than LoRA.
+        biases: biases of the base were trained.
     """
     factors: dict[str, dict[str, Tensor]] = {}
+    beside: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    shared: dict[str, Tensor] = {}
     copies = copies_in(file)
     whole: list[str] = []
     canonical = {stored: canonical_key(stored) for stored in file.tensors}
@@ -116,9 +177,11 @@ def sort_keys(
         problems.add(
             f"{folder}: {twice[0]} is stored twice, under names that mean the same module", "Save the adapter again"
         )
+    saved_ends = tuple(modules_to_save)
+    own = LORA_PARTS if kind is None else kind.parts
     for stored, tensor in file.tensors.items():
         key = canonical[stored]
-        match = re.fullmatch(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?", key)
+        match = _FACTOR.fullmatch(key) if kind is None else None
         if match and key.startswith(_PREFIX) and bool(match["embedding"]) != bool(match["weight"]):
             factor = (match["embedding"] or "") + match["factor"]
             factors.setdefault(match["name"].removeprefix(_PREFIX), {})[factor] = tensor
@@ -126,8 +189,19 @@ def sort_keys(
         if _is_copy(key):
             continue
         name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
-        if key.startswith(_PREFIX) and name.endswith(tuple(modules_to_save)):
-            saved.setdefault(name, {})[parameter] = tensor
+        if key.startswith(_PREFIX) and not key.endswith(_DOUBLES) and (holder := _saved_module(name, saved_ends)):
+            saved.setdefault(holder, {})[key.removeprefix(f"{_PREFIX}{holder}.")] = tensor
+            continue
+        part = next((part for part in own if key.endswith(f".{part}")), None)
+        if part and key.startswith(_PREFIX):
+            module = key.removeprefix(_PREFIX).removesuffix(f".{part}")
+            (beside if kind is None else parts).setdefault(module, {})[part] = tensor
+            continue
+        if kind is not None and key.removeprefix(_ROOT) in kind.shared:
+            shared[key.removeprefix(_ROOT)] = tensor
+            continue
+        if biases and key.startswith(_PREFIX) and parameter == "bias" and ".lora_" not in key:
+            saved[f"{name.removesuffix('.base_layer')}.bias"] = {"bias": tensor}
             continue
         refused = next((why for end, why in _REFUSED_KEYS.items() if key.endswith(end)), None)
         if refused:
@@ -141,16 +215,31 @@ def sort_keys(
         elif key.startswith(_PREFIX) and parameter == "weight" and ".lora_" not in key:
             whole.append(key.removeprefix(_PREFIX))
         else:
+            means = (
+                f"a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight)"
+                if kind is None
+                else f"a tensor of {kind.title} as PEFT names it ({_PREFIX}MODULE.{min(kind.parts)})"
+            )
             problems.add(
-                f"{folder}: {key} is neither a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight) "
-                "nor in modules_to_save",
-                "Save the adapter again with PEFT",
+                f"{folder}: {key} is neither {means} nor in modules_to_save", "Save the adapter again with PEFT"
             )
     for name in sorted(copies.keys() - factors.keys()):
         _refuse_copy(f"{name}{_BASE_COPY}", folder, problems)
     if whole:
         _refuse_whole(whole, folder, problems)
-    return _pair_factors(factors, copies, folder, problems), saved
+    for name in sorted(beside.keys() - factors.keys()):
+        problems.add(f"{folder}: {name} has {min(beside[name])}, and no LoRA factors", "Save the adapter again")
+    return SortedKeys(_pair_factors(factors, copies, beside, folder, problems), saved, parts, shared)
+
+
+def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
+    """The module in `modules_to_save` that `name` is, or lies in: the outermost, which PEFT keeps whole."""
+    if not ends:
+        return None
+    if not name.endswith(ends) and not any(end in name for end in ends):
+        return None
+    starts = (name[: match.start()] for match in re.finditer(r"\.|$", name))
+    return next((start for start in starts if start.endswith(ends)), None)
 
 
 def _refuse_copy(key: str, folder: Path, problems: Problems) -> None:
@@ -189,7 +278,11 @@ def check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
 
 
 def _pair_factors(
-    factors: Mapping[str, Mapping[str, Tensor]], copies: Mapping[str, Tensor], folder: Path, problems: Problems
+    factors: Mapping[str, Mapping[str, Tensor]],
+    copies: Mapping[str, Tensor],
+    beside: Mapping[str, Mapping[str, Tensor]],
+    folder: Path,
+    problems: Problems,
 ) -> dict[str, FactorTensors]:
     pairs = {}
     for name, found in factors.items():
@@ -200,5 +293,7 @@ def _pair_factors(
             lacks = " and ".join(f"lora_{factor}" for factor in missing) or "one pair of factors"
             problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
         else:
-            pairs[name] = FactorTensors(found[f"{prefix}A"], found[f"{prefix}B"], embedding, copies.get(name))
+            pairs[name] = FactorTensors(
+                found[f"{prefix}A"], found[f"{prefix}B"], embedding, copies.get(name), beside.get(name, {})
+            )
     return pairs

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from adapterswap.errors import ExpertError, NotFoundError, Problems, UnsupportedError
 from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
@@ -19,19 +20,23 @@ from adapterswap.experts.adapter_keys import (
     check_dtypes,
     check_names,
     factor_key,
+    part_key,
     sort_keys,
 )
 from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, parse_layers
+from adapterswap.experts.peft_kinds import KINDS, LORA_PARTS
 from adapterswap.experts.shapes import and_more
 from adapterswap.experts.sources import Source, find_source, subfolders_with
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
-__all__ = ["Adapter", "FullModule", "LoraModule", "by_layer", "open_adapter", "read_adapter"]
+__all__ = ["Adapter", "FullModule", "LoraModule", "OpaqueModule", "Part", "by_layer", "open_adapter", "read_adapter"]
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PROVENANCE = "adapterswap.json"
+
+_MISMATCH = "The file and its config do not belong together: save the adapter again"
 
 # What to fetch from the Hub; the last two say why there are no weights, where there are none.
 ADAPTER_FILES = [WEIGHTS, CONFIG, PROVENANCE, "adapter_model*.bin", "*.index.json"]
@@ -116,6 +121,53 @@ class FullModule:
 
 
 @dataclass(frozen=True)
+class OpaqueModule:
+    """A module whose change is no product of two factors: it can be copied, and not averaged without the base.
+
+    Attributes:
+        name, layer, kind: as for `LoraModule`.
+        method: what people call its kind: DoRA, OFT, …
+        peft_type: PEFT's name of it.
+        tensors: where its tensors lie in the file, by what follows the module's name in the key.
+        settings: what PEFT reads in the config for it, all of which must be the same wherever it is copied to, but for
+            `values`, which PEFT can hold for each module.
+        values: see `AdapterConfig.values_of`.
+        shared: tensors that all modules of the adapter use, by name.
+        lora: the factors, where it is a variant of LoRA.
+    """
+
+    name: str
+    layer: int | None
+    kind: Kind
+    method: str
+    peft_type: str
+    tensors: Mapping[str, Tensor]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    lora: LoraModule | None = None
+
+    @property
+    def on_bias(self) -> bool:
+        """Whether it changes the module's bias too."""
+        if "ia3_l" in self.tensors:
+            return self.tensors["ia3_l"].shape[0] != 1  # else it scales what goes in
+        return "lora_B.bias" in self.tensors or (self.peft_type in KINDS and KINDS[self.peft_type].on_biases)
+
+    @property
+    def shape(self) -> str:
+        """What must agree between experts of one base, in words, as far as it does not depend on settings."""
+        if self.lora is not None:
+            return self.lora.shape
+        tensors = ", ".join(f"{n} {'×'.join(map(str, t.shape))}" for n, t in sorted(self.tensors.items()))
+        settings = {**self.settings, **self.values}
+        return f"{tensors} ({self.method}, {', '.join(f'{key} {settings[key]}' for key in sorted(settings))})"
+
+
+Part = LoraModule | OpaqueModule | FullModule
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An expert that has been opened: pure data, no open file.
 
@@ -125,6 +177,7 @@ class Adapter:
         file: the safetensors file's header.
         modules: the LoRA modules by full name, sorted by layer (those without one first), then by name.
         saved: the modules trained in full (`modules_to_save`), likewise.
+        opaque: the modules whose change is no product of two factors (DoRA, OFT, …), likewise.
         container: the list of layers in the base, such as `model.layers`; None if no module has a layer.
         kept_layers: the layers that `adapterswap slice` left in it; None for a whole expert.
         ignored: the modules in the file that its own config does not target; PEFT would not load them, so they are
@@ -145,20 +198,43 @@ class Adapter:
     ignored: tuple[str, ...] = ()
     renamed: bool = False
     original: Mapping[str, str] = field(default_factory=dict)
+    opaque: Mapping[str, OpaqueModule] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})
         rank = [f"rank {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")] if ranks else []
         saved = [f"{len(self.saved)} trained in full"] if self.saved else []
-        facts = [repr(self.name), f"{len(self.modules)} modules", *rank, *saved, f"base {self.config.base_model!r}"]
+        modules = [f"{len(self.modules)} modules"] if self.modules or not self.opaque else []
+        opaque = [f"{len(self.opaque)} modules of {self.config.title}"] if self.opaque else []
+        facts = [repr(self.name), *modules, *opaque, *rank, *saved, f"base {self.config.base_model!r}"]
         return f"<Adapter {', '.join(facts)}>"
 
     @property
     def name(self) -> str:
         return str(self.source)
 
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Everything that it changes, by name: modules, and last those that it holds in full."""
+        return {**self.modules, **self.opaque, **self.saved}
 
-_Module = TypeVar("_Module", LoraModule, FullModule)
+    @property
+    def factors(self) -> dict[str, LoraModule]:
+        """The modules that hold A and B, by name: those of LoRA, and those of its variants."""
+        variants = {name: part.lora for name, part in self.opaque.items() if part.lora is not None}
+        return {**self.modules, **variants}
+
+    def check_low_rank(self, purpose: str, name: str | None = None) -> None:
+        """Raise `UnsupportedError` if a module's change is not s·B·A, which `purpose` needs: `analyze needs`."""
+        if self.opaque:
+            first = next(iter(self.opaque.values()))
+            raise UnsupportedError(
+                f"{name or self.name} is {first.method} ({first.name}), and {purpose} changes of the form s·B·A",
+                "Turn it into rsLoRA with `convert`, or merge it into its base with `merge`",
+            )
+
+
+_Module = TypeVar("_Module", bound=Part)
 
 
 def open_adapter(reference: str | Path) -> Adapter:
@@ -187,24 +263,45 @@ def read_adapter(source: Source) -> Adapter:
     problems.raise_if_any()
     assert config is not None
     assert file is not None
-    pairs, saved = sort_keys(file, config.modules_to_save, folder, problems)
-    check_names([*pairs, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems)
+    pairs, saved, parts, shared = sort_keys(
+        file, config.modules_to_save, folder, problems, kind=KINDS.get(config.peft_type), biases=config.bias != "none"
+    )
+    check_names(
+        [*pairs, *parts, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems
+    )
     check_dtypes(file, folder, problems)
-    ignored = _ignored(pairs, saved, config, folder, problems)
+    ignored = _ignored([*pairs, *parts], saved, config, folder, problems)
     pairs = {name: factors for name, factors in pairs.items() if name not in ignored}
-    config.check_patterns(pairs)
+    parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
+    config.check_patterns([*pairs, *parts])
     container = None
     with problems.collect():
-        container = layer_container([*pairs, *saved])
+        container = layer_container([*pairs, *parts, *saved])
     modules: dict[str, LoraModule] = {}
+    opaque: dict[str, OpaqueModule] = {}
     for name, factors in pairs.items():
         with problems.collect():
-            modules[name] = _module(name, factors, config, container, folder)
+            module = _module(name, factors, config, container, folder)
+            if config.dora or config.lora_bias:
+                opaque[name] = _variant(module, factors, config, folder)
+            elif factors.beside:
+                raise ExpertError(
+                    f"{folder}: {name} has {min(factors.beside)}, and {CONFIG} does not say that it is "
+                    f"{LORA_PARTS[min(factors.beside)]}",
+                    _MISMATCH,
+                )
+            else:
+                modules[name] = module
+    for name, tensors in parts.items():
+        with problems.collect():
+            opaque[name] = _opaque(name, tensors, shared, config, container, folder)
     full = {name: FullModule(name, layer_of(name, container), kind_of(name), saved[name]) for name in saved}
     for name in sorted(pairs.keys() & full.keys()):
         problems.add(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
-    if not modules and not problems:
-        problems.add(f"{folder / WEIGHTS} holds no LoRA tensors", "Give a LoRA adapter saved by PEFT")
+    if not modules and not opaque and not problems:
+        problems.add(
+            f"{folder / WEIGHTS} holds no {config.title} tensors", f"Give a {config.title} adapter saved by PEFT"
+        )
     problems.raise_if_any()
     return Adapter(
         source,
@@ -216,6 +313,7 @@ def read_adapter(source: Source) -> Adapter:
         _kept_layers(folder),
         ignored,
         renamed=any(canonical_key(key) != key for key in file.tensors),
+        opaque=by_layer(opaque),
     )
 
 
@@ -226,7 +324,7 @@ def by_layer(modules: Mapping[str, _Module]) -> dict[str, _Module]:
 
 
 def _ignored(
-    pairs: Mapping[str, FactorTensors],
+    pairs: Collection[str],
     saved: Collection[str],
     config: AdapterConfig,
     folder: Path,
@@ -280,7 +378,6 @@ def _module(
     name: str, factors: FactorTensors, config: AdapterConfig, container: str | None, folder: Path
 ) -> LoraModule:
     a, b = factors.a, factors.b
-    remedy = "The file and its config do not belong together: save the adapter again"
     for factor, tensor in (("A", a), ("B", b)):
         if 0 in tensor.shape:
             raise ExpertError(
@@ -294,9 +391,9 @@ def _module(
             )
     rank = config.rank_of(name)
     if a.shape[0] != b.shape[1]:
-        raise ExpertError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, and lora_B {b.shape[1]}", remedy)
+        raise ExpertError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, and lora_B {b.shape[1]}", _MISMATCH)
     if a.shape[0] != rank:
-        raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, and {CONFIG} says {rank}", remedy)
+        raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, and {CONFIG} says {rank}", _MISMATCH)
     alpha = config.alpha_of(name)
     return LoraModule(
         name=name,
@@ -311,3 +408,46 @@ def _module(
         embedding=factors.embedding,
         base=factors.base,
     )
+
+
+def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, folder: Path) -> OpaqueModule:
+    """A module of DoRA, or of LoRA with biases."""
+    wanted = {part for part, setting in zip(LORA_PARTS, (config.dora, config.lora_bias), strict=True) if setting}
+    if odd := sorted(wanted ^ factors.beside.keys()):
+        holds = "has" if odd[0] in factors.beside else "has no"
+        raise ExpertError(f"{folder}: {module.name} {holds} {odd[0]}, against what {CONFIG} says", _MISMATCH)
+    for part, tensor in factors.beside.items():
+        if prod(tensor.shape) != module.out_features:
+            raise ExpertError(
+                f"{folder}: {module.name}: {part} has the shape {list(tensor.shape)}, and B {module.out_features} rows",
+                _MISMATCH,
+            )
+    tensors = {module.a_key: module.a, module.b_key: module.b}
+    stem = part_key(module.name, "")
+    tensors = {key.removeprefix(stem): tensor for key, tensor in tensors.items()}
+    settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
+    return OpaqueModule(
+        module.name, module.layer, module.kind, config.title, config.peft_type, {**tensors, **factors.beside},
+        settings, lora=module,
+    )  # fmt: skip
+
+
+def _opaque(
+    name: str,
+    tensors: Mapping[str, Tensor],
+    shared: Mapping[str, Tensor],
+    config: AdapterConfig,
+    container: str | None,
+    folder: Path,
+) -> OpaqueModule:
+    """A module of another kind than LoRA."""
+    for part, tensor in tensors.items():
+        if 0 in tensor.shape:
+            raise ExpertError(
+                f"{folder}: {name}: {part} is empty ({list(tensor.shape)}), as DeepSpeed ZeRO-3 leaves it",
+                "Gather the weights before saving (stage3_gather_16bit_weights_on_model_save), and save again",
+            )
+    return OpaqueModule(
+        name, layer_of(name, container), kind_of(name), config.title, config.peft_type, tensors,
+        config.settings, config.values_of(name), shared,
+    )  # fmt: skip

@@ -13,20 +13,21 @@ Knows models and names; reads no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from adapterswap.errors import BaseModelError, ExpertError
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, by_layer
+from adapterswap.experts.adapter_keys import is_bias
+from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule, Part, by_layer
 from adapterswap.experts.anatomy import adaptable_weights, rename_keys, shape_of
 from adapterswap.experts.empty_models import empty_model_as_saved
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, kind_of, layer_container, layer_of
 from adapterswap.files.smallfiles import read_small
 
-__all__ = ["ModelNames", "check_distinct", "names_of_base", "renamed_adapter", "under_canonical_names"]
+__all__ = ["ModelNames", "check_distinct", "named", "names_of_base", "renamed_adapter", "under_canonical_names"]
 
 Shape = tuple[int, int]  # out, in
 
@@ -34,7 +35,7 @@ Shape = tuple[int, int]  # out, in
 _NEUTRAL = frozenset({"model", "language_model", "text_model", "thinker", "llm"})
 _EXPERTS = ".experts."
 
-_Module = TypeVar("_Module", LoraModule, FullModule)
+_Module = TypeVar("_Module", bound=Part)
 
 
 class ModelNames:
@@ -144,6 +145,14 @@ def _built(folder: Path, name: str, config: bytes) -> ModelNames:
     return ModelNames(empty_model_as_saved(folder, name), name)
 
 
+def named(name: str, of_module: Callable[[str], str | None]) -> str | None:
+    """Another name of a module, or of a module's trained bias, as `of_module` names modules; None where that is."""
+    if not is_bias(name):
+        return of_module(name)
+    found = of_module(name.removesuffix(".bias"))
+    return f"{found}.bias" if found else found
+
+
 def under_canonical_names(adapter: Adapter, names: ModelNames, expert: str) -> Adapter:
     """The adapter with every module under its canonical name.
 
@@ -156,10 +165,10 @@ def under_canonical_names(adapter: Adapter, names: ModelNames, expert: str) -> A
         ExpertError: a module fits none of the base's, or two fit one.
     """
     mapping: dict[str, str] = {}
-    held: list[LoraModule | FullModule] = [*adapter.modules.values(), *adapter.saved.values()]
-    for module in held:
-        shape = (module.out_features, module.in_features) if isinstance(module, LoraModule) else None
-        found = names.find(module.name, adapter.container, shape)
+    for module in adapter.parts.values():
+        lora = module.lora if isinstance(module, OpaqueModule) else module
+        shape = (lora.out_features, lora.in_features) if isinstance(lora, LoraModule) else None
+        found = named(module.name, partial(names.find, container=adapter.container, shape=shape))
         if found is None:
             raise ExpertError(
                 f"{expert} adapts {module.name}, and {names.name} has no module of that shape known to have had "
@@ -186,21 +195,27 @@ def renamed_adapter(adapter: Adapter, mapping: Mapping[str, str], expert: str, c
     """
     if all(new == old for old, new in mapping.items()):
         return adapter
-    for parts in (adapter.modules, adapter.saved):
+    for parts in ({**adapter.modules, **adapter.opaque}, adapter.saved):
         check_distinct({old: mapping[old] for old in parts}, expert)
-    original = {mapping[name]: adapter.original.get(name, name) for name in (*adapter.modules, *adapter.saved)}
+    original = {mapping[name]: adapter.original.get(name, name) for name in adapter.parts}
 
     def moved(module: _Module) -> _Module:
         name = mapping[module.name]
-        return replace(module, name=name, layer=layer_of(name, container), kind=kind_of(name))
+        place: dict[str, Any] = {"name": name, "layer": layer_of(name, container), "kind": kind_of(name)}
+        if isinstance(module, OpaqueModule) and module.lora is not None:
+            return replace(module, lora=replace(module.lora, **place), **place)
+        return replace(module, **place)
 
     modules = {module.name: module for module in map(moved, adapter.modules.values())}
     saved = {module.name: module for module in map(moved, adapter.saved.values())}
-    layered = any(m.layer is not None for m in modules.values()) or any(m.layer is not None for m in saved.values())
+    opaque = {module.name: module for module in map(moved, adapter.opaque.values())}
+    every: list[Part] = [*modules.values(), *opaque.values(), *saved.values()]
+    layered = any(part.layer is not None for part in every)
     return replace(
         adapter,
         modules=by_layer(modules),
         saved=by_layer(saved),
+        opaque=by_layer(opaque),
         container=container if layered else None,
         renamed=True,
         original=original,

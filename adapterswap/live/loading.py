@@ -21,6 +21,7 @@ from adapterswap.errors import (
     CompositionError,
     ExpertError,
     Problems,
+    UnsupportedError,
     reason_of,
 )
 from adapterswap.experts.adapters import Adapter, open_adapter
@@ -77,6 +78,7 @@ def load_expert(
         adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
     except AdapterswapError as error:
         raise error.recast(parameter="expert") from None
+    check_loadable(adapter, name)
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     adapter = as_in_model(adapter, name, base)
     _check_name(name, getattr(model, "peft_config", {}))
@@ -102,12 +104,23 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
     """
     base = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     held = {module for module, _ in base.named_modules()}
-    if held.issuperset((*adapter.modules, *adapter.saved)):
+    if held.issuperset(adapter.parts):
         return adapter
     try:
         return under_canonical_names(adapter, ModelNames(base, "the model"), name)
     except AdapterswapError:
         return adapter
+
+
+def check_loadable(adapter: Adapter, name: str) -> None:
+    """Raise `UnsupportedError` if PEFT cannot switch the adapter, or would change the base's weights by loading it."""
+    adapter.check_low_rank("the live composer switches", f"the expert {name!r}")
+    if adapter.config.bias != "none":
+        raise UnsupportedError(
+            f"the expert {name!r} trained biases of the base (bias: {adapter.config.bias}), which PEFT would put over "
+            "the base's own",
+            "Merge it into its base with `merge`",
+        )
 
 
 def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:

@@ -43,6 +43,9 @@ def why_not_live(plan: Plan) -> str | None:
         return f"{nonlinear.method} is not linear in the experts' ΔW, and needs tensors of its own"
     if plan.composition.row_threshold is not None:
         return "a row threshold needs tensors of its own"
+    for slot in plan:
+        for term in slot.opaque:
+            return f"{slot.name} is {term.method} in {term.expert}, which the live composer cannot switch"
     if plan.saved:
         return f"{next(iter(plan.saved))} is trained in full (modules_to_save), which PEFT cannot blend"
     if (unfit := next((name for name in plan.experts if not fits_peft(name)), None)) is not None:

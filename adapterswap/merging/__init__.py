@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.arithmetic.resolving import resolve
-from adapterswap.changes.copies import Carried, check_base
+from adapterswap.changes.copies import Carried, check_base, copy_beside
 from adapterswap.errors import check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
@@ -143,9 +143,10 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
 def _copies(plan: Plan) -> Iterator[Carried]:
     """The copies that experts carry of weights whose LoRA enters."""
     for slot in plan:
-        for term in slot.low_rank:
-            if term.lora.base is not None and slot.base is not None:
-                yield Carried(term.expert, plan.adapters[term.expert], slot.name, term.lora.base, slot.base)
+        for term in slot.terms:
+            copy = copy_beside(term.change)
+            if copy is not None and slot.base is not None:
+                yield Carried(term.expert, plan.adapters[term.expert], slot.name, copy, slot.base)
 
 
 def write_model(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from adapterswap.changes.kinds import Whole
+from adapterswap.changes.kinds import Opaque, Whole
 from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.numbers import Bytes, read_bytes, row_ranges
 from adapterswap.files.tensorfile import Tensor
@@ -61,7 +61,7 @@ class Block:
     """Rows `start` to `stop` of a tensor of the result, and what they are made of.
 
     For a tensor that is copied, `start` and `stop` count bytes. `factors` are the whole A and B of each low-rank term,
-    and come with the first block of a tensor alone.
+    and come with the first block of a tensor alone. `opaque` are the tensors of each opaque term, by name.
     """
 
     work: Work
@@ -70,6 +70,18 @@ class Block:
     whole: tuple[Part, ...]
     base: Part | None
     factors: tuple[tuple[Part, Part], ...]
+    opaque: tuple[Mapping[str, Part], ...] = ()
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """All that was read."""
+        yield from self.whole
+        if self.base is not None:
+            yield self.base
+        for pair in self.factors:
+            yield from pair
+        for tensors in self.opaque:
+            yield from tensors.values()
 
 
 @dataclass
@@ -122,7 +134,7 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
     slot = work.slot
     base = slot.base if slot.needs_base else None
     rows, columns = work.matrix
-    step = max(1, _COMPUTED // columns) if slot.is_linear else rows
+    step = rows if slot.is_held_whole else max(1, _COMPUTED // columns)
     for start, stop in row_ranges(rows, step):
         cut = (start * columns, stop * columns)
         # An expert on two sides is read, and hashed, once.
@@ -130,7 +142,8 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
         parts = {expert: reader.elements(expert, whole, *cut) for expert, whole in read.items()}
         whole = tuple(parts[term.expert] for term in slot.whole)
         factors = tuple(reader.factors(term) for term in slot.low_rank) if start == 0 else ()
-        yield Block(work, start, stop, whole, reader.elements(BASE, base, *cut) if base else None, factors)
+        opaque = tuple(map(reader.opaque, slot.opaque))
+        yield Block(work, start, stop, whole, reader.elements(BASE, base, *cut) if base else None, factors, opaque)
 
 
 class _Reader:
@@ -159,3 +172,13 @@ class _Reader:
             for tensor in (term.lora.a, term.lora.b)
         )
         return a, b
+
+    def opaque(self, term: Term) -> dict[str, Part]:
+        """All tensors of a module, and those that it shares."""
+        file = self._files[term.change.path]
+        assert isinstance(term.change, Opaque)
+        tensors = {**term.change.part.tensors, **term.change.part.shared}
+        return {
+            name: Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            for name, tensor in tensors.items()
+        }

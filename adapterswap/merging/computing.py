@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from adapterswap.arithmetic.lowrank import concatenate
 from adapterswap.changes.deltas import Factors
+from adapterswap.changes.kinds import LowRank, Opaque
+from adapterswap.changes.opaque import merged_weight
 from adapterswap.errors import UnsupportedError
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOAT_NAMES, FLOATS
 from adapterswap.files.numbers import Bytes, check_finite, decode, encode, finite_bytes, not_finite, too_large
@@ -62,13 +64,15 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
     product: _Product | None = None
     for block in blocks:
         work = block.work
-        for part in (*block.whole, *([block.base] if block.base else []), *(f for pair in block.factors for f in pair)):
+        for part in block.parts:
             _check(part)
         if work.copied is not None:
             yield Done(work.place.start + block.start, block.whole[0].raw)
             continue
         columns = work.matrix[1]
-        if work.slot.is_linear:
+        if work.slot.opaque:
+            data = _with_opaque(block, kept_rows, seed)
+        elif work.slot.is_linear:
             if not needs_torch(work.slot, device):
                 data = _averaged(block)
             else:
@@ -126,7 +130,7 @@ def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product
 
 def needs_torch(slot: Slot, device: str) -> bool:
     """Whether a tensor that is computed is torch's work."""
-    return slot.is_linear and (bool(slot.low_rank) or device != "cpu")
+    return bool(slot.opaque) or (slot.is_linear and (bool(slot.low_rank) or device != "cpu"))
 
 
 def _weighted(block: Block) -> list[tuple[float, Part]]:
@@ -180,6 +184,39 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     return np.asarray(raw)
 
 
+def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
+    """Σ c_i·W_i + (1 - Σ c_i)·W_base + Σ c_i·s_i·B_i·A_i, where some W_i are what PEFT makes of the base's weight."""
+    slot, place = block.work.slot, block.work.place
+    if not slot.is_linear:
+        return _nonlinear(block, kept_rows, seed)
+    assert block.base is not None
+    base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
+    total: Delta | None = None
+    with np.errstate(all="ignore"):  # what overflows is told of by `finite_bytes`
+        weights = [
+            (term.coefficient, _merged(term, tensors, base, slot))
+            for term, tensors in zip(slot.opaque, block.opaque, strict=True)
+        ]
+        for term, part in zip(slot.whole, block.whole, strict=True):
+            weights.append((term.coefficient, decode(part.raw, part.tensor.dtype, place.shape)))
+        for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
+            a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
+            delta = Factors.scaled(a, b, term.lora.scale, term.lora.name).rows()
+            weights.append((term.coefficient, np.asarray(delta.T if term.low_rank.transposed else delta)))
+        for coefficient, weight in weights:
+            weighted = weight if coefficient == 1 else np.float32(coefficient) * weight
+            total = weighted if total is None else total + weighted
+        assert total is not None
+        return finite_bytes(total + np.float32(slot.rest) * base if slot.rest else total, place.dtype, slot.name)
+
+
+def _merged(term: Term, tensors: Mapping[str, Part], base: Delta, slot: Slot) -> Delta:
+    """An opaque term's W_i, as the model stores it."""
+    assert term.opaque is not None
+    decoded = {name: decode(part.raw, part.tensor.dtype, part.tensor.shape) for name, part in tensors.items()}
+    return merged_weight(term.opaque, slot.name.rpartition(".")[2], base, decoded)
+
+
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     """The whole tensor: W_base plus what the method makes of the dense ΔW, or what it makes of whole weights."""
     slot, place = block.work.slot, block.work.place
@@ -189,7 +226,8 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     if block.base is not None:
         base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
     on_weights = rule.acts_on_weights
-    across = any(term.low_rank.transposed for term in slot.low_rank)  # then all ΔW are turned to out×in
+    # Then all ΔW are turned to out×in.
+    across = any(isinstance(term.change, LowRank | Opaque) and term.change.transposed for term in slot.terms)
     found: dict[str, Delta] = {}
     factors_of: dict[str, list[tuple[float, Factors]]] = {}
     by_factors = rule.on_cores and not slot.whole
@@ -210,6 +248,10 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             delta = decode(part.raw, part.tensor.dtype, place.shape)
             delta = delta if on_weights else delta - base
             enter(whole, delta.T if across else delta)
+        for term, tensors in zip(slot.opaque, block.opaque, strict=True):
+            delta = _merged(term, tensors, base, slot)
+            delta = delta if on_weights else delta - base
+            enter(term, delta.T if across else delta)
         for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
             a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
             factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)

@@ -97,7 +97,7 @@ def stream(
             threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
         workers = min(max(_WORKERS, 2 * len(devices)), cores())
-        if not all(work.slot.is_linear for _, work in computed):
+        if any(work.slot.is_held_whole for _, work in computed):
             workers = 1  # they are held whole
         if with_torch:
             stack.enter_context(torch_threads(cores() // workers))
@@ -113,7 +113,7 @@ def _sources(plan: Plan) -> list[TensorFile]:
         whole: list[Whole] = [copied] if copied else [term.whole for term in slot.whole]
         if slot.base is not None and copied is None and slot.needs_base:
             whole.append(slot.base)
-        used |= {part.path for part in whole} | {term.change.path for term in slot.low_rank}
+        used |= {part.path for part in whole} | {term.change.path for term in (*slot.low_rank, *slot.opaque)}
     checkpoints = [*plan.checkpoints.values(), *([plan.base] if plan.base else [])]
     known = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
     known += [adapter.file for adapter in plan.adapters.values()]

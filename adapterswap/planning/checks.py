@@ -5,10 +5,11 @@ Each function adds the mistakes that it finds to a `Problems`, so that all are r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
-from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.adapter_keys import is_bias
+from adapterswap.experts.adapters import Adapter, Part
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.experts.shapes import and_more, compare_shapes
@@ -28,6 +29,7 @@ __all__ = [
     "check_matches",
     "check_names",
     "check_numbers",
+    "check_opaque",
     "check_rules",
     "check_saved",
     "check_shapes",
@@ -109,18 +111,58 @@ def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
     """Whether modules of the same name have the same shape; each expert is compared with the first."""
     for name, adapter in experts.items():
         first_name, first = next(iter(experts.items()))
-        for ours, theirs in ((first.modules, adapter.modules), (first.saved, adapter.saved)):
+        for ours, theirs in _comparable(first, adapter):
             compare_shapes(
                 {module: held.shape for module, held in ours.items()},
                 {module: held.shape for module, held in theirs.items()},
                 one=first_name, other=name, remedy="Compose experts of one base model", problems=problems,
                 kind=ExpertError,
             )  # fmt: skip
+    _check_nesting(experts, problems)
+
+
+def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Part], Mapping[str, Part]]]:
+    """The parts of two adapters whose shapes say whether they are of one base.
+
+    LoRA says it, and so do weights held in full. Tensors of another kind have shapes that depend on settings too, so
+    they are compared where these agree.
+    """
+    factors = [
+        {**adapter.modules, **{name: part.lora for name, part in adapter.opaque.items() if part.lora is not None}}
+        for adapter in (one, other)
+    ]
+    yield factors[0], factors[1]
+    yield one.saved, other.saved
+    same = [
+        name
+        for name, part in one.opaque.items()
+        if part.lora is None
+        and (twin := other.opaque.get(name)) is not None
+        and (part.method, part.settings, part.values) == (twin.method, twin.settings, twin.values)
+    ]
+    yield {name: one.opaque[name] for name in same}, {name: other.opaque[name] for name in same}
+
+
+def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
+    """Whether an expert adapts a module inside one that another expert holds in full."""
+    for name, adapter in experts.items():
+        held = [module for module in adapter.saved if not is_bias(module)]
+        for other, theirs in experts.items():
+            inside = next(
+                ((part, module) for module in held for part in theirs.parts if part.startswith(f"{module}.")), None
+            )
+            if inside is not None and not (is_bias(inside[0]) and other == name):
+                problems.add(
+                    f"{name} holds {inside[1]} in full (modules_to_save), and {other} adapts {inside[0]} inside it",
+                    "Compose experts that adapt it in the same way",
+                    kind=ExpertError,
+                )
+                return
 
 
 def check_depth(experts: Mapping[str, Adapter], num_layers: int, problems: Problems) -> None:
     for name, adapter in experts.items():
-        layers = [m.layer for m in adapter.modules.values()] + [m.layer for m in adapter.saved.values()]
+        layers = [part.layer for part in adapter.parts.values()]
         deepest = max((layer for layer in layers if layer is not None), default=-1)
         if deepest >= num_layers:
             problems.add(
@@ -182,16 +224,9 @@ def check_matches(
 
 def check_saved(slots: Sequence[Slot], composition: Composition, problems: Problems) -> None:
     """Full weights can be averaged among themselves; to mix them with no change, the base's own are needed."""
-    low_rank = {slot.name for slot in slots if not slot.in_full}
     for slot in slots:
         if not slot.in_full or slot.rule is None:
             continue
-        if slot.name in low_rank:
-            problems.add(
-                f"{slot.name} is trained in full (modules_to_save) by one expert, and by LoRA by another",
-                "Compose experts that adapt it in the same way",
-                kind=ExpertError,
-            )
         if slot.rule.combines_sides:
             problems.add(
                 f"{slot.name} is trained in full (modules_to_save), and cannot be blended by magnitude or by a method "
@@ -207,6 +242,34 @@ def check_saved(slots: Sequence[Slot], composition: Composition, problems: Probl
                 parameter="base_model",
                 kind=BaseModelError,
             )
+
+
+def check_opaque(
+    slots: Sequence[Slot], experts: Mapping[str, Adapter], composition: Composition, problems: Problems
+) -> None:
+    """Whether something is asked for that needs ΔW as factors, where an expert's change is another function."""
+    opaque = {name: next(iter(adapter.opaque.values())) for name, adapter in experts.items() if adapter.opaque}
+    if not opaque:
+        return
+    expert, part = next(iter(opaque.items()))
+    if composition.row_threshold is not None:
+        problems.add(
+            f"row_threshold compares rows of s·B·A, and {expert} is {part.method}",
+            "Leave `row_threshold` out",
+            parameter="row_threshold",
+            kind=UnsupportedError,
+        )
+    for slot in slots:
+        if slot.rule is None or not slot.rule.weights:
+            continue
+        weighted = next((name for name in slot.requested if name in opaque), None)
+        if weighted is not None:
+            problems.add(
+                f"{weighted} is {opaque[weighted].method}, whose magnitude is not known without the base's weights",
+                "Use explicit weights",
+                kind=UnsupportedError,
+            )
+            return
 
 
 def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
@@ -228,7 +291,7 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
     composition = plan.composition
     if composition.bottom is not None and composition.top is not None and composition.allocation is None:
         return
-    parts = [slot for slot in plan if not slot.in_full]
+    parts = [slot for slot in plan if not slot.in_full or slot.layer is not None]
     used = {term.expert for slot in parts for term in slot.terms} | silenced_experts(plan.rules)
     for name in names:
         if name not in used and parts:

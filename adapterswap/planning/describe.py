@@ -143,7 +143,11 @@ def draw_strip(found: Sequence[Mark], num_layers: int, experts: Collection[str])
 
 def unusual(plan: Plan) -> list[str]:
     """What a reader should know beside the strip: what lies outside the layers, and experts that lack a part."""
-    lines = [*differing_bases(plan.adapters, plan.composition.base_model), *ignored_modules(plan.adapters)]
+    lines = [
+        *differing_bases(plan.adapters, plan.composition.base_model),
+        *ignored_modules(plan.adapters),
+        *unknown_keys(plan.adapters),
+    ]
     grouped: dict[tuple[str, str], list[int]] = {}
     for slot in plan.saved.values():
         what = _remark(slot) or owner_label(slot) or blend_text(slot.weights)
@@ -173,6 +177,16 @@ def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
         f"PEFT would not load them ({adapter.ignored[0]}{', …' * (len(adapter.ignored) > 1)})"
         for name, adapter in experts.items()
         if adapter.ignored
+    ]
+
+
+def unknown_keys(experts: Mapping[str, Adapter]) -> list[str]:
+    """A line for each expert whose config has keys that PEFT does not know."""
+    return [
+        f"Warning: {name}: adapter_config.json has {', '.join(adapter.config.unknown)}, which PEFT does not know and "
+        "ignores, and so does the result"
+        for name, adapter in experts.items()
+        if adapter.config.unknown
     ]
 
 

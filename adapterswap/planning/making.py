@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
-from adapterswap.changes.kinds import Change, LowRank, Whole
+from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.changes.locating import Located, TiedHead, find_tied_head, locate_all, with_head
 from adapterswap.errors import (
     ArgumentError,
@@ -20,7 +20,7 @@ from adapterswap.errors import (
     Problems,
     check_type,
 )
-from adapterswap.experts.adapters import Adapter, by_layer
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part, by_layer
 from adapterswap.experts.checkpoints import Checkpoint, Parameter, open_checkpoint
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.planning.allocation import Rule
@@ -32,6 +32,7 @@ from adapterswap.planning.checks import (
     check_matches,
     check_names,
     check_numbers,
+    check_opaque,
     check_rules,
     check_saved,
     check_shapes,
@@ -125,26 +126,45 @@ def _plan_of_modules(
     problems.raise_if_any()
     rules = composition.rules(depth.num_layers)
     check_rules(rules, depth.num_layers, problems)
-    low_rank = by_layer({name: part for adapter in adapters.values() for name, part in adapter.modules.items()})
-    whole = by_layer({name: part for adapter in adapters.values() for name, part in adapter.saved.items()})
-    slots = [Slot(name, name, part.layer, part.kind, (), {}, None) for name, part in low_rank.items()]
-    saved = [Slot(name, name, part.layer, part.kind, (), {}, None, in_full=True) for name, part in whole.items()]
-    factors: dict[str, Mapping[str, Change]] = {
-        name: {module: LowRank(part, adapter.file.path) for module, part in adapter.modules.items()}
-        for name, adapter in adapters.items()
+    whole = {name: part for adapter in adapters.values() for name, part in adapter.saved.items()}
+    others = {
+        name: part
+        for adapter in adapters.values()
+        for name, part in adapter.parts.items()
+        if not isinstance(part, FullModule)
     }
-    tensors: dict[str, Mapping[str, Change]] = {
-        name: {module: Whole(adapter.file.path, part.tensors) for module, part in adapter.saved.items()}
+    slots = [Slot(name, name, part.layer, part.kind, (), {}, None) for name, part in by_layer(others).items()]
+    saved = [
+        Slot(name, name, part.layer, part.kind, (), {}, None, in_full=True)
+        for name, part in by_layer(whole).items()
+        if name not in others
+    ]
+    changes = {
+        name: {module: _change(part, adapter) for module, part in adapter.parts.items()}
         for name, adapter in adapters.items()
     }
     apart = composition.row_threshold is not None
-    filled = [*_filled(rules, slots, factors, problems, apart=apart), *_filled(rules, saved, tensors, problems)]
+    modules = _filled(rules, slots, changes, problems, apart=apart)
+    if whole.keys() & others.keys():  # some experts adapt it and others hold it in full: the owner decides what it is
+        modules = [replace(slot, in_full=bool(slot.whole) and len(slot.whole) == len(slot.terms)) for slot in modules]
+    filled = [*modules, *_filled(rules, saved, changes, problems)]
+    filled = sorted(filled, key=lambda slot: slot.in_full)
     check_matches(rules, filled, adapters, composition, problems)
     check_saved(filled, composition, problems)
+    check_opaque(filled, adapters, composition, problems)
     return Plan(
         composition, rules, adapters, depth.num_layers, {slot.name: slot for slot in filled},
         base_source=depth.base, notes=depth.notes,
     )  # fmt: skip
+
+
+def _change(part: Part, adapter: Adapter) -> Change:
+    """What an adapter does to one of its modules."""
+    if isinstance(part, LoraModule):
+        return LowRank(part, adapter.file.path)
+    if isinstance(part, FullModule):
+        return Whole(adapter.file.path, part.tensors)
+    return Opaque(part, adapter.file.path)
 
 
 def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], problems: Problems) -> Plan:
@@ -182,6 +202,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     check_matches(rules, list(filled.values()), adapters, composition, problems)
     check_factors(filled, problems)
     check_numbers(filled, problems)
+    check_opaque(list(filled.values()), adapters, composition, problems)
     if base is None and (needing := [slot.name for slot in filled.values() if slot.needs_base or not slot.terms]):
         more = f", like {len(needing) - 1} more" * (len(needing) > 1)
         message = f"{needing[0]} has a part of the base's own weights{more}"
@@ -318,7 +339,8 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         planned = plan.slots.get(slot.module) if having else None
         if planned is not None:
             terms = tuple(replace(t, change=having[t.expert].change) for t in planned.terms if t.expert in having)
-            method = "linear" if planned.is_linear else planned.method
+            factors = len(planned.low_rank) == len(planned.terms)  # then `resolve` has found the coefficients
+            method = "linear" if planned.is_linear and (factors or planned.in_full) else planned.method
             slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
         filled[key] = slot
     filled, untied = _settle_head(filled, tied, plan.adapters, base)

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import combinations
 
 from adapterswap.errors import AdapterswapError, ExpertError, Problems
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule
+from adapterswap.experts.adapter_keys import is_bias
+from adapterswap.experts.adapters import Adapter, Part
 from adapterswap.experts.checkpoints import MODEL_CONFIG
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, ends_of
 from adapterswap.experts.naming import names_of_base, under_canonical_names
@@ -19,7 +20,7 @@ from adapterswap.experts.sources import at_revision, cached_base_config, find_so
 
 __all__ = ["reference_of", "under_one_name"]
 
-_Modules = Mapping[str, LoraModule | FullModule]
+_Modules = Mapping[str, Part]
 
 
 def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, problems: Problems) -> dict[str, Adapter]:
@@ -84,7 +85,7 @@ def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
                 f"The layers are named {first}.N in {first_name}, and {container}.N in {name}, which may be two names "
                 "of the same modules"
             )
-    held: dict[str, _Modules] = {name: {**adapter.modules, **adapter.saved} for name, adapter in experts.items()}
+    held: dict[str, _Modules] = {name: adapter.parts for name, adapter in experts.items()}
     for name, modules in held.items():
         for other, others in held.items():
             if (twin := _twin(modules, others)) is not None:
@@ -115,15 +116,13 @@ def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
         yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
 
 
-def _place(module: LoraModule | FullModule) -> tuple[str, ...]:
+def _place(module: Part) -> tuple[str, ...]:
     """What two names of one module have in common: its kind, the numbers in the name, its last part."""
-    parts = module.name.split(".")
+    parts = (module.name.removesuffix(".bias") if is_bias(module.name) else module.name).split(".")
     return module.kind, parts[-1], *(part for part in parts if part.isdigit())
 
 
 def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
     """Whether two experts each have modules that the other has in no layer: as attention and MLP, or as two names."""
-    shapes = [
-        {re.sub(r"\d+", "0", module) for module in (*adapter.modules, *adapter.saved)} for adapter in experts.values()
-    ]
+    shapes = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
     return any(one - other and other - one for one, other in combinations(shapes, 2))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from adapterswap.errors import ArgumentError, CompositionError, check_type
-from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, open_adapter
+from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
@@ -54,8 +54,7 @@ def slice_layers(
     if not kept:
         raise ArgumentError(f"`layers` {layers!r} names no layer", remedy, parameter="layers")
     name = expert_name(adapter, {}, "expert")
-    modules: list[LoraModule | FullModule] = [*adapter.modules.values(), *adapter.saved.values()]
-    held = {module.layer for module in modules if module.layer is not None}
+    held = {part.layer for part in adapter.parts.values() if part.layer is not None}
     if not kept & held:
         raise ArgumentError(
             f"{name} adapts none of the layers {format_layers(kept)}",

@@ -2,8 +2,9 @@
 
     W' = Σ_whole c_i·W_i + (1 - Σ_whole c_i)·W_base + Σ_lora c_i·s_i·B_i·A_i
 
-is the linear form, since ΔW_i is W_i - W_base for weights trained in full, and s_i·B_i·A_i for LoRA. Pure data. Knows
-changes and rules; knows nothing of whole plans, nor of how a slot is computed.
+is the linear form, since ΔW_i is W_i - W_base for weights trained in full, and s_i·B_i·A_i for LoRA. Where an expert's
+change is opaque (DoRA, OFT, …), W_i is what PEFT makes of the base's weight. Pure data. Knows changes and rules; knows
+nothing of whole plans, nor of how a slot is computed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from adapterswap.changes.kinds import Change, LowRank, Whole
+from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.layers import Kind
 from adapterswap.planning.allocation import BASE, BlendMethod, Rule
@@ -42,8 +43,21 @@ class Term:
 
     @property
     def lora(self) -> LoraModule:
-        """The factors of a low-rank change."""
+        """The factors of a low-rank change, or of a variant of LoRA."""
+        if isinstance(self.change, Opaque):
+            assert self.change.part.lora is not None
+            return self.change.part.lora
         return self.low_rank.lora
+
+    @property
+    def opaque(self) -> Opaque | None:
+        """The change, if it is opaque."""
+        return self.change if isinstance(self.change, Opaque) else None
+
+    @property
+    def method(self) -> str:
+        """What an opaque change is called, such as DoRA; else empty."""
+        return "" if self.opaque is None else self.opaque.part.method
 
     @property
     def whole(self) -> Whole:
@@ -108,6 +122,11 @@ class Slot:
         return self.method != "linear" and not self.is_stored and self.rule is not None and self.rule.spans
 
     @property
+    def is_held_whole(self) -> bool:
+        """Whether it is computed with whole tensors in memory: a nonlinear method, or an opaque change, needs that."""
+        return not self.is_linear or bool(self.opaque)
+
+    @property
     def requested(self) -> Mapping[str, float]:
         """Each expert's coefficient by the rule, summed over its sides, before experts that lack it were left out."""
         coefficients: dict[str, float] = {}
@@ -149,9 +168,13 @@ class Slot:
         return tuple(term for term in self.terms if isinstance(term.change, LowRank))
 
     @property
+    def opaque(self) -> tuple[Term, ...]:
+        return tuple(term for term in self.terms if isinstance(term.change, Opaque))
+
+    @property
     def rest(self) -> float:
-        """The base's coefficient in the linear form, 1 - Σ_whole c_i."""
-        rest = 1 - math.fsum(term.coefficient for term in self.whole)
+        """The base's coefficient in the linear form, 1 - Σ c_i over all changes that are not low-rank."""
+        rest = 1 - math.fsum(term.coefficient for term in self.terms if not isinstance(term.change, LowRank))
         return rest if abs(rest) > _NOTHING else 0.0
 
     @property
@@ -159,15 +182,15 @@ class Slot:
         """Whether the base's own numbers enter."""
         waits = self.rule is not None and self.rule.weights is not None and bool(self.terms)
         if self.rule is not None and self.rule.acts_on_weights and self.terms:
-            return bool(self.low_rank) or any(share < 1 for share in self.whole_shares.values())
-        return not self.is_linear or waits or self.rest != 0
+            return bool(self.low_rank or self.opaque) or any(share < 1 for share in self.whole_shares.values())
+        return not self.is_linear or waits or self.rest != 0 or bool(self.opaque)
 
     @property
     def whole_shares(self) -> dict[str, float]:
         """How much of each side is experts' whole weights: the rest of 1 is the base's."""
         sides = self.rule.sides if self.rule is not None else {}
         shares = dict.fromkeys(sides, 0.0)
-        for term in self.whole:
+        for term in (*self.whole, *self.opaque):
             shares[term.side] += sides[term.side][term.expert]
         return {side: 1.0 if math.isclose(share, 1) else share for side, share in shares.items()}
 

@@ -66,6 +66,8 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
             also changes the tied head.
     """
     problems = Problems(ExpertError)
+    with problems.collect():
+        adapter.check_low_rank("vLLM serves", name)
     remedy = "Serve experts of this base model"
     missing = [module for module in adapter.modules if module not in shapes]
     if missing:

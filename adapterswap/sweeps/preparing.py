@@ -142,6 +142,7 @@ def _field(name: str, recipe: SweepRecipe) -> str:
 
 def _open(place: str, field: str) -> Adapter:
     adapter = open_adapter(place)
+    adapter.check_low_rank("a sweep switches", place)
     if adapter.saved:
         raise UnsupportedError(
             f"{place} holds {next(iter(adapter.saved))} trained in full (modules_to_save), which cannot be switched",

@@ -19,12 +19,14 @@ from adapterswap.changes.copies import check_one_base
 from adapterswap.errors import CompositionError, check_type
 from adapterswap.experts.adapter_config import check_written
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
+from adapterswap.experts.peft_kinds import LORA
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.planning.plan import Plan
 from adapterswap.records.cards import adapter_card
 from adapterswap.records.record import CompositionRecord, adapter_source, base_source, composition_record
 from adapterswap.writing.folder import CARD, COMPOSED
+from adapterswap.writing.kinds import check_kinds
 from adapterswap.writing.loadable import check_heads, loadable_form, with_written_names
 from adapterswap.writing.tensors import write_tensors
 
@@ -116,12 +118,14 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     if not any(slot.terms for slot in plan.modules.values()):
         raise CompositionError("every module stays as in the base, so there is nothing to write", "Change the layers")
     check_heads(plan)
+    check_kinds(plan, form)
     check_one_base(plan.adapters)
     form = loadable_form(plan, form)
     resolved = resolve(with_written_names(plan, form.names))
     reduced = reduce(resolved, form, progress)
     layout = lay_out(resolved, form, reduced)
-    check_written(layout.config)
+    if layout.config["peft_type"] == LORA:
+        check_written(layout.config)
     return Prepared(resolved, form, layout, reduced)
 
 

@@ -224,6 +224,13 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     for slot in plan.modules.values():
         if not slot.terms:
             continue
+        if slot.opaque:
+            problems.add(
+                f"{slot.name} is {slot.opaque[0].method} in {slot.opaque[0].expert}, and a LoRA in GGUF holds only "
+                "low-rank changes",
+                MERGE_REMEDY,
+            )
+            continue
         canonical, projection = _projection(slot, architecture, containers)
         if projection is None:
             problems.add(f"{slot.name} is not a module that is exported for this architecture", MERGE_REMEDY)

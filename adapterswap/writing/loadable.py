@@ -10,25 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from adapterswap.arithmetic.outputs import Form, Names
 from adapterswap.arithmetic.peft_config import is_fused
-from adapterswap.changes.kinds import LowRank
-from adapterswap.errors import (
-    AdapterswapError,
-    ArgumentError,
-    BaseModelError,
-    ExpertError,
-    Problems,
-    UnsupportedError,
-)
+from adapterswap.changes.kinds import LowRank, Opaque
+from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG
 from adapterswap.experts.empty_models import empty_model_as_saved
 from adapterswap.experts.layers import HEADS, language_config, layer_container
-from adapterswap.experts.naming import ModelNames, check_distinct, names_of_base
+from adapterswap.experts.naming import ModelNames, check_distinct, named, names_of_base
 from adapterswap.experts.peft_trial import try_in_peft
 from adapterswap.experts.sources import base_config, find_source
 from adapterswap.planning.checks import TASK_HEADS
@@ -87,9 +81,9 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
     if names is not None:
         model = _names_of(plan)
         canonical = _canonical(plan, model)
-        return _with_names(
-            plan, {name: model.older(new) if names == "transformers4" else new for name, new in canonical.items()}
-        )
+        if names == "transformers4":
+            canonical = {name: named(new, model.older) or new for name, new in canonical.items()}
+        return _with_names(plan, canonical)
     if any(adapter.original for adapter in plan.adapters.values()):
         model = _names_of(plan)
         first = next(iter(plan.adapters))
@@ -130,7 +124,7 @@ def _canonical(plan: Plan, model: ModelNames) -> dict[str, str]:
     found = {}
     for name, slot in plan.slots.items():
         shapes = [(term.lora.out_features, term.lora.in_features) for term in slot.low_rank]
-        canonical = model.find(name, container, shapes[0] if shapes else None)
+        canonical = named(name, partial(model.find, container=container, shape=shapes[0] if shapes else None))
         if canonical is None:
             raise BaseModelError(
                 f"{model.name} has no module {name} in the installed transformers",
@@ -163,7 +157,8 @@ def _as_expert(plan: Plan, expert: str, model: ModelNames | None) -> Plan:
     model = model or _names_of(plan)
     own = _own_names(adapter)
     worlds: list[Callable[[str], str | None]] = [
-        lambda name: name, model.older, lambda name: _beside(model, name, own),
+        lambda name: name, lambda name: named(name, model.older),
+        lambda name: named(name, lambda module: _beside(model, module, own)),
     ]  # fmt: skip
     world = next((world for world in worlds if _explains(world, own)), lambda name: None)
     found: dict[str, str] = {}
@@ -180,12 +175,12 @@ def _as_expert(plan: Plan, expert: str, model: ModelNames | None) -> Plan:
 
 def _own_names(adapter: Adapter) -> Mapping[str, str]:
     """Canonical name → the name in the file."""
-    return adapter.original or {name: name for name in (*adapter.modules, *adapter.saved)}
+    return adapter.original or {name: name for name in adapter.parts}
 
 
 def _is_older(adapter: Adapter, model: ModelNames) -> bool:
     own = _own_names(adapter)
-    return any(name != old for name, old in own.items()) and _explains(model.older, own)
+    return any(name != old for name, old in own.items()) and _explains(lambda name: named(name, model.older), own)
 
 
 def _explains(world: Callable[[str], str | None], own: Mapping[str, str]) -> bool:
@@ -228,9 +223,13 @@ def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 def _renamed(slot: Slot, name: str) -> Slot:
     def renamed(term: Term) -> Term:
-        if not isinstance(term.change, LowRank):
-            return term
-        return replace(term, change=replace(term.change, lora=replace(term.change.lora, name=name)))
+        if isinstance(term.change, LowRank):
+            return replace(term, change=replace(term.change, lora=replace(term.change.lora, name=name)))
+        if isinstance(term.change, Opaque):
+            part = term.change.part
+            lora = None if part.lora is None else replace(part.lora, name=name)
+            return replace(term, change=replace(term.change, part=replace(part, name=name, lora=lora)))
+        return term
 
     return replace(slot, name=name, terms=tuple(map(renamed, slot.terms)))
 
@@ -250,6 +249,11 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     if not any(modules[name].terms for name in fused):
         return form
     remedy = "Merge the composition into the base with `merge`, which does not depend on PEFT"
+    if opaque := next((name for name in fused if modules[name].opaque), None):
+        raise UnsupportedError(
+            f"{opaque} is no plain LoRA, and PEFT on transformers 5 fuses nothing else on experts",
+            remedy,
+        )
     for module in modules.values():
         if module.terms and module.name.rpartition(".")[2] in _FUSED and not is_fused(module.name):
             raise UnsupportedError(

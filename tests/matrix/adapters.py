@@ -17,13 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import (
+    BOFTConfig,
+    HiraConfig,
+    HRAConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    MissConfig,
+    OFTConfig,
+    PeftConfig,
+    RoadConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from matrix.architectures import LAYERS, NOTHING, Architecture
 
-__all__ = ["KINDS", "Expert", "Kind", "Pair"]
+__all__ = ["KINDS", "OPAQUE", "Expert", "Kind", "Pair"]
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
@@ -111,14 +125,18 @@ def _final_norm(architecture: Architecture, model: PreTrainedModel) -> list[str]
 def _save(model: PreTrainedModel, folder: Path, *, seed: int, **options: Any) -> Expert:
     """An expert with random factors, trained by nobody and saved by PEFT."""
     options = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "use_rslora": True, **options}
+    return _save_any(model, folder, LoraConfig(**options), seed=seed)
+
+
+def _save_any(model: PreTrainedModel, folder: Path, config: PeftConfig, *, seed: int) -> Expert:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT explains its own defaults; what it says while loading is recorded later
-        peft_model = get_peft_model(copy.deepcopy(model), LoraConfig(**options))
+        peft_model = get_peft_model(copy.deepcopy(model), config)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in peft_model.named_parameters():
             if "lora_" in name:
                 parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-            elif "modules_to_save" in name:
+            elif "original_module" not in name and (parameter.requires_grad or name.endswith(".bias")):
                 parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
         peft_model.save_pretrained(folder)
     return Expert(folder, folder)
@@ -176,6 +194,42 @@ def _mixed(architecture: Architecture, model: PreTrainedModel) -> tuple[dict[str
         "rank_pattern": {layer + leaves[0]: 5}, "alpha_pattern": {layer + leaves[0]: 4},
     }  # fmt: skip
     return {"target_modules": leaves, **task}, {"target_modules": leaves[:-1] or leaves, **language}
+
+
+@_pair
+def _composite(architecture: Architecture, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A whole block with what is in it, beside LoRA on the head."""
+    layered = (name for name, _ in model.named_modules() if architecture.layer_of(f"{name}.") is not None)
+    blocks = [
+        name
+        for name in layered
+        if re.fullmatch(rf"{architecture.layers}[^.]+", name) and architecture.is_attention(f"{name}.")
+    ]
+    return _same(target_modules=[_head(model)], modules_to_save=[re.sub(r".*\.", "", blocks[0])])
+
+
+def _of_kind(
+    make: Callable[[list[str], list[str]], PeftConfig],
+) -> Callable[[Architecture, PreTrainedModel, Path], Pair]:
+    """Experts of another kind than LoRA on linear layers; `make` gets all their names, and those of the last sort."""
+
+    def made(architecture: Architecture, model: PreTrainedModel, folder: Path) -> Pair:
+        leaves = _plain_linear(architecture, model)
+        return Pair(
+            _save_any(model, folder / "task", make(leaves, leaves[-1:]), seed=1),
+            _save_any(model, folder / "language", make(leaves, leaves[-1:]), seed=2),
+        )
+
+    return made
+
+
+def _variant(**options: Any) -> Callable[[list[str], list[str]], PeftConfig]:
+    return lambda all_, last: LoraConfig(task_type="CAUSAL_LM", target_modules=all_, r=3, lora_alpha=5, **options)
+
+
+def _has_linear(architecture: Architecture) -> bool:
+    """PEFT has these kinds for Linear layers alone."""
+    return architecture.family != "conv1d"
 
 
 @_pair
@@ -316,12 +370,42 @@ def _is_v4(architecture: Architecture) -> bool:
     return bool(architecture.v4) or architecture.v4_experts is not None
 
 
+_ANY = {"task_type": "CAUSAL_LM"}
+
+# Kinds whose modules are copied, and blended only where the base is at hand.
+OPAQUE: dict[str, Kind] = {
+    "dora": Kind(_of_kind(_variant(use_dora=True, use_rslora=True))),
+    "lora_bias": Kind(_of_kind(_variant(lora_bias=True))),
+    "ia3": Kind(_of_kind(lambda all_, last: IA3Config(**_ANY, target_modules=all_, feedforward_modules=last))),
+    "vera": Kind(_of_kind(lambda all_, last: VeraConfig(**_ANY, target_modules=all_, r=4))),
+    "hira": Kind(_of_kind(lambda all_, last: HiraConfig(**_ANY, target_modules=all_, r=4))),
+    "oft": Kind(
+        _of_kind(lambda all_, last: OFTConfig(**_ANY, target_modules=all_, r=0, oft_block_size=4)), _has_linear
+    ),
+    "boft": Kind(_of_kind(lambda all_, last: BOFTConfig(**_ANY, target_modules=all_, boft_block_size=4)), _has_linear),
+    "loha": Kind(
+        _of_kind(
+            lambda all_, last: LoHaConfig(
+                **_ANY, target_modules=all_, r=3, rank_pattern={last[0]: 2}, alpha_pattern={last[0]: 5}
+            )
+        ),
+        _has_linear,
+    ),
+    "lokr": Kind(_of_kind(lambda all_, last: LoKrConfig(**_ANY, target_modules=all_, r=3)), _has_linear),
+    "hra": Kind(_of_kind(lambda all_, last: HRAConfig(**_ANY, target_modules=all_, r=4)), _has_linear),
+    "miss": Kind(_of_kind(lambda all_, last: MissConfig(**_ANY, target_modules=all_, r=4)), _has_linear),
+    "road": Kind(_of_kind(lambda all_, last: RoadConfig(**_ANY, target_modules=all_, group_size=8)), _has_linear),
+}
+
 KINDS: dict[str, Kind] = {
     "linear": Kind(_linear),
     "attention": Kind(_attention_only, lambda a: a.attention != NOTHING),
     "embeddings": Kind(_embeddings),
     "modules_to_save": Kind(_modules_to_save),
     "mixed": Kind(_mixed),
+    "biases": Kind(_of_kind(_variant(bias="all"))),
+    "composite": Kind(_composite, lambda a: a.family in ("dense", "moe") and a.attention != NOTHING),
+    **OPAQUE,
     "vision_only": Kind(_vision, lambda a: a.family == "multimodal"),
     "v4": Kind(_v4, _is_v4),
     "v4_beside_v5": Kind(_v4_beside_v5, _is_v4),

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from adapterswap.errors import AdapterswapError, CompositionError, UnsupportedError
-from matrix.adapters import KINDS
+from matrix.adapters import KINDS, OPAQUE
 from matrix.architectures import ARCHITECTURES
 from matrix.operations import OPERATIONS
 
@@ -59,6 +59,17 @@ REFUSALS = [
     Refusal("a side or a zone has no module", CompositionError, "matches no module", _HYBRID),
     # In memory the experts of a layer are one module.
     Refusal("the running model lacks the names", AdapterswapError, "does not have", _MOE, _V4, ["live"]),
+    Refusal("a blend without the base", UnsupportedError, "is a blend, and", kinds=OPAQUE,
+            operations=["swap", "soup", "partition_a"]),
+    Refusal("the portable layout is plain LoRA", UnsupportedError, "portable layout|is a blend", kinds=OPAQUE,
+            operations=["portable"]),
+    Refusal("the live composer switches plain LoRA", UnsupportedError, "the live composer", kinds=OPAQUE,
+            operations=["live"]),
+    Refusal("trained biases are the base's own", UnsupportedError, "trained .*bias", kinds=["biases"],
+            operations=["live"]),
+    Refusal("PEFT blends no modules_to_save live", UnsupportedError, "modules_to_save", kinds=["composite"],
+            operations=["live"]),
+    Refusal("no bias to add to", UnsupportedError, "stores none to add", kinds=["lora_bias"], operations=["merge"]),
     Refusal("PEFT fuses no experts of this model", UnsupportedError, "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
     Refusal("a bias beside the head's LoRA", UnsupportedError, r"base_layer\.bias", ["phi", "gptj"], ["embeddings"]),
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import adapterswap
 from adapterswap import LiveComposer
 from matrix.adapters import Pair
-from matrix.architectures import Architecture
+from matrix.architectures import LAYERS, Architecture
 from matrix.reference import Changes, changes_in, load_with_peft, logits, recorded_warnings, untied
 
 __all__ = ["OPERATIONS", "Operation", "Result", "Subject"]
@@ -54,6 +54,16 @@ def _soup(pair: Pair) -> adapterswap.Plan:
     return adapterswap.soup(pair.task.folder, pair.language.folder, task_weight=1, language_weight=3)
 
 
+def _copied(pair: Pair) -> adapterswap.Plan:
+    rules: Any = [
+        {"layers": "none", "expert": "language", "optional": True},
+        {"layers": f"0,{LAYERS - 1}", "expert": "language"},
+        {"expert": "task"},
+    ]
+    composition = adapterswap.Composition(allocation=rules)
+    return adapterswap.compose(composition, {"task": pair.task.folder, "language": pair.language.folder})
+
+
 def _partition_a(pair: Pair) -> adapterswap.Plan:
     composition = adapterswap.Composition(task="task", language="language", partition="A")
     return adapterswap.compose(composition, {"task": pair.task.folder, "language": pair.language.folder})
@@ -67,7 +77,7 @@ def _written(
     def run(subject: Subject) -> Result:
         folder = adapterswap.write_adapter(plan(subject.pair), subject.out, layout=layout)
         model, said = load_with_peft(subject.base, folder)
-        return Result(changes_in(model), logits(model), said)
+        return Result(changes_in(model, subject.base), logits(model), said)
 
     return run
 
@@ -96,6 +106,7 @@ def _live(subject: Subject) -> Result:
 OPERATIONS: dict[str, Operation] = {
     "swap": Operation("swap", _written(_swap)),
     "soup": Operation("soup", _written(_soup)),
+    "copied": Operation("copied", _written(_copied)),
     "partition_a": Operation("partition_a", _written(_partition_a)),
     "portable": Operation("swap", _written(_swap, "portable")),
     "merge": Operation("swap", _merged),

@@ -64,7 +64,14 @@ def partition_a(layer: int | None, is_attention: bool) -> Share:
     return (0, 1) if is_attention or layer < 1 else (1, 0)
 
 
-SHARES: dict[str, Callable[[int | None, bool], Share]] = {"swap": swap, "soup": soup, "partition_a": partition_a}
+def copied(layer: int | None, is_attention: bool) -> Share:
+    """bottom=1, top=1, and the language outside the layers: every module has one owner."""
+    return (0, 1) if layer is None or layer < 1 or layer > LAYERS - 1 - 1 else (1, 0)
+
+
+SHARES: dict[str, Callable[[int | None, bool], Share]] = {
+    "swap": swap, "soup": soup, "partition_a": partition_a, "copied": copied,
+}  # fmt: skip
 
 
 def expected(architecture: Architecture, composition: str, task: Changes, language: Changes) -> Changes:
@@ -111,8 +118,15 @@ def load_with_peft(base: PreTrainedModel, folder: Path) -> tuple[PeftModel, set[
     return model, said
 
 
-def changes_in(model: PeftModel) -> Changes:
-    """ΔW of every parameter as PEFT computes it for the active adapters, with their present scalings."""
+def changes_in(model: PeftModel, base: PreTrainedModel | None = None) -> Changes:
+    """ΔW of every parameter as PEFT computes it for the active adapters, with their present scalings.
+
+    Of kinds that are no sum of the base's weight and another, what PEFT's own merge makes of `base`.
+    """
+    config = model.peft_config[model.active_adapters[0]]
+    plain = config.peft_type == "LORA" and not config.use_dora and not config.lora_bias and config.bias == "none"
+    if base is not None and not plain:
+        return _merged_changes(model, base, with_biases=config.peft_type == "LORA" and config.lora_bias)
     changes: Changes = {}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
@@ -130,6 +144,19 @@ def changes_in(model: PeftModel) -> Changes:
     return changes
 
 
+def _merged_changes(model: PeftModel, base: PreTrainedModel, *, with_biases: bool) -> Changes:
+    merged = copy.deepcopy(model)
+    if with_biases:  # PEFT merges biases into biases only
+        for module in merged.modules():
+            inner = getattr(module, "base_layer", None)
+            if isinstance(inner, torch.nn.Linear) and inner.bias is None:
+                inner.bias = torch.nn.Parameter(torch.zeros(inner.out_features))
+    own = dict(untied(base).named_parameters())
+    found = untied(merged.merge_and_unload()).named_parameters()
+    changes = {name: p.detach().double() - (own[name].detach().double() if name in own else 0) for name, p in found}
+    return {name: change for name, change in changes.items() if change.any()}
+
+
 def expert_changes(base: PreTrainedModel, expert: Expert) -> tuple[Changes, set[str]]:
     """An expert's ΔW, and what PEFT says when it loads the expert. First PEFT has to agree with the ΔW that it gives.
 
@@ -137,7 +164,7 @@ def expert_changes(base: PreTrainedModel, expert: Expert) -> tuple[Changes, set[
     loads them.
     """
     model, said = load_with_peft(base, expert.made)
-    changes = changes_in(model)
+    changes = changes_in(model, base)
     reference = logits(with_changes(base, changes))
     close(logits(model), reference, depth=LAYERS)
     if expert.folder != expert.made:
@@ -159,6 +186,9 @@ def untied(base: PreTrainedModel) -> PreTrainedModel:
 def with_changes(base: PreTrainedModel, changes: Mapping[str, torch.Tensor]) -> PreTrainedModel:
     """The base with W + ΔW in place of W."""
     model = untied(base)
+    for name in changes.keys() - dict(model.named_parameters()).keys():  # a bias that the base does not have
+        module = model.get_submodule(name.removesuffix(".bias"))
+        module.bias = torch.nn.Parameter(torch.zeros(len(changes[name])))
     parameters = dict(model.named_parameters())
     for name, change in changes.items():
         parameter = parameters[name]

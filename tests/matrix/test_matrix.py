@@ -103,6 +103,8 @@ def _differences(prepared: Prepared, changes: Changes, result: Result) -> list[s
     found = [f"loading it says: {text}" for text in sorted(result.said - prepared.said)]
     weights = dict(untied(prepared.base).named_parameters())
     for name in sorted(changes.keys() | result.changes.keys()):
+        if name not in weights:  # a bias that the base does not have
+            weights[name] = torch.zeros_like(changes[name])
         zero = torch.zeros_like(weights[name], dtype=torch.float64)
         terms = [one[name] for one in (prepared.task, prepared.language) if name in one]
         size = max(float(term.abs().max()) for term in [weights[name].detach(), *terms])

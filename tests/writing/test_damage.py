@@ -174,8 +174,8 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "float8": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "F8_E4M3"), {}, "is F8_E4M3. Save it as one of F32"),
     "integers": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "I8"), {}, "is I8. Save it as one of"),
     "float64": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "F64"), {}, "is F64. Save it as one of"),
-    "DoRA": (with_tensor(f"{Q0}.lora_magnitude_vector"), {}, "DoRA's magnitude vector"),
-    "a bias of lora_B": (with_tensor(f"{Q0}.lora_B.bias"), {}, "a bias of lora_B"),
+    "DoRA": (with_tensor(f"{Q0}.lora_magnitude_vector"), {}, "does not say that it is DoRA"),
+    "a bias of lora_B": (with_tensor(f"{Q0}.lora_B.bias"), {}, "does not say that it is LoRA with lora_bias"),
     "a bias of the base": (with_tensor(f"{Q0}.base_layer.bias"), {}, "a trained bias of the base"),
     "trainable tokens": (
         with_tensor(f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"), {}, "trainable tokens"
@@ -199,7 +199,7 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 SOUND_TENSORS = {  # they are as they should be, and cannot be composed exactly
-    "a convolution", "float8", "integers", "float64", "DoRA", "a bias of lora_B", "a bias of the base",
+    "a convolution", "float8", "integers", "float64", "a bias of the base",
     "trainable tokens", "a whole weight", "the base's weight without LoRA", "a saved module of integers",
     "an encoder and a decoder",
 }  # fmt: skip
@@ -217,11 +217,13 @@ def test_tensors_that_are_no_lora(
 
 
 WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "no LoRA": ({"peft_type": "IA3"}, "peft_type is 'IA3', not LORA"),
+    "another kind": ({"peft_type": "IA3"}, "is neither a tensor of (IA)³ as PEFT names it"),
+    "virtual tokens": ({"peft_type": "PROMPT_TUNING"}, "peft_type is PROMPT_TUNING, which cannot be composed"),
+    "a kind that PEFT does not have": ({"peft_type": "WONDER"}, "peft_type is 'WONDER', of which it is not known"),
     "no type": ({"peft_type": None}, "peft_type is None"),
-    "DoRA": ({"use_dora": True}, "use_dora is set"),
-    "lora_bias": ({"lora_bias": True}, "lora_bias is set"),
-    "bias": ({"bias": "all"}, "bias is 'all'"),
+    "DoRA": ({"use_dora": True}, "has no lora_magnitude_vector"),
+    "lora_bias": ({"lora_bias": True}, "has no lora_B.bias"),
+    "bias": ({"bias": "some"}, "bias is 'some'"),
     "aLoRA": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is set"),
     "target_parameters": ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters is set"),
     "trainable tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices is set"),
@@ -234,7 +236,7 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         for init in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")
     },
     "an init that is a list": ({"init_lora_weights": ["pissa"]}, "init_lora_weights is ['pissa']"),
-    "an unknown key": ({"use_wonder": 3}, "the key 'use_wonder' is unknown here"),
+    "a key of a later PEFT": ({"use_wonder": 3, "peft_version": "0.99.0"}, "the key 'use_wonder' is unknown here"),
     "rank 0": ({"r": 0}, "r is 0, and must be a whole number"),
     "rank true": ({"r": True}, "r is True"),
     "rank as text": ({"r": "8"}, "r is '8'"),
@@ -259,9 +261,9 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 SOUND_CONFIGS = {  # likewise
-    "no LoRA", "no type", "DoRA", "lora_bias", "bias", "aLoRA", "target_parameters", "trainable tokens",
+    "virtual tokens", "a kind that PEFT does not have", "aLoRA", "target_parameters", "trainable tokens",
     "layer replication", "QA-LoRA", "BD-LoRA", "Arrow", "pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga",
-    "an unknown key",
+    "a key of a later PEFT",
 }  # fmt: skip
 
 
@@ -301,9 +303,9 @@ def test_a_damaged_config(
 
 def test_all_mistakes_of_both_experts_are_told_together(pair: tuple[Path, Path], run: Callable[..., Result]) -> None:
     (pair[0] / WEIGHTS).write_bytes(b"")
-    adapter(pair[1], None, config(use_dora=True, bias="all"))
+    adapter(pair[1], None, config(layer_replication=[[0, 1]], bias="some"))
     told = run(*compose(*pair, "out")).stderr.splitlines()
-    assert [line.split(": ", 2)[2].split(" ")[0] for line in told[1:]] == ["use_dora", "bias"]
+    assert [line.split(": ", 2)[2].split(" ")[0] for line in told[1:]] == ["layer_replication", "bias"]
     assert len(told) == 3
 
 

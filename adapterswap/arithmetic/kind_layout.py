@@ -1,0 +1,98 @@
+"""The tensors and the config of an adapter of another kind than LoRA (OFT, (IA)³, LoHa, …): every module is copied.
+
+The config is the experts' own, which `planning.checks.check_written` has compared: what PEFT reads for all modules is
+one, and what may differ stands in its patterns. No tensor is read here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from adapterswap.arithmetic.outputs import Layout, OutputTensor, Piece
+from adapterswap.arithmetic.peft_config import check_base_name, most_common
+from adapterswap.arithmetic.saved_layout import saved_tensors
+from adapterswap.experts.adapter_keys import part_key, shared_key
+from adapterswap.experts.adapters import OpaqueModule
+from adapterswap.experts.peft_kinds import KINDS
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
+
+__all__ = ["lay_out_kind"]
+
+
+def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> Layout:
+    """The layout of a plan whose modules that enter are all of one such kind, each with one owner.
+
+    Args:
+        plan: the plan.
+        modules: those of its slots that get a change, but for modules held in full.
+        fan_in_fan_out: PEFT's flag for the result.
+    """
+    tensors = [tensor for module in modules for tensor in _copied(module)]
+    tensors += _shared(modules)
+    tensors += [tensor for slot in plan.saved.values() for tensor in saved_tensors(slot, plan, ())]
+    return Layout(_config(plan, modules, fan_in_fan_out), tuple(tensors))
+
+
+def _version(plan: Plan) -> dict[str, str]:
+    """The earliest version of PEFT that made one of the experts: PEFT warns of what it has changed since."""
+    versions = [adapter.config.peft_version for adapter in plan.adapters.values() if adapter.opaque]
+    known = [version for version in versions if version is not None]
+    if not known or len(known) < len(versions):
+        return {}
+    return {"peft_version": min(known, key=lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]])}
+
+
+def part_of(module: Slot) -> OpaqueModule:
+    """The module's only change."""
+    (term,) = module.terms
+    assert term.opaque is not None
+    return term.opaque.part
+
+
+def _copied(module: Slot) -> Iterator[OutputTensor]:
+    (term,) = module.terms
+    for name, tensor in part_of(module).tensors.items():
+        pieces = (Piece(term.expert, term.change.path, tensor),)
+        yield OutputTensor(part_key(module.name, name), tensor.dtype, tensor.shape, None, pieces)
+
+
+def _shared(modules: Sequence[Slot]) -> Iterator[OutputTensor]:
+    """What all modules share, and all experts: the first one's."""
+    (term,) = modules[0].terms
+    for name, tensor in part_of(modules[0]).shared.items():
+        pieces = (Piece(term.expert, term.change.path, tensor),)
+        yield OutputTensor(shared_key(name), tensor.dtype, tensor.shape, None, pieces)
+
+
+def _config(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> dict[str, Any]:
+    check_base_name(plan.base_model)
+    parts = {module.name: part_of(module) for module in modules}
+    first = next(iter(parts.values()))
+    kind = KINDS[first.peft_type]
+    config: dict[str, Any] = {
+        "peft_type": first.peft_type,
+        "task_type": plan.task_type,
+        **({"auto_mapping": dict(plan.auto_mapping)} if plan.auto_mapping and plan.task_type is None else {}),
+        "base_model_name_or_path": plan.base_model,
+        "revision": plan.base_revision,
+        **_version(plan),
+        **first.settings,
+        "target_modules": sorted(parts),
+        "modules_to_save": sorted(name for name, slot in plan.saved.items() if slot.terms) or None,
+        "inference_mode": True,
+    }
+    # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
+    names = sorted(parts, key=lambda name: (-name.count("."), name))
+    for key, pattern in kind.patterns.items():
+        values = {name: parts[name].values[key] for name in names if key in parts[name].values}
+        if values:
+            config[key] = most_common(values.values(), default=None)
+            config[pattern] = {name: value for name, value in values.items() if value != config[key]}
+    if first.peft_type == "IA3":
+        config["feedforward_modules"] = sorted(name for name in names if parts[name].tensors["ia3_l"].shape[0] == 1)
+    if any(adapter.config.fan_in_fan_out for adapter in plan.adapters.values()):
+        config["fan_in_fan_out"] = fan_in_fan_out
+    return config

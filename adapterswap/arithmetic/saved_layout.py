@@ -1,0 +1,43 @@
+"""The tensors that an adapter holds in full: modules in `modules_to_save`, and trained biases of the base.
+
+No tensor is read here, but a base that enters an average is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from adapterswap.arithmetic.outputs import OutputTensor, Piece
+from adapterswap.experts.adapter_keys import is_bias, parameter_key, parameter_name
+from adapterswap.experts.checkpoints import find_base_tensor
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
+
+__all__ = ["saved_tensors"]
+
+
+def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterator[OutputTensor]:
+    """A module trained in full, or a trained bias of the base: Σ c_i W_i + (1 - Σ c_i) W_base.
+
+    `adapted` are the modules around which PEFT puts a layer.
+    """
+    if not module.terms:
+        return
+    wrapped = is_bias(module.name) and module.name.removesuffix(".bias") in adapted
+    for parameter, tensor in module.terms[0].whole.tensors.items():
+        pieces = [
+            Piece(term.expert, term.change.path, term.whole.tensors[parameter], term.coefficient)
+            for term in module.terms
+        ]
+        if module.needs_base:
+            assert plan.composition.base_model is not None
+            path, original = find_base_tensor(
+                plan.composition.base_model, parameter_name(module.name, parameter), tensor
+            )
+            pieces.append(Piece(BASE, path, original, module.rest))
+        dtypes = {piece.tensor.dtype for piece in pieces}
+        dtype = tensor.dtype if len(dtypes) == 1 else "F32"
+        yield OutputTensor(
+            parameter_key(module.name, parameter, wrapped=wrapped), dtype, tensor.shape, None, tuple(pieces)
+        )

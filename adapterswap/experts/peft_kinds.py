@@ -1,0 +1,98 @@
+"""PEFT's kinds of adapters whose change of a module is a function of that module: what they store, what they read.
+
+DoRA, (IA)³, OFT and their like are no sum of a weight and a product of two factors, so they are not averaged without
+the base. But each module's change depends on its own tensors and on the config alone, so it can be copied into another
+adapter of the same kind. Knows names and PEFT 0.21's rules; reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["DORA", "KINDS", "LORA", "LORA_BIAS", "LORA_PARTS", "REFUSED_KINDS", "PeftKind"]
+
+LORA, DORA, LORA_BIAS = "LORA", "DoRA", "LoRA with lora_bias"
+
+# What variants of LoRA store beside A and B, and what they are called.
+LORA_PARTS = {"lora_magnitude_vector": DORA, "lora_B.bias": LORA_BIAS}
+
+
+@dataclass(frozen=True)
+class PeftKind:
+    """A `peft_type` whose modules can be copied one by one.
+
+    Attributes:
+        title: what people call it.
+        parts: what follows a module's name in the keys of its tensors.
+        patterns: settings that may differ from module to module → the config's key for their patterns, which PEFT
+            matches as it matches LoRA's.
+        shared: the keys, after `base_model.`, of tensors that all modules use.
+        inert: keys of the config that do not change what a trained adapter computes.
+        on_biases: it changes the module's bias too.
+    """
+
+    title: str
+    parts: frozenset[str]
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    inert: frozenset[str] = frozenset()
+    on_biases: bool = False
+
+
+_RANKS = {"r": "rank_pattern", "alpha": "alpha_pattern"}
+_LYCORIS = frozenset({"rank_dropout", "module_dropout", "rank_dropout_scale"})
+
+
+def _kind(
+    title: str,
+    *parts: str,
+    patterns: Mapping[str, str] | None = None,
+    shared: tuple[str, ...] = (),
+    inert: frozenset[str] = frozenset(),
+    on_biases: bool = False,
+) -> PeftKind:
+    return PeftKind(title, frozenset(parts), patterns or {}, shared, inert, on_biases)
+
+
+KINDS: dict[str, PeftKind] = {
+    "IA3": _kind("(IA)³", "ia3_l", inert=frozenset({"init_ia3_weights", "feedforward_modules"}), on_biases=True),
+    "OFT": _kind("OFT", "oft_R.weight", inert=frozenset({"module_dropout"})),
+    "BOFT": _kind("BOFT", "boft_R", "boft_s", inert=frozenset({"boft_dropout"})),
+    "LOHA": _kind(
+        "LoHa", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", patterns=_RANKS,
+        inert=_LYCORIS,
+    ),
+    "LOKR": _kind(
+        "LoKr", "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", patterns=_RANKS,
+        inert=_LYCORIS,
+    ),
+    "VERA": _kind(
+        "VeRA", "vera_lambda_b", "vera_lambda_d", shared=("vera_A", "vera_B"),
+        inert=frozenset({"vera_dropout", "d_initial"}),
+    ),
+    "HRA": _kind("HRA", "hra_u"),
+    "MISS": _kind("MiSS", "miss_block", inert=frozenset({"miss_dropout"})),
+    "HIRA": _kind("HiRA", "hira_A", "hira_B", patterns={"r": "rank_pattern"}, inert=frozenset({"hira_dropout"})),
+    "ROAD": _kind("RoAd", "road_alpha", "road_theta", on_biases=True),
+}  # fmt: skip
+"""By `peft_type`, the kinds that are copied, beside LoRA."""
+
+_VIRTUAL = "it adds virtual tokens or states for the whole model, which belong to no module"
+
+REFUSED_KINDS: dict[str, str] = {
+    "PROMPT_TUNING": _VIRTUAL,
+    "MULTITASK_PROMPT_TUNING": _VIRTUAL,
+    "P_TUNING": _VIRTUAL,
+    "PREFIX_TUNING": _VIRTUAL,
+    "CPT": _VIRTUAL,
+    "CARTRIDGE": _VIRTUAL,
+    "ADAPTION_PROMPT": "its prompts and gates run through whole attention layers",
+    "XLORA": "it routes between adapters at run time",
+    "POLY": "it routes between skills by the id of a task",
+    "ADALORA": "its ranks are bound to the whole adapter's budget",
+    "VBLORA": "all its modules share one vector bank, trained together",
+    "UNILORA": "all its modules share one vector, trained together",
+    "OSF": "it holds parts of an SVD of the base's own weights",
+}
+"""By `peft_type`, kinds that cannot be composed module by module, and why."""

@@ -1,0 +1,281 @@
+"""Adapters that are not plain LoRA: what is written, what is refused and why, and which settings must agree.
+
+That copies and merges are exact is in tests/matrix; the references are PEFT's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from conftest import LAYERS, load_base, logits
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    PromptTuningConfig,
+    TaskType,
+    VeraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file
+from tolerances import close
+
+import adapterswap
+from adapterswap import AdapterswapError, Composition
+from adapterswap.errors import UnsupportedError
+from adapterswap.experts.adapter_config import read_adapter_config
+from adapterswap.experts.peft_kinds import KINDS, REFUSED_KINDS
+
+Run = Callable[..., Result]
+Base = Callable[[str], Path]
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+COPIED: Any = [
+    {"layers": "none", "expert": "swahili", "optional": True},
+    {"layers": "0-1", "expert": "swahili"},
+    {"expert": "math"},
+]
+
+
+def make(base: Path, folder: Path, config: PeftConfig, seed: int) -> Path:
+    """An adapter with random numbers where PEFT would train some."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(load_base(base), config)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
+        model.save_pretrained(folder)
+    return folder
+
+
+def dora(**options: Any) -> PeftConfig:
+    return LoraConfig(**{"r": 4, "target_modules": TARGETS, "use_dora": True, "task_type": "CAUSAL_LM", **options})
+
+
+def pair(base: Path, folder: Path, math: PeftConfig, swahili: PeftConfig) -> dict[str, Path]:
+    return {"math": make(base, folder / "math", math, 1), "swahili": make(base, folder / "swahili", swahili, 2)}
+
+
+def composed(experts: dict[str, Path], rules: Any = COPIED, **fields: Any) -> adapterswap.Plan:
+    return adapterswap.compose(Composition(allocation=rules, **fields), experts)
+
+
+def test_every_copied_kind_is_in_the_table_and_none_is_refused_too() -> None:
+    from peft import PeftType
+
+    known = {kind.value for kind in PeftType}
+    assert KINDS.keys() | REFUSED_KINDS.keys() <= known
+    assert not KINDS.keys() & REFUSED_KINDS.keys()
+
+
+def test_dora_modules_are_copied_byte_for_byte(base: Base, tmp_path: Path) -> None:
+    experts = pair(base("llama"), tmp_path, dora(), dora(r=3, use_rslora=True))
+    out = adapterswap.write_adapter(composed(experts), tmp_path / "out")
+    written = load_file(out / "adapter_model.safetensors")
+    for name, folder in experts.items():
+        own = load_file(folder / "adapter_model.safetensors")
+        layers = {"layers.0.", "layers.1."} if name == "swahili" else {f"layers.{n}." for n in range(2, LAYERS)}
+        held = [key for key in own if any(layer in key for layer in layers)]
+        assert held
+        for key in held:
+            assert torch.equal(own[key], written[key])
+    config = read_adapter_config(out / "adapter_config.json")
+    assert config.dora
+    assert [config.rank_of(f"model.layers.{n}.mlp.down_proj") for n in range(LAYERS)] == [3, 3, 4, 4, 4, 4]
+
+
+def test_a_slice_and_a_verified_composition_of_another_kind(base: Base, tmp_path: Path) -> None:
+    oft = OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS, task_type="CAUSAL_LM")
+    experts = pair(base("llama"), tmp_path, oft, copy.deepcopy(oft))
+    out = composed(experts).write(tmp_path / "out")
+    assert adapterswap.verify(out, experts=experts).equal
+    sliced = adapterswap.slice_layers(experts["math"], "1-2").write(tmp_path / "slice")
+    opened = adapterswap.open_expert(sliced)
+    assert {part.layer for part in opened.parts.values()} == {1, 2}
+    assert {part.method for part in opened.parts.values()} == {"OFT"}
+
+
+REFUSED: dict[str, tuple[PeftConfig, PeftConfig, str]] = {
+    "two kinds": (
+        dora(), LoHaConfig(r=3, target_modules=TARGETS, task_type="CAUSAL_LM"), "is LoHa and math is DoRA"
+    ),
+    "DoRA and LoRA": (dora(), dora(use_dora=False), "needs the norms of the base's weights"),
+    "OFT and LoRA": (
+        OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS, task_type="CAUSAL_LM"), dora(use_dora=False),
+        "an adapter is of one kind",
+    ),
+    "settings of OFT": (
+        OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
+        OFTConfig(r=0, oft_block_size=4, coft=True, target_modules=TARGETS, task_type="CAUSAL_LM"),
+        "coft is True and False",
+    ),
+    "projections of VeRA": (
+        VeraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
+        VeraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM", projection_prng_key=7),
+        "projection_prng_key is 7 and 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_one_config_cannot_hold_is_merged_instead(case: str, base: Base, tmp_path: Path) -> None:
+    math, swahili, words = REFUSED[case]
+    experts = pair(base("llama"), tmp_path, math, swahili)
+    plan = composed(experts)
+    with pytest.raises(UnsupportedError, match=words.replace("(", r"\(")):
+        plan.write(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    merged = load_base(plan.merge(tmp_path / "merged", base_model=base("llama")))
+    expected = transplanted(base("llama"), experts)
+    close(logits(merged), logits(expected), depth=LAYERS)
+
+
+def transplanted(base: Path, experts: dict[str, Path]) -> Any:
+    """The layers that `COPIED` names out of what PEFT merges for each expert alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        full = {
+            name: PeftModel.from_pretrained(load_base(base), folder).merge_and_unload().state_dict()
+            for name, folder in experts.items()
+        }
+    model = load_base(base)
+    state = {
+        key: full["math" if "layers." in key and not any(f"layers.{n}." in key for n in (0, 1)) else "swahili"][key]
+        for key in model.state_dict()
+    }
+    model.load_state_dict(state)
+    return model
+
+
+def test_vera_keeps_a_module_as_wide_as_its_projections(base: Base, tmp_path: Path) -> None:
+    vera = VeraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM")
+    experts = pair(base("llama"), tmp_path, vera, copy.deepcopy(vera))
+    rules: Any = [{"modules": "down_proj", "expert": "base"}, *COPIED]
+    with pytest.raises(UnsupportedError, match="no module like"):
+        composed(experts, rules).write(tmp_path / "out")
+
+
+def test_one_expert_without_bias_beside_one_with(base: Base, tmp_path: Path) -> None:
+    """Plain LoRA is LoRA with a bias of zeros."""
+    experts = pair(base("llama"), tmp_path, dora(use_dora=False, lora_bias=True), dora(use_dora=False))
+    out = composed(experts).write(tmp_path / "out")
+    written = load_file(out / "adapter_model.safetensors")
+    biases = {key: tensor for key, tensor in written.items() if key.endswith("lora_B.bias")}
+    assert len(biases) == LAYERS * len(TARGETS)
+    assert all(bool(tensor.any()) == (".0." not in key and ".1." not in key) for key, tensor in biases.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that it could not merge it
+        model, own = (
+            PeftModel.from_pretrained(load_base(base("llama")), folder) for folder in (out, experts["swahili"])
+        )
+    layer, twin = (
+        each.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").eval() for each in (model, own)
+    )
+    x = torch.randn(2, 32)
+    assert torch.equal(layer(x), twin(x))
+
+
+def test_ia3_finds_its_feedforward_modules_again(base: Base, tmp_path: Path) -> None:
+    ia3 = IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    experts = pair(base("llama"), tmp_path, ia3, copy.deepcopy(ia3))
+    out = composed(experts).write(tmp_path / "out")
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["feedforward_modules"] == [f"model.layers.{n}.mlp.down_proj" for n in range(LAYERS)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules", "parameter"),
+    [
+        ({"row_threshold": 0.1}, COPIED, "row_threshold"),
+        ({}, [{"blend": {"math": 1, "swahili": 1}, "weights": "magnitude"}], None),
+    ],
+    ids=["row_threshold", "magnitude"],
+)
+def test_what_needs_factors(fields: Any, rules: Any, parameter: str | None, base: Base, tmp_path: Path) -> None:
+    experts = pair(base("llama"), tmp_path, dora(), dora())
+    with pytest.raises(UnsupportedError) as caught:
+        composed(experts, rules, **fields)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"), [({"layout": "portable"}, "layout"), ({"max_rank": 2}, "max_rank")], ids=str
+)
+def test_forms_of_plain_lora(options: Any, parameter: str, base: Base, tmp_path: Path) -> None:
+    experts = pair(base("llama"), tmp_path, dora(), dora())
+    with pytest.raises(UnsupportedError) as caught:
+        composed(experts).write(tmp_path / "out", **options)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("operation", ["diff", "analyze", "load_expert"])
+def test_rooms_that_need_factors_refuse(operation: str, base: Base, tmp_path: Path) -> None:
+    """They would measure s·B·A, which DoRA's ΔW is not."""
+    expert = make(base("llama"), tmp_path / "math", dora(), 1)
+    calls: dict[str, Callable[[], object]] = {
+        "diff": lambda: adapterswap.diff(expert, expert),
+        "analyze": lambda: adapterswap.analyze({"math": expert}),
+        "load_expert": lambda: adapterswap.LiveComposer.from_experts(load_base(base("llama")), {"math": expert}),
+    }
+    with pytest.raises(UnsupportedError, match="DoRA"):
+        calls[operation]()
+
+
+def test_inspect_lists_them(base: Base, tmp_path: Path, run: Run) -> None:
+    loha = LoHaConfig(r=3, target_modules=TARGETS, task_type="CAUSAL_LM")
+    expert = make(base("llama"), tmp_path / "math", loha, 1)
+    told = json.loads(run("inspect", expert, "--json").stdout)
+    assert told["peft_type"] == "LOHA"
+    assert len(told["opaque"]) == LAYERS * len(TARGETS)
+    assert told["parameters"] == sum(t.numel() for t in load_file(expert / "adapter_model.safetensors").values())
+    assert "LoHa" in run("inspect", expert).stdout
+
+
+def test_prompts_are_refused_with_the_reason(base: Base, tmp_path: Path) -> None:
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
+    with pytest.raises(UnsupportedError, match="virtual tokens"):
+        adapterswap.open_expert(make(base("llama"), tmp_path / "math", config, 1))
+
+
+def test_a_head_that_one_expert_trained_in_full_and_another_by_lora(base: Base, tmp_path: Path) -> None:
+    """The owner decides what it is; an average of the two is exact in full weights alone."""
+    full = dora(use_dora=False, modules_to_save=["lm_head"])
+    low = dora(use_dora=False, target_modules=[*TARGETS, "lm_head"])
+    experts = pair(base("llama"), tmp_path, full, low)
+    for owner in experts:
+        rules: Any = [{"modules": ["lm_head"], "expert": owner}, *COPIED]
+        out = composed(experts, rules).write(tmp_path / f"{owner}-out")
+        model = PeftModel.from_pretrained(load_base(base("llama")), out).eval()
+        merged = load_base(composed(experts, rules).merge(tmp_path / f"{owner}-full", base_model=base("llama")))
+        close(logits(model), logits(merged), depth=LAYERS)
+    rules = [{"modules": ["lm_head"], "blend": {"math": 1, "swahili": 3}}, *COPIED]
+    with pytest.raises(UnsupportedError):
+        composed(experts, rules).write(tmp_path / "out")
+    merged = load_base(composed(experts, rules).merge(tmp_path / "full", base_model=base("llama")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        heads = [
+            PeftModel.from_pretrained(load_base(base("llama")), folder).merge_and_unload().lm_head.weight.double()
+            for folder in experts.values()
+        ]
+    close(merged.lm_head.weight, (0.25 * heads[0] + 0.75 * heads[1]).float())
+
+
+def test_a_module_inside_one_that_another_expert_holds_in_full(base: Base, tmp_path: Path) -> None:
+    inside = dora(use_dora=False)
+    whole = dora(use_dora=False, target_modules=["lm_head"], modules_to_save=["mlp"])
+    with pytest.raises(AdapterswapError, match="inside it"):
+        composed(pair(base("llama"), tmp_path, inside, whole))
