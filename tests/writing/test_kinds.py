@@ -6,6 +6,7 @@ That copies and merges are exact is in tests/matrix; the references are PEFT's o
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import warnings
 from collections.abc import Callable
@@ -17,13 +18,19 @@ import torch
 from click.testing import Result
 from conftest import LAYERS, load_base, logits
 from peft import (
+    BOFTConfig,
+    HiraConfig,
+    HRAConfig,
     IA3Config,
     LoHaConfig,
+    LoKrConfig,
     LoraConfig,
+    MissConfig,
     OFTConfig,
     PeftConfig,
     PeftModel,
     PromptTuningConfig,
+    RoadConfig,
     TaskType,
     VeraConfig,
     get_peft_model,
@@ -36,6 +43,7 @@ from adapterswap import AdapterswapError, Composition
 from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapter_config import read_adapter_config
 from adapterswap.experts.peft_kinds import KINDS, REFUSED_KINDS
+from adapterswap.serving.base_shapes import check_fits
 
 Run = Callable[..., Result]
 Base = Callable[[str], Path]
@@ -279,3 +287,99 @@ def test_a_module_inside_one_that_another_expert_holds_in_full(base: Base, tmp_p
     whole = dora(use_dora=False, target_modules=["lm_head"], modules_to_save=["mlp"])
     with pytest.raises(AdapterswapError, match="inside it"):
         composed(pair(base("llama"), tmp_path, inside, whole))
+
+
+def table(title: str) -> list[list[str]]:
+    """The rows of the first table under a heading of docs/adapters.md."""
+    page = (Path(__file__).parent.parent / "docs" / "adapters.md").read_text(encoding="utf-8")
+    lines = page.partition(f"# {title}\n")[2].splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("|"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+MAKERS: dict[str, Callable[[], PeftConfig]] = {
+    "LoRA, rsLoRA": lambda: dora(use_dora=False),
+    "modules_to_save": lambda: dora(use_dora=False, modules_to_save=["lm_head", "input_layernorm"]),
+    "bias": lambda: dora(use_dora=False, bias="lora_only", target_modules=["q_proj", "v_proj"]),
+    "lora_bias": lambda: dora(use_dora=False, lora_bias=True, target_modules=["q_proj", "v_proj"]),
+    "DoRA": dora,
+    "(IA)³": lambda: IA3Config(**OTHER, feedforward_modules=["down_proj"]),
+    "OFT": lambda: OFTConfig(**OTHER, r=0, oft_block_size=4),
+    "BOFT": lambda: BOFTConfig(**OTHER, boft_block_size=4),
+    "LoHa": lambda: LoHaConfig(**OTHER, r=3),
+    "LoKr": lambda: LoKrConfig(**OTHER, r=3),
+    "VeRA": lambda: VeraConfig(**OTHER, r=4),
+    "HRA": lambda: HRAConfig(**OTHER, r=4),
+    "MiSS": lambda: MissConfig(**OTHER, r=4),
+    "HiRA": lambda: HiraConfig(**OTHER, r=4),
+    "RoAd": lambda: RoadConfig(**OTHER, group_size=8),
+}
+OTHER: Any = {"target_modules": TARGETS, "task_type": "CAUSAL_LM"}
+BLENDED: Any = [{"blend": {"math": 1, "swahili": 1}}]
+
+
+def test_the_page_lists_every_kind() -> None:
+    rows = [row[0] for row in table("Which adapters")]
+    assert {kind.title for kind in KINDS.values()} | {"DoRA"} <= set(rows)
+    assert all(sum(name in row for row in rows) >= 1 for name in MAKERS)
+    refused = " ".join(row[0] for row in table("Refused"))
+    for name in ("aLoRA", "Arrow", "PiSSA", "OLoRA", "CorDA", "LoftQ", "prompt tuning", "target_parameters"):
+        assert name in refused
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_page_tells_what_can_be_done(name: str, base: Base, tmp_path: Path) -> None:
+    """A tick where an operation succeeds, a reason where it is refused. Qwen2 has biases on q_proj and v_proj."""
+    row = next(row for row in table("Which adapters") if (f"`{name}" in row[0] or row[0] == name))
+    model = base("qwen2")
+    experts = pair(model, tmp_path, MAKERS[name](), MAKERS[name]())
+
+    def live() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            composer = adapterswap.LiveComposer.from_experts(load_base(model), experts)
+        with composer.use("math+swahili@bottom=1,top=1"):
+            pass
+
+    def served() -> None:
+        adapter = adapterswap.open_expert(experts["math"])
+        assert isinstance(adapter, adapterswap.Adapter)
+        shapes = {module.name: module.shape for module in adapter.modules.values()}
+        check_fits(adapter, shapes, "math")
+
+    operations: list[Callable[[], object]] = [
+        lambda: composed(experts).write(tmp_path / "copy"),
+        lambda: composed(experts, BLENDED).write(tmp_path / "blend"),
+        lambda: composed(experts, BLENDED).merge(tmp_path / "full", base_model=model),
+        live,
+        served,
+    ]
+    for operation, cell in zip(operations, row[1:], strict=False):
+        try:
+            operation()
+        except UnsupportedError:
+            done = False
+        else:
+            done = True
+        assert done == cell.startswith("✓"), cell
+
+
+def test_unknown_keys_are_ignored_with_a_warning(base: Base, tmp_path: Path, run: Run) -> None:
+    """As PEFT ignores them: ms-swift's, LLaMA-Factory's, those of old versions."""
+    experts = pair(base("llama"), tmp_path, dora(use_dora=False), dora(use_dora=False))
+    config = experts["math"] / "adapter_config.json"
+    content = json.loads(config.read_text()) | {"lorap_lr_ratio": 16.0, "enable_lora": [True]}
+    config.write_text(json.dumps(content))
+    for version in (None, "0.5.0", "0.21.9"):
+        config.write_text(json.dumps(content | {"peft_version": version}))
+        assert read_adapter_config(config).unknown == ("enable_lora", "lorap_lr_ratio")
+    done = run(
+        "compose", "-t", experts["math"], "-l", experts["swahili"], "-o", tmp_path / "out", "--bottom", 1, "--top", 1
+    )
+    assert done.exit_code == 0
+    assert "lorap_lr_ratio" in done.output
+    assert "lorap_lr_ratio" not in (tmp_path / "out" / "adapter_config.json").read_text()
+    config.write_text(json.dumps(content | {"peft_version": "0.22.0"}))
+    with pytest.raises(UnsupportedError):
+        read_adapter_config(config)
