@@ -10,8 +10,8 @@ import adapterswap
 
 ROOT = Path(adapterswap.__file__).parent
 ROOMS = (
-    "errors", "files", "drawing", "shipped", "experts", "changes", "methods", "planning", "arithmetic", "records", "processes",
-    "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting", "evaluation", "training",
+    "errors", "files", "drawing", "shipped", "experts", "changes", "methods", "planning", "arithmetic", "records",
+    "processes", "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting", "evaluation", "training",
     "sweeps", "analysis", "reporting", "lab", "recipes", "cli",
 )  # fmt: skip
 UPWARD = {

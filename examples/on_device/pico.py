@@ -39,7 +39,9 @@ def main(folder: Path) -> None:
     write_gguf(base, folder / "base.gguf")
     for name in ("math", "swahili"):
         base = LlamaForCausalLM.from_pretrained(folder / "base")
-        lora = LoraConfig(r=4, lora_alpha=4, use_rslora=True, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+        lora = LoraConfig(
+            r=4, lora_alpha=4, use_rslora=True, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM"
+        )
         model = get_peft_model(base, lora)
         for key, parameter in model.named_parameters():
             if "lora_" in key:
