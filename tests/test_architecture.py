@@ -11,11 +11,11 @@ import adapterswap
 ROOT = Path(adapterswap.__file__).parent
 ROOMS = (
     "errors", "files", "drawing", "shipped", "experts", "changes", "methods", "planning", "arithmetic", "records",
-    "processes", "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting", "evaluation", "training",
-    "sweeps", "analysis", "reporting", "lab", "recipes", "cli",
+    "processes", "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting", "evaluation",
+    "training", "sweeps", "analysis", "reporting", "lab", "recipes", "cli",
 )  # fmt: skip
 UPWARD = {
-    ("files", "drawing", "shipped"),  # a recipe may extend a shipped one by its name
+    ("files", "shipped"),  # a recipe may extend a shipped one by its name
     ("planning", "writing"),  # `plan.write`, and
     ("planning", "merging"),  # `plan.merge`: imported when they are called
 }
