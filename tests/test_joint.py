@@ -163,7 +163,7 @@ def test_singular_values_and_truncations_are_those_of_the_dense_change(kind) -> 
             close(spectrum.sigma[:count], sigma[:count], dtype=DOUBLE, scale=scale)
             mixture = joint.mixture(weights, spectrum, keep)
             b = mixed([each.b for each in changes], mixture.left, 1)
-            a = mixed([each.a for each in changes], mixture.right.T, 0).T
+            a = mixed([each.a for each in changes], mixture.right.T, 0)
             assert (b.shape[1], a.shape[0]) == (keep, keep)
             assert np.isfinite(a).all()
             assert np.isfinite(b).all()

@@ -27,6 +27,8 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
         ExpertError: a piece holds NaN or infinity.
         UnsupportedError: the result overflows its dtype.
     """
+    if tensor.data is not None:
+        return tensor.data.read(tensor.shape)
     values = np.zeros(tensor.shape, np.float32)
     with np.errstate(all="ignore"):  # as in `encode`
         for piece in tensor.pieces:

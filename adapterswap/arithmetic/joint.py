@@ -15,6 +15,7 @@ numpy arrays in, numpy arrays out: float32, or float64 of sizes that float32 has
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -29,7 +30,8 @@ __all__ = ["Basis", "Joint", "Mixture", "Spectrum", "blocks_of", "mixed"]
 Matrix = npt.NDArray[np.floating]
 Core = npt.NDArray[np.float64]
 
-_ROWS = 2048  # of B, or columns of A, in float64 at a time
+_SCRATCH = threading.local()
+_ROWS = 1024  # of B, or columns of A, in float64 at a time
 # Σ 1/λ_i of the scaled Gram matrix, up to which Cholesky is trusted: singular values then have relative errors of at
 # most about 1e-16 times this.
 _ILL_CONDITIONED = 1e6
@@ -92,7 +94,8 @@ class Basis:
     def expand(self, vectors: Core) -> Core:
         """Q·vectors (n×k), for vectors (p×k) in coordinates of Q."""
         if self._inverse is not None:
-            return mixed(self._parts, self._inverse @ vectors, axis=1 if self._axis == 1 else 0)
+            found = mixed(self._parts, self._inverse @ vectors, self._axis)
+            return found if self._axis == 1 else found.T
         if self._q is None:
             self._q = self._by_qr("reduced")[0]
         return self._q @ vectors
@@ -279,17 +282,26 @@ def self_products(parts: Sequence[Matrix], axis: int) -> Core:
 
 
 def mixed(parts: Sequence[Matrix], mix: Core, axis: int) -> Core:
-    """[parts side by side]·mix (n×k): of columns of B (axis 1), or of rows of A (axis 0, Aᵀ·mix), in float64."""
-    result = np.empty((parts[0].shape[1 - axis], mix.shape[1]))
+    """In float64, columns of B mixed: [B_1 … B_K]·mix (n×k, axis 1); or rows of A: mixᵀ·[A_1; …; A_K] (k×n, axis 0)."""
+    long, count = parts[0].shape[1 - axis], mix.shape[1]
+    result = np.empty((long, count) if axis == 1 else (count, long))
     for block in blocks_of(parts, axis):
         piece = _block(parts, axis, block)
-        np.matmul(piece if axis == 1 else piece.T, mix, out=result[block])
+        if axis == 1:
+            np.matmul(piece, mix, out=result[block])
+        else:
+            np.matmul(mix.T, piece, out=result[:, block])
     return result
 
 
 def _block(parts: Sequence[Matrix], axis: int, block: slice) -> Core:
+    """A block of the parts side by side in float64, in memory of this thread that the next block takes over."""
     pieces = [part[block] if axis == 1 else part[:, block] for part in parts]
-    return np.concatenate(pieces, axis=axis, dtype=np.float64)
+    rank, long = sum(piece.shape[axis] for piece in pieces), pieces[0].shape[1 - axis]
+    if (scratch := getattr(_SCRATCH, "block", None)) is None or scratch.size < rank * long:
+        scratch = _SCRATCH.block = np.empty(rank * max(long, _ROWS))
+    whole: Core = scratch[: rank * long].reshape((long, rank) if axis == 1 else (rank, long))
+    return np.concatenate(pieces, axis=axis, out=whole)
 
 
 def _triangle(gram: Core, lengths: Core) -> tuple[Core, Core] | None:

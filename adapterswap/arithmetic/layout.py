@@ -23,7 +23,6 @@ from adapterswap.arithmetic.saved_layout import saved_tensors
 from adapterswap.changes.kinds import Opaque
 from adapterswap.experts.adapter_keys import base_copy_key, is_bias, part_key
 from adapterswap.experts.adapters import LoraModule
-from adapterswap.files.numbers import decode, finite_bytes
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
@@ -43,7 +42,7 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     if any(term.opaque.part.lora is None for module in modules for term in module.terms if term.opaque):
         whole = lay_out_kind(plan, modules, _fan_in_fan_out(plan))
         dtype = form.dtype
-        return whole if dtype is None else replace(whole, tensors=tuple(_in_dtype(t, dtype) for t in whole.tensors))
+        return whole if dtype is None else replace(whole, tensors=tuple(replace(t, dtype=dtype) for t in whole.tensors))
     if form.layout == "portable" and any(is_fused(module.name) for module in modules):
         modules = [
             module for module in plan.modules.values() if module.terms or is_fused(module.name)
@@ -75,16 +74,8 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     tensors += _base_copies(modules)
     tensors += [tensor for module in plan.saved.values() for tensor in saved_tensors(module, plan, ranks)]
     if form.dtype is not None:
-        tensors = [_in_dtype(tensor, form.dtype) for tensor in tensors]
+        tensors = [replace(tensor, dtype=form.dtype) for tensor in tensors]  # truncated ones have it already
     return Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors))
-
-
-def _in_dtype(tensor: OutputTensor, dtype: str) -> OutputTensor:
-    """The tensor in another dtype; numbers that are known already are rounded once more."""
-    if tensor.data is None or tensor.dtype == dtype:
-        return replace(tensor, dtype=dtype)
-    values = decode(tensor.data.reshape(-1), tensor.dtype, tensor.shape)
-    return replace(tensor, dtype=dtype, data=finite_bytes(values, dtype, tensor.key))
 
 
 def blend_scale(plan: Plan, form: Form) -> float:
@@ -191,19 +182,8 @@ def _like(module: Slot, plan: Plan) -> LoraModule:
 def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:
     """Truncated factors as they are, or filled up with zeros to `rank`."""
     for tensor in tensors:
-        assert tensor.data is not None
-        assert tensor.axis is not None
-        missing = (rank or tensor.shape[tensor.axis]) - tensor.shape[tensor.axis]
-        if missing == 0:
-            yield tensor
-            continue
-        import numpy as np
-
-        width = tensor.data.size // math.prod(tensor.shape)
-        grown = [(0, 0), (0, 0), (0, 0)]
-        grown[tensor.axis] = (0, missing)
-        data = np.pad(tensor.data.reshape(*tensor.shape, width), grown)
-        yield replace(tensor, shape=data.shape[:2], data=data.reshape(-1))
+        out, width = tensor.shape
+        yield replace(tensor, shape=(rank or out, width) if tensor.axis == 0 else (out, rank or width))
 
 
 def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from adapterswap.arithmetic.joint import Joint, Spectrum, mixed
 from adapterswap.changes.deltas import Factors
 
-__all__ = ["Truncated", "concatenate", "cosine", "cut", "inner", "smallest_rank", "truncate"]
+__all__ = ["Truncated", "concatenate", "cosine", "cut", "inner", "kept", "smallest_rank", "truncate"]
 
 Matrix = npt.NDArray[np.floating]
 
@@ -73,7 +73,7 @@ def truncate(factors: Factors, *, rank: int | None = None, error: float | None =
     spectrum, keep, lost = cut(joint, [1.0], rank=rank, error=error)
     left, right = joint.mixture([1.0], spectrum, keep)
     dtype = factors.a.dtype
-    a, b = mixed([factors.a], right.T, 0).T.astype(dtype), mixed([factors.b], left, 1).astype(dtype)
+    a, b = mixed([factors.a], right.T, 0).astype(dtype), mixed([factors.b], left, 1).astype(dtype)
     return Truncated(Factors(a, b), spectrum.sigma[:keep], lost)
 
 
@@ -87,9 +87,14 @@ def cut(
     spectrum = joint.spectrum(weights)
     count = min(*joint.shape, sum(joint.ranks))
     sigma = np.pad(spectrum.sigma, (0, max(0, count - len(spectrum.sigma))))[:count]
-    keep = smallest_rank(sigma, error) if error is not None else count
-    keep = max(1, min(keep, rank or keep, count))
-    return spectrum._replace(sigma=sigma), keep, _tail(sigma, keep)
+    return spectrum._replace(sigma=sigma), *kept(sigma, rank=rank, error=error)
+
+
+def kept(sigma: Matrix, *, rank: int | None, error: float | None) -> tuple[int, float]:
+    """The rank to keep of falling singular values, and the relative error of that; arguments as for `truncate`."""
+    keep = smallest_rank(sigma, error) if error is not None else len(sigma)
+    keep = max(1, min(keep, rank or keep, len(sigma)))
+    return keep, _tail(sigma, keep)
 
 
 def smallest_rank(sigma: Matrix, error: float) -> int:

@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from adapterswap.arithmetic.spooling import Stored
 from adapterswap.errors import ArgumentError, Problems, check_type
 from adapterswap.files.dtypes import DTYPE_BYTES, FLOATS
 from adapterswap.files.tensorfile import Tensor
@@ -39,6 +40,8 @@ class Form:
         max_error: blends are truncated to the smallest rank with at most this relative error of ΔW.
         names: whose names the modules are written with; by default the first expert's.
         dtype: of every tensor, by its name in files; by default the experts'.
+        truncation: the precision of linear truncations. Records without it are of results truncated in float32, as
+            before 0.2, which are verified so.
     """
 
     layout: Literal["exact", "portable"] = "exact"
@@ -46,6 +49,7 @@ class Form:
     max_error: float | None = None
     names: Names | None = None
     dtype: str | None = None
+    truncation: Literal["float32", "float64"] = "float64"
 
     def __post_init__(self) -> None:
         check_type(self.max_rank, (Integral, type(None)), "max_rank", "Pass a whole number such as 64")
@@ -67,6 +71,8 @@ class Form:
                 "Pass for instance 0.1",
                 parameter="max_error",
             )
+        if self.truncation not in ("float32", "float64"):
+            problems.add(f"truncation is {self.truncation!r}", "Choose float32 or float64", parameter="truncation")
         problems.raise_if_any()
 
 
@@ -93,7 +99,7 @@ class OutputTensor:
         key, dtype, shape: as in the safetensors file.
         axis: pieces lie side by side along it: 0 for A (rank×in), 1 for B (out×rank); None: they are added up.
         pieces: what it is made of; what they do not fill is zero.
-        data: its bytes, where they were computed before (a truncated module).
+        data: its bytes, where they were computed before (a truncated module); they may have a lower rank than `shape`.
     """
 
     key: str
@@ -101,7 +107,7 @@ class OutputTensor:
     shape: tuple[int, ...]
     axis: int | None
     pieces: tuple[Piece, ...] = ()
-    data: npt.NDArray[np.uint8] | None = None
+    data: Stored | None = None
 
     @property
     def is_copied(self) -> bool:

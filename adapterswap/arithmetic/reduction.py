@@ -8,20 +8,26 @@ forms; writes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.approximation import approximate
+from adapterswap.arithmetic.joint import Joint, blocks_of, mixed
 from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora
-from adapterswap.arithmetic.lowrank import Truncated, concatenate, inner, truncate
+from adapterswap.arithmetic.lowrank import Truncated, concatenate, cut, kept
 from adapterswap.arithmetic.outputs import Form, OutputTensor, Reduced
 from adapterswap.arithmetic.peft_config import written_scale
 from adapterswap.arithmetic.resolving import Resolved, side_factors
+from adapterswap.arithmetic.spooling import Spool
+from adapterswap.arithmetic.threads import map_in_threads
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.reading import FactorReader, factor_reader
 from adapterswap.errors import UnsupportedError
+from adapterswap.experts.adapters import LoraModule
+from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.numbers import decode, finite_bytes, too_large
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
@@ -71,20 +77,54 @@ def reduce(
     wanted = [module for module in plan.modules.values() if must_reduce(module, form)]
     if not wanted:
         return {}
-    reduced = {}
+    reduced, spool = {}, Spool()
     with factor_reader(plan.adapters) as read:
-        for module in wanted:
+
+        def one(module: Slot) -> Reduced:
             try:
-                with np.errstate(all="ignore"):  # what overflows is told of below, and by `finite_bytes`
-                    result = _truncated(module, resolved, form, read)
+                with np.errstate(all="ignore"):  # what overflows is found below, and by `finite_bytes`
+                    if _on_cores(module) or (module.is_linear and form.truncation == "float64"):
+                        return _truncated(module, resolved, form, read, spool)
+                    return _as_tensors(module, _approximated(module, resolved, form, read), plan, form, spool)
             except (np.linalg.LinAlgError, RuntimeError):  # numpy's and torch's SVD, given infinite numbers
                 raise too_large(module.name) from None
-            reduced[module.name] = _as_tensors(module, result, plan, form)
-            progress(module.name)
-    return reduced
+
+        low_rank = [module for module in wanted if module.has_low_rank]
+        dense = [module for module in wanted if not module.has_low_rank]  # torch has threads of its own
+        for modules, results in ((low_rank, map_in_threads(one, low_rank)), (dense, map(one, dense))):
+            for module, result in zip(modules, results, strict=True):
+                reduced[module.name] = result
+                progress(module.name)
+    return {module.name: reduced[module.name] for module in wanted}
 
 
-def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
+def _on_cores(module: Slot) -> bool:
+    return module.rule is not None and module.rule.on_cores
+
+
+def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader, spool: Spool) -> Reduced:
+    """A linear blend, or what a method makes of factors, in its joint core."""
+    parts = _parts(module, resolved, read)
+    joint, weights = Joint([factors for _, factors in parts]), [coefficient for coefficient, _ in parts]
+    error = None if module.owner else form.max_error
+    spectrum, rank, lost = cut(joint, weights, rank=form.max_rank, error=error)
+    scale, dtype, first = _written_form(module, rank, resolved.plan, form)
+    # The scale is shared between the factors, so that neither leaves the range of a half-precision dtype.
+    mixture, root = joint.mixture(weights, spectrum, rank), math.sqrt(abs(scale))
+    a = _rounded([factors.a for _, factors in parts], mixture.right.T / root, 0, dtype, first.a_key, spool)
+    left = math.copysign(1 / root, scale) * mixture.left
+    b = _rounded([factors.b for _, factors in parts], left, 1, dtype, first.b_key, spool)
+    norm = float(np.linalg.norm(spectrum.sigma))
+    rounding = abs(scale) * _distance(spectrum.sigma[:rank] / abs(scale), b, a)
+    written_error = math.hypot(lost, rounding / norm) if norm else lost
+    return Reduced(rank, (a.tensor, b.tensor), lost, written_error)
+
+
+def _parts(module: Slot, resolved: Resolved, read: FactorReader) -> list[tuple[float, Factors]]:
+    """A linear blend's coefficients, and its terms' factors without the rows that a threshold drops.
+
+    What a method makes of factors is one term.
+    """
     rule = module.rule
     if rule is not None and rule.on_cores:
         sides = side_factors(module, read, resolved.kept_rows)
@@ -92,15 +132,72 @@ def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader)
             {side: (factors.b, factors.a) for side, factors in sides.items()},
             seed=resolved.plan.composition.seed, module=module.name,
         )  # fmt: skip
-        return truncate(Factors(a, b), rank=form.max_rank, error=form.max_error)
-    if not module.is_linear:
-        return approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
-    terms = []
+        return [(1.0, Factors(a, b))]
+    parts = []
     for term in module.terms:
         factors = read(term.expert, term.lora)
         rows = resolved.kept_rows.get((term.side, module.name))
-        terms.append((term.coefficient, factors if rows is None else factors.masked(rows)))
-    return truncate(concatenate(terms), rank=form.max_rank, error=None if module.owner else form.max_error)
+        parts.append((term.coefficient, factors if rows is None else factors.masked(rows)))
+    return parts
+
+
+class _Rounded(NamedTuple):
+    """A factor x that was rounded to x̂: Eᵀ·x̂ and Eᵀ·E for E = x - x̂ (n×k; of A the transposes), in float64."""
+
+    tensor: OutputTensor
+    across: npt.NDArray[np.float64]
+    within: npt.NDArray[np.float64]
+
+
+def _rounded(
+    parts: Sequence[npt.NDArray[np.floating]],
+    mix: npt.NDArray[np.float64],
+    axis: int,
+    dtype: str,
+    key: str,
+    spool: Spool,
+) -> _Rounded:
+    """`mixed`, rounded to the dtype."""
+    rank, long = mix.shape[1], parts[0].shape[1 - axis]
+    shape = (rank, long) if axis == 0 else (long, rank)
+    data = np.empty((*shape, DTYPE_BYTES[dtype]), np.uint8)
+    across, within = np.zeros((rank, rank)), np.zeros((rank, rank))
+    for block in blocks_of(parts, axis):
+        exact = mixed([part[:, block] if axis == 0 else part[block] for part in parts], mix, axis)
+        raw = finite_bytes(exact.astype(np.float32), dtype, key)
+        written = decode(raw, dtype, exact.shape).astype(np.float64)
+        exact -= written
+        if axis == 0:
+            data[:, block] = raw.reshape(*exact.shape, -1)
+            across += exact @ written.T
+            within += exact @ exact.T
+        else:
+            data[block] = raw.reshape(*exact.shape, -1)
+            across += exact.T @ written
+            within += exact.T @ exact
+    stored = spool.add(data.reshape(-1), shape)
+    return _Rounded(OutputTensor(key, dtype, shape, axis, data=stored), across, within)
+
+
+def _distance(sigma: npt.NDArray[np.float64], b: _Rounded, a: _Rounded) -> float:
+    """‖b·a - b̂·â‖ for factors with bᵀb = a·aᵀ = Σ: that of E_b·a + b̂·E_a, from k×k products."""
+    square = float(np.sum(np.diagonal(b.within) * sigma)) + 2 * float(np.sum(b.across * (a.across + a.within).T))
+    written = np.diag(sigma) - b.across - b.across.T - b.within  # b̂ᵀb̂
+    return math.sqrt(max(0.0, square + float(np.sum(written * a.within))))
+
+
+def _approximated(module: Slot, resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
+    """The factors of a nonlinear blend; or of a linear one, as it was truncated before 0.2."""
+    if not module.is_linear:
+        return approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
+    factors, error = concatenate(_parts(module, resolved, read)), None if module.owner else form.max_error
+    q_b, r_b = np.linalg.qr(factors.b)
+    q_a, r_a = np.linalg.qr(factors.a.T)
+    u, sigma, vt = np.linalg.svd(r_b.astype(np.float64) @ r_a.astype(np.float64).T)
+    keep, lost = kept(sigma, rank=form.max_rank, error=error)
+    root = np.sqrt(sigma[:keep])
+    b, a = q_b @ (u[:, :keep] * root).astype(np.float32), (root[:, None] * vt[:keep]).astype(np.float32) @ q_a.T
+    return Truncated(Factors(a, b), sigma[:keep], lost)
 
 
 def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:
@@ -114,24 +211,30 @@ def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDA
     return rule.combine(deltas, module.weights, seed=resolved.plan.composition.seed, module=module.name)
 
 
-def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form) -> Reduced:
+def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form, spool: Spool) -> Reduced:
     """The factors in the output's scale and dtype, under the keys of the module's own tensors."""
     rank = len(result.singular_values)
+    scale, dtype, first = _written_form(module, rank, plan, form)
+    root = np.float32(np.sqrt(abs(scale)))  # shared, as in `_truncated`
+    values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
+    tensors, written = [], []
+    for axis, key, part in values:
+        raw = finite_bytes(np.asarray(part, np.float32), dtype, key)
+        tensors.append(OutputTensor(key, dtype, part.shape, axis, data=spool.add(raw, part.shape)))
+        written.append(decode(raw, dtype, part.shape))
+    a, b = written
+    return Reduced(
+        rank, tuple(tensors), result.error, _written_error(result, Factors(a * root, b * root * np.sign(scale)))
+    )
+
+
+def _written_form(module: Slot, rank: int, plan: Plan, form: Form) -> tuple[float, str, LoraModule]:
+    """The output's scale and dtype, and the expert's module whose keys it has."""
     scale = blend_scale(plan, form)
     if form.layout == "exact":
         scale = written_scale(rank, uses_rslora(plan), scale)[1]
-    dtypes = {term.lora.dtype for term in module.terms}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
-    # The scale is shared between the factors too, so that neither leaves the range of a half-precision dtype.
-    root = np.float32(np.sqrt(abs(scale)))
-    first = module.terms[0].lora
-    values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
-    tensors = tuple(
-        OutputTensor(key, dtype, part.shape, axis, data=finite_bytes(np.asarray(part, np.float32), dtype, key))
-        for axis, key, part in values
-    )
-    a, b = (decode(tensor.data, dtype, tensor.shape) for tensor in tensors if tensor.data is not None)
-    return Reduced(rank, tensors, result.error, _written_error(result, Factors(a * root, b * root * np.sign(scale))))
+    dtypes = {form.dtype} if form.dtype else {term.lora.dtype for term in module.terms}
+    return scale, dtypes.pop() if len(dtypes) == 1 else "F32", module.terms[0].lora
 
 
 def _written_error(result: Truncated, written: Factors) -> float:
@@ -145,4 +248,4 @@ def _written_error(result: Truncated, written: Factors) -> float:
     exact = result.factors
     rounded = concatenate([(1, Factors(exact.a, exact.b - written.b)), (1, Factors(exact.a - written.a, written.b))])
     norm = math.sqrt(kept / (1 - result.error**2)) if result.error < 1 else math.sqrt(kept)
-    return math.hypot(result.error, math.sqrt(max(0.0, inner(rounded, rounded))) / norm)
+    return math.hypot(result.error, Joint([rounded]).norm([1]) / norm)

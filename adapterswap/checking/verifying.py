@@ -168,7 +168,8 @@ def _write_adapter(
         # A base was declared when they were composed, which is not judged again.
         declared = at_revision(record.base_model, revision)
         composition = composition.model_copy(update={"base_model": declared})
-    form = Form(**record.output)
+    # Without a precision it is what an older version truncated, or nothing was truncated.
+    form = Form(**{"truncation": "float32", **record.output})
     write_prepared(prepare(make_plan(composition, adapters, recorded=True), form), again)
 
 

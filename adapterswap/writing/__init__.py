@@ -47,6 +47,15 @@ class Prepared:
         return self.resolved.plan
 
     @property
+    def output(self) -> dict[str, Any]:
+        """The form, for the record: what was not asked for, and a precision that nothing was truncated in, left out."""
+        truncated = any(slot.has_low_rank for slot in self.plan.modules.values() if slot.name in self.reduced)
+        form = asdict(self.form)
+        if not truncated or self.form.truncation == "float32":
+            del form["truncation"]
+        return form
+
+    @property
     def measured(self) -> dict[str, Any]:
         """What only the tensors told: magnitudes, shares of rows that are kept, ranks and errors of truncation."""
         reduced = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in self.reduced.items()}
@@ -150,7 +159,7 @@ def write_prepared(
             plan,
             {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
             base_source(plan.base_source) if plan.base_source else None,
-            output=asdict(written.form),
+            output=written.output,
             measured=written.measured,
         )
         write_json(folder / CONFIG, written.layout.config)

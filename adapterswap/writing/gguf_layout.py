@@ -84,8 +84,7 @@ class GgufTensor:
         if self.alone is not None:
             values = read_numbers(self.alone.expert, files[self.alone.path], self.alone.tensor)
         else:
-            raw = assemble(source, files) if source.data is None else source.data
-            values = decode(raw, source.dtype, source.shape)
+            values = decode(assemble(source, files), source.dtype, source.shape)
         if self.factor != 1:
             with np.errstate(over="ignore"):  # what overflows is found when the numbers are encoded
                 values = values * np.float32(self.factor)

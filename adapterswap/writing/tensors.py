@@ -37,8 +37,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
     others = {piece.path for tensor in computed for piece in tensor.pieces}  # a base's shards
 
     def compute(tensor: OutputTensor) -> None:
-        data = assemble(tensor, files) if tensor.data is None else tensor.data
-        write_at(output.fileno(), data, places[tensor.key].start)
+        write_at(output.fileno(), assemble(tensor, files), places[tensor.key].start)
 
     with (
         path.open("xb", buffering=0) as output,

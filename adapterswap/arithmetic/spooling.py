@@ -1,0 +1,103 @@
+"""Computed tensors until they are written: in memory as long as they are few, the rest in a file without a name.
+
+Knows bytes and shapes; not what they mean.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import weakref
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+
+from adapterswap.errors import OutputError
+from adapterswap.files.numbers import Bytes
+
+__all__ = ["Spool", "Stored"]
+
+_IN_MEMORY = 64 * 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The bytes of a tensor with two axes, in memory or in a spool's file.
+
+    Attributes:
+        shape: the tensor's.
+    """
+
+    shape: tuple[int, int]
+    size: int
+    _data: Bytes | None
+    _file: _Unnamed | None
+    _offset: int
+
+    def read(self, shape: tuple[int, ...]) -> Bytes:
+        """The bytes as those of a tensor of `shape`, at least as large on either axis: zeros fill it up."""
+        data = self._data
+        if data is None:
+            assert self._file is not None
+            data = np.frombuffer(_read(self._file.number, self.size, self._offset), np.uint8)
+        if shape == self.shape:
+            return data
+        grown = np.zeros((*shape, self.size // math.prod(self.shape)), np.uint8)
+        grown[: self.shape[0], : self.shape[1]] = data.reshape(*self.shape, -1)
+        return grown.reshape(-1)
+
+
+class _Unnamed:
+    """A file without a name, closed when nothing refers to it."""
+
+    def __init__(self) -> None:
+        with tempfile.TemporaryFile(prefix="adapterswap-") as file:
+            self.number = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.number)
+
+
+class Spool:
+    """Keeps tensors; threads may add at once. Its file takes its space among temporary files, and goes with it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._file: _Unnamed | None = None
+        self._held = self._written = 0
+
+    def add(self, data: Bytes, shape: tuple[int, int]) -> Stored:
+        """Keep the bytes of a tensor.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        with self._lock:
+            if self._held + data.size <= _IN_MEMORY:
+                self._held += data.size
+                return Stored(shape, data.size, data, None, 0)
+            offset = self._written
+            self._written += data.size
+            try:
+                if self._file is None:
+                    self._file = _Unnamed()
+                done = 0
+                while done < data.size:
+                    done += os.pwrite(self._file.number, data[done:].data, offset + done)
+            except OSError as error:
+                raise OutputError(
+                    f"Cannot write temporary files to {tempfile.gettempdir()}: {error.strerror}",
+                    "Set TMPDIR to a folder with free space",
+                ) from None
+        return Stored(shape, data.size, None, self._file, offset)
+
+
+def _read(file: int, size: int, offset: int) -> bytearray:
+    raw = bytearray(size)
+    done = 0
+    while done < size:
+        count = os.preadv(file, [memoryview(raw)[done:]], offset + done)
+        if count == 0:
+            raise OutputError("A temporary file was cut short", "Start again")
+        done += count
+    return raw
