@@ -17,14 +17,15 @@ from typing import Any
 from adapterswap.analysis.changes import (
     Changes,
     FractionTable,
+    check_layers,
     choose_threshold,
-    measure,
     read_fractions,
     write_fractions,
 )
 from adapterswap.analysis.deltas import matrices
 from adapterswap.analysis.files import ANALYSIS
-from adapterswap.analysis.interference import Interference, interfere
+from adapterswap.analysis.interference import Interference, check_shared
+from adapterswap.analysis.surveying import survey
 from adapterswap.errors import ArgumentError, DependencyError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
@@ -177,15 +178,18 @@ def analyze(
     inputs = inputs_of(opened, base)
     if out_path is not None:
         check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before the work
-    count = count_matrices(opened, base)
-    with bars("matrices", sum(count.values())) as step:
-        changes = [measure(expert, name=name, base=base, progress=step) for name, expert in opened.items()]
+    for name, expert in opened.items():
+        check_layers(name, expert, base)
+    for one, other in combinations(opened, 2):
+        check_shared({one: opened[one], other: opened[other]}, base)
+    names = {name for expert in opened.values() for name in matrices(expert, base)}
+    with bars("matrices", len(names)) as step:
+        measured = survey(opened, base, progress=step)
+    changes = [Changes(name, tuple(measured.changes[name])) for name in opened]
     threshold = choose_threshold(changes) if threshold is None else threshold
     tables = tuple(each.fractions(threshold) for each in changes)
-    couples = list(combinations(opened, 2))
-    with bars("matrices of two", sum(min(count[one], count[other]) for one, other in couples)) as step:
-        pairs = [interfere({one: opened[one], other: opened[other]}, base, step) for one, other in couples]
-    found = Analysis(tables, tuple(changes), tuple(pairs))
+    pairs = tuple(Interference(pair, tuple(modules)) for pair, modules in measured.meetings.items())
+    found = Analysis(tables, tuple(changes), pairs)
     if out_path is not None:
         found.write(out_path, overwrite=overwrite, inputs=inputs)
     return found

@@ -15,20 +15,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.analysis.deltas import Matrix, delta_reader, matrices, norm
-from adapterswap.changes.deltas import blocks, mean_absolute
+from adapterswap.analysis.deltas import matrices
+from adapterswap.analysis.surveying import ModuleChange, survey
 from adapterswap.errors import DataError, ExpertError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import MAX_LAYERS
-from adapterswap.files.dtypes import FLOATS
-from adapterswap.files.numbers import open_files, read_numbers
 from adapterswap.files.smallfiles import expand
 
 __all__ = [
     "Changes",
     "FractionTable",
     "ModuleChange",
+    "check_layers",
     "choose_threshold",
     "measure",
     "read_fractions",
@@ -36,23 +35,6 @@ __all__ = [
 ]
 
 COLUMNS = ("expert", "layer", "module", "fraction_of_rows_above_threshold")
-
-
-@dataclass(frozen=True)
-class ModuleChange:
-    """How much one matrix changed.
-
-    Attributes:
-        matrix: which.
-        rows: the mean absolute value of each row of ΔW (out values).
-        norm: ‖ΔW‖ (Frobenius).
-        base_norm: ‖W‖ of the base; None where no base was given.
-    """
-
-    matrix: Matrix
-    rows: npt.NDArray[np.float64]
-    norm: float
-    base_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -125,25 +107,16 @@ def measure(
         ExpertError: the expert has no matrix in a layer.
         AdapterswapError: see `matrices` and `delta_reader`.
     """
-    found = matrices(expert, base)
-    if all(matrix.layer is None for matrix in found.values()):
+    check_layers(name, expert, base)
+    return Changes(name, tuple(survey({name: expert}, base, pairs=False, progress=progress).changes[name]))
+
+
+def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | None) -> None:
+    """Raise `ExpertError` unless the expert changes a matrix in a layer; see also `matrices`."""
+    if all(matrix.layer is None for matrix in matrices(expert, base).values()):
         raise ExpertError(
             f"{name} changes no matrix in the layers, only outside them", "Use an expert that changes attention or MLPs"
         )
-    changes = []
-    with delta_reader(expert, base) as read, open_files(base.shards if base else []) as files:
-        for matrix in found.values():
-            rows, squares = [], 0.0
-            for block in blocks(read(matrix), matrix.name):
-                rows.append(mean_absolute(block))
-                squares += norm(block) ** 2
-            own = base.parameters.get(f"{matrix.name}.weight") if base else None
-            base_norm = None
-            if base and own is not None and own.tensor.dtype in FLOATS:
-                base_norm = norm(read_numbers(base.name, files[own.path], own.tensor))
-            changes.append(ModuleChange(matrix, np.concatenate(rows), math.sqrt(squares), base_norm))
-            progress()
-    return Changes(name, tuple(changes))
 
 
 def choose_threshold(changes: Iterable[Changes]) -> float:

@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from adapterswap.changes.deltas import Delta
 from adapterswap.changes.kinds import Whole
 from adapterswap.changes.reading import read_difference, read_factors
@@ -23,7 +20,7 @@ from adapterswap.experts.orientation import Orientation
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.numbers import open_files
 
-__all__ = ["Matrix", "delta_reader", "matrices", "norm"]
+__all__ = ["Matrix", "Reader", "delta_reader", "matrices"]
 
 # Where a projection stands in its block, so that columns of tables follow the data through the layer.
 _ORDER = ("q", "query", "k", "key", "v", "value", "qkv", "attn", "query_key_value", "o", "out", "dense", "gate", "w1",
@@ -125,8 +122,3 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
                 return delta.T if orientation.is_transposed(matrix.source.name) else delta
 
         yield read
-
-
-def norm(block: npt.NDArray[np.float32]) -> float:
-    """The Frobenius norm, summed in float64."""
-    return float(np.sqrt(np.sum(np.square(block, dtype=np.float64))))

@@ -196,6 +196,19 @@ class Joint:
         size = float(np.sum(np.abs(self._weighted(weights)) * self._lengths))
         return Spectrum(u, np.where(sigma > _ROUNDING * size, sigma, 0.0), vt)
 
+    def spectrum_of(self, index: int) -> Spectrum:
+        """The singular values of ΔW_i, at most r_i, by way of the smaller core between the bases of its own factors.
+
+        Raises:
+            LinAlgError: it does not converge.
+        """
+        left, right = self.coordinates(index)
+        q_left, r_left = np.linalg.qr(left)
+        q_right, r_right = np.linalg.qr(right)
+        u, sigma, vt = np.linalg.svd(r_left @ r_right.T, full_matrices=False)
+        size = float(np.sum(self._lengths[self._place(index)]))
+        return Spectrum(q_left @ u, np.where(sigma > _ROUNDING * size, sigma, 0.0), vt @ q_right.T)
+
     def mixture(self, weights: Sequence[float], spectrum: Spectrum, keep: int) -> Mixture:
         """The first `keep` singular values of Σ w_i·ΔW_i as factors b·a, √σ to each side, from the given factors.
 

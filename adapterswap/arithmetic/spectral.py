@@ -47,7 +47,7 @@ def tsv(changes: Sequence[Factors]) -> Factors:
     """
     joint = Joint(changes)
     share = max(1, min(joint.shape) // len(changes))
-    parts = [_significant(*_svd(joint, index), share) for index in range(len(changes))]
+    parts = [_significant(*joint.spectrum_of(index), share) for index in range(len(changes))]
     u, sigma, v = (np.concatenate([part[place] for part in parts], axis=-1) for place in range(3))
     return joint.factors((_orthonormal(u) * sigma) @ _orthonormal(v).T)
 
@@ -138,15 +138,6 @@ def align(changes: Sequence[Factors]) -> Aligned:
     width = small.shape[1] // len(changes)
     parts = [wt[:, i * width : (i + 1) * width] for i in range(len(changes))]
     return Aligned(joint.left.expand(u), sigma, tuple(joint.right.expand(part.T).T for part in parts))
-
-
-def _svd(joint: Joint, index: int) -> tuple[Core, Core, Core]:
-    """The singular value decomposition of one core, by way of the smaller one between its own factors' bases."""
-    left, right = joint.coordinates(index)
-    q_left, r_left = np.linalg.qr(left)
-    q_right, r_right = np.linalg.qr(right)
-    u, sigma, vt = np.linalg.svd(r_left @ r_right.T, full_matrices=False)
-    return q_left @ u, sigma, vt @ q_right.T
 
 
 def _significant(u: Core, sigma: Core, vt: Core, count: int) -> tuple[Core, Core, Core]:

@@ -1,0 +1,335 @@
+"""One pass through the matrices of several experts: what each changed, and how every two lie to each other.
+
+Norms, cosines and overlaps of adapters come from their joint cores. Mean absolute values of rows and signs need the
+dense ΔW: blocks of rows, formed once for everything that is measured on them. Memory holds a block and the factors of a
+few matrices, or one dense ΔW of each full checkpoint. Knows numbers; draws nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.analysis.deltas import Matrix, Reader, delta_reader, matrices
+from adapterswap.arithmetic.joint import Joint
+from adapterswap.arithmetic.lowrank import cosine
+from adapterswap.arithmetic.threads import map_in_threads
+from adapterswap.changes.deltas import Delta, Factors, finite
+from adapterswap.errors import ExpertError
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.files.dtypes import FLOATS
+from adapterswap.files.numbers import open_files, read_elements, row_ranges
+
+__all__ = ["ModuleChange", "ModuleInterference", "Survey", "survey"]
+
+Expert = Adapter | Checkpoint
+Vectors = npt.NDArray[np.floating]
+
+# A dense ΔW has as many directions as rows; so many of the largest, or those that reach this error, stand for it.
+_DIRECTIONS, _ERROR = 16, 1e-3
+_NOTHING = 1e-6  # what a direction carries that is left out, beside the strongest
+
+_BLOCK = 2**18  # elements of ΔW that are formed at a time, which the processor's cache holds
+_STORED = 2**20  # elements of a base's weight that are read at a time
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """How much one matrix changed.
+
+    Attributes:
+        matrix: which.
+        rows: the mean absolute value of each row of ΔW (out values); none where only pairs were compared.
+        norm: ‖ΔW‖ (Frobenius).
+        base_norm: ‖W‖ of the base; None where no base was given.
+    """
+
+    matrix: Matrix
+    rows: npt.NDArray[np.float64]
+    norm: float
+    base_norm: float | None
+
+
+@dataclass(frozen=True)
+class ModuleInterference:
+    """Two ΔW of one matrix, X and Y (out×in).
+
+    Attributes:
+        matrix: which.
+        product, norms: ⟨X, Y⟩, and ‖X‖ and ‖Y‖ (Frobenius).
+        written: ‖Qₓᵀ·Q_y‖² / min(rank) for orthonormal bases of the columns: 1 where one subspace holds the other.
+        read: the same for the rows.
+        by_chance: what `written` and `read` would be for random subspaces: max(rank) / out, and max(rank) / in.
+        conflicts: elements where X and Y have different signs, both not zero.
+        elements: elements where both are not zero.
+        start: the mean cosine of A's rows at equal places; None where ranks differ or an expert has no A. Near 0 unless
+            both were trained from one initial A.
+    """
+
+    matrix: Matrix
+    product: float
+    norms: tuple[float, float]
+    written: float
+    read: float
+    by_chance: tuple[float, float]
+    conflicts: int
+    elements: int
+    start: float | None = None
+
+    @property
+    def cosine(self) -> float | None:
+        return cosine(self.product, self.norms)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found.
+
+    Attributes:
+        changes: by expert, its matrices in the order of layers.
+        meetings: by two experts, the matrices that both have, in the order of the first one's.
+    """
+
+    changes: Mapping[str, list[ModuleChange]]
+    meetings: Mapping[tuple[str, str], list[ModuleInterference]]
+
+
+def survey(
+    experts: Mapping[str, Expert],
+    base: Checkpoint | None,
+    *,
+    rows: bool = True,
+    pairs: bool = True,
+    progress: Callable[[], None] = lambda: None,
+) -> Survey:
+    """Measure experts, and every two of them together.
+
+    Args:
+        experts: by name.
+        base: their base: needed for full checkpoints; for adapters it adds the base's norms.
+        rows: measure the rows of each, of matrices that one expert alone has too.
+        pairs: compare every two.
+        progress: called after every matrix, once for all experts.
+
+    Raises:
+        ExpertError: two experts hold a matrix in different shapes; see also `matrices` and `delta_reader`.
+    """
+    found = {name: matrices(expert, base) for name, expert in experts.items()}
+    names = list(dict.fromkeys(name for held in found.values() for name in held))
+    if not rows:
+        names = [name for name in names if sum(name in held for held in found.values()) > 1]
+    changes: dict[str, dict[str, ModuleChange]] = {name: {} for name in experts}
+    meetings: dict[tuple[str, str], dict[str, ModuleInterference]] = {
+        pair: {} for pair in combinations(experts, 2) if pairs
+    }
+    with ExitStack() as stack:
+        readers = {name: stack.enter_context(delta_reader(expert, base)) for name, expert in experts.items()}
+        files = stack.enter_context(open_files(base.shards if base else []))
+
+        def measure(name: str) -> _Found:
+            held = {expert: found[expert][name] for expert in found if name in found[expert]}
+            return _measure(held, readers, _base_norm(name, base, files) if rows else None, rows=rows, pairs=pairs)
+
+        dense = any(isinstance(expert, Checkpoint) for expert in experts.values())  # one at a time: they are large
+        for name, one in zip(names, map(measure, names) if dense else map_in_threads(measure, names), strict=True):
+            for expert, change in one.changes.items():
+                changes[expert][name] = change
+            for pair, meeting in one.meetings.items():
+                meetings[pair][name] = meeting
+            progress()
+    return Survey(
+        {expert: [changes[expert][name] for name in held if name in changes[expert]] for expert, held in found.items()},
+        {pair: [both[name] for name in found[pair[0]] if name in both] for pair, both in meetings.items()},
+    )
+
+
+@dataclass
+class _Found:
+    changes: dict[str, ModuleChange] = field(default_factory=dict)
+    meetings: dict[tuple[str, str], ModuleInterference] = field(default_factory=dict)
+
+
+def _measure(
+    held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_norm: float | None, *, rows: bool, pairs: bool
+) -> _Found:
+    """Everything about one matrix, for the experts that have it."""
+    deltas = {expert: readers[expert](matrix) for expert, matrix in held.items()}
+    for one, other in combinations(deltas, 2):
+        if deltas[one].shape != deltas[other].shape:
+            shapes = " in one expert and ".join("×".join(map(str, deltas[name].shape)) for name in (one, other))
+            raise ExpertError(
+                f"{held[one].name} is {shapes} in the other", "Compare experts of one base", parameter="experts"
+            )
+    factors = {expert: delta for expert, delta in deltas.items() if isinstance(delta, Factors)}
+    joint = Joint(list(factors.values())) if factors else None
+    place = {expert: index for index, expert in enumerate(factors)}
+    couples = list(combinations(deltas, 2)) if pairs else []
+    dense = _by_blocks(deltas, held, couples, rows=rows)
+    norms = {
+        expert: joint.norm([float(index == place[expert]) for index in range(len(place))])
+        if joint is not None and expert in place
+        else math.sqrt(dense.squares[expert])
+        for expert in deltas
+    }
+    found = _Found()
+    for expert, matrix in held.items():
+        found.changes[expert] = ModuleChange(matrix, dense.means.get(expert, _NONE), norms[expert], base_norm)
+    if not couples:
+        return found
+    mixed = len(factors) < len(deltas)
+    spaces = {}
+    for expert, delta in deltas.items():
+        if joint is not None and expert in place:
+            spectrum = joint.spectrum_of(place[expert])
+            kept = spectrum.sigma > spectrum.sigma[:1].sum() * _NOTHING
+            space = spectrum.u[:, kept], spectrum.vt[kept].T
+            # Where some are dense, in coordinates of the matrix itself.
+            spaces[expert] = (joint.left.expand(space[0]), joint.right.expand(space[1])) if mixed else space
+        else:
+            assert not isinstance(delta, Factors)
+            spaces[expert] = _dense_space(delta)
+    for one, other in couples:
+        (columns, rows_), (other_columns, other_rows) = spaces[one], spaces[other]
+        rank = max(columns.shape[1], other_columns.shape[1])
+        out, width = deltas[one].shape
+        both = joint is not None and one in place and other in place
+        found.meetings[one, other] = ModuleInterference(
+            matrix=held[one],
+            product=joint.inner(place[one], place[other]) if both and joint else dense.products[one, other],
+            norms=(norms[one], norms[other]),
+            written=_overlap(columns, other_columns),
+            read=_overlap(rows_, other_rows),
+            by_chance=(min(1.0, rank / out), min(1.0, rank / width)),
+            conflicts=dense.conflicts[one, other],
+            elements=dense.elements[one, other],
+            start=_start(deltas[one], deltas[other]),
+        )
+    return found
+
+
+_NONE = np.zeros(0)
+
+
+@dataclass
+class _Dense:
+    """What the dense ΔW say.
+
+    Attributes:
+        means: by expert, the mean absolute value of each row; empty where they are not wanted.
+        squares: by expert with a full checkpoint's ΔW, ‖ΔW‖².
+        products: by two experts of which one is a full checkpoint, ⟨X, Y⟩.
+        conflicts, elements: by two experts, see `ModuleInterference`.
+    """
+
+    means: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    squares: dict[str, float] = field(default_factory=dict)
+    products: dict[tuple[str, str], float] = field(default_factory=dict)
+    conflicts: dict[tuple[str, str], int] = field(default_factory=dict)
+    elements: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+def _by_blocks(
+    deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples: list[tuple[str, str]], *, rows: bool
+) -> _Dense:
+    """Form the rows of all ΔW, a block at a time, and measure them.
+
+    Raises:
+        UnsupportedError: a product of factors overflows float32.
+    """
+    out, width = next(iter(deltas.values())).shape
+    step = max(1, min(out, _BLOCK // max(1, width)))
+    found = _Dense()
+    means: dict[str, list[npt.NDArray[np.float64]]] = {expert: [] for expert in deltas}
+    whole = {expert for expert, delta in deltas.items() if not isinstance(delta, Factors)}
+    found.squares = dict.fromkeys(whole, 0.0)
+    found.products = {pair: 0.0 for pair in couples if whole & {*pair}}
+    found.conflicts, found.elements = dict.fromkeys(couples, 0), dict.fromkeys(couples, 0)
+    memory = {expert: np.empty((step, width), np.float32) for expert in deltas}
+    scratch, unlike = np.empty((step, width), np.float32), np.empty((step, width), np.bool_)
+    zeros = {expert: np.empty((step, width), np.bool_) for expert in deltas}
+    for start, stop in row_ranges(out, step):
+        count = stop - start
+        blocks, has_zeros = {}, {}
+        for expert, delta in deltas.items():
+            block = memory[expert][:count]
+            with np.errstate(all="ignore"):  # what overflows is found by `finite`
+                if isinstance(delta, Factors):
+                    np.matmul(delta.b[start:stop], delta.a, out=block)
+                else:
+                    block[:] = delta[start:stop]
+                sums = np.abs(block, out=scratch[:count]).sum(axis=1, dtype=np.float64)
+            if not np.isfinite(sums).all():
+                finite(block, held[expert].name)
+            means[expert].append(sums / width)
+            if expert in whole:
+                found.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))
+            blocks[expert] = block
+            if couples:
+                has_zeros[expert] = bool(np.equal(block, 0, out=zeros[expert][:count]).any())
+        for one, other in couples:
+            # The sign of a float32 is its first bit.
+            x, y = blocks[one].view(np.int32), blocks[other].view(np.int32)
+            bits = np.bitwise_xor(x, y, out=scratch[:count].view(np.int32))
+            differ = np.less(bits, 0, out=unlike[:count])
+            elements = differ.size
+            if has_zeros[one] or has_zeros[other]:
+                nothing = zeros[one][:count] | zeros[other][:count]
+                elements -= int(np.count_nonzero(nothing))
+                differ &= ~nothing
+            found.conflicts[one, other] += int(np.count_nonzero(differ))
+            found.elements[one, other] += elements
+            if (one, other) in found.products:
+                product = np.sum(np.multiply(blocks[one], blocks[other], dtype=np.float64))
+                found.products[one, other] += float(product)
+    if rows:
+        found.means = {expert: np.concatenate(parts) for expert, parts in means.items()}
+    return found
+
+
+def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) -> float | None:
+    """‖W‖ of the base's own weight, which is read a part at a time; None where it has none in floating point."""
+    own = base.parameters.get(f"{name}.weight") if base else None
+    if base is None or own is None or own.tensor.dtype not in FLOATS:
+        return None
+    total = 0.0
+    for start, stop in row_ranges(math.prod(own.tensor.shape), _STORED):
+        part = read_elements(base.name, files[own.path], own.tensor, start, stop).astype(np.float64)
+        total += float(part @ part)
+    return math.sqrt(total)
+
+
+def _start(one: Delta, other: Delta) -> float | None:
+    """The mean cosine of two A's rows at equal places; rows of zeros count as 0."""
+    if not isinstance(one, Factors) or not isinstance(other, Factors) or one.a.shape != other.a.shape:
+        return None
+    lengths = np.linalg.norm(one.a, axis=1) * np.linalg.norm(other.a, axis=1)
+    products = np.sum(one.a * other.a, axis=1, dtype=np.float64)
+    return float(np.mean(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)))
+
+
+def _dense_space(delta: npt.NDArray[np.float32]) -> tuple[Vectors, Vectors]:
+    """Orthonormal bases (as columns) of the spaces that a full checkpoint's ΔW writes into and reads from."""
+    from adapterswap.arithmetic.approximation import approximate
+
+    factors = approximate(np.ascontiguousarray(delta), rank=_DIRECTIONS, error=_ERROR).factors
+    return _orthonormal(factors.b), _orthonormal(factors.a.T)
+
+
+def _orthonormal(matrix: Vectors) -> Vectors:
+    """A basis of the columns' space: directions that carry nothing are left out."""
+    u, sigma, _ = np.linalg.svd(matrix, full_matrices=False)
+    basis: Vectors = u[:, sigma > sigma[0] * _NOTHING]
+    return basis
+
+
+def _overlap(one: Vectors, other: Vectors) -> float:
+    smaller = min(one.shape[1], other.shape[1])
+    return float(np.sum(np.square(one.T @ other, dtype=np.float64)) / smaller) if smaller else 0.0
