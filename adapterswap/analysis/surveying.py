@@ -185,7 +185,7 @@ def _measure(
     if not couples:
         return found
     mixed = len(factors) < len(deltas)
-    spaces = {}
+    spaces: dict[str, tuple[Vectors, Vectors]] = {}
     for expert, delta in deltas.items():
         if joint is not None and expert in place:
             spectrum = joint.spectrum_of(place[expert])
@@ -265,10 +265,12 @@ def _by_blocks(
                     np.matmul(delta.b[start:stop], delta.a, out=block)
                 else:
                     block[:] = delta[start:stop]
-                sums = np.abs(block, out=scratch[:count]).sum(axis=1, dtype=np.float64)
+                sums = np.abs(block, out=scratch[:count]).sum(axis=1)
             if not np.isfinite(sums).all():
-                finite(block, held[expert].name)
-            means[expert].append(sums / width)
+                sums = np.abs(finite(block, held[expert].name)).sum(
+                    axis=1, dtype=np.float64
+                )  # only the sum is too large
+            means[expert].append(sums / np.float64(width))
             if expert in whole:
                 found.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))
             blocks[expert] = block

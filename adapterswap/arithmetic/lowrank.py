@@ -1,4 +1,4 @@
-"""Exact arithmetic on low-rank matrices ΔW = B·A, without forming ΔW: norms, inner products, truncation.
+"""Exact arithmetic on low-rank matrices ΔW = B·A, without forming ΔW: concatenation, cosines, truncation.
 
 numpy arrays in, numpy arrays out. B is out×r with the scale folded in, A is r×in. Knows nothing of adapters or plans.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from adapterswap.arithmetic.joint import Joint, Spectrum, mixed
 from adapterswap.changes.deltas import Factors
 
-__all__ = ["Truncated", "concatenate", "cosine", "cut", "inner", "kept", "smallest_rank", "truncate"]
+__all__ = ["Truncated", "concatenate", "cosine", "cut", "kept", "smallest_rank", "truncate"]
 
 Matrix = npt.NDArray[np.floating]
 
@@ -39,11 +39,6 @@ def concatenate(terms: list[tuple[float, Factors]]) -> Factors:
         np.concatenate([factors.a for _, factors in terms], axis=0),
         np.concatenate([np.asarray(c, factors.b.dtype) * factors.b for c, factors in terms], axis=1),
     )
-
-
-def inner(one: Factors, other: Factors) -> float:
-    """The Frobenius inner product ⟨B_1·A_1, B_2·A_2⟩; see `Joint.inner`."""
-    return Joint([one, other]).inner(0, 1)
 
 
 def cosine(product: float, norms: tuple[float, float]) -> float | None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.lowrank import concatenate, inner
+from adapterswap.arithmetic.joint import Joint
+from adapterswap.arithmetic.lowrank import concatenate
 from adapterswap.arithmetic.magnitudes import sides_magnitudes
 from adapterswap.changes.deltas import Factors, row_magnitudes
 from adapterswap.changes.reading import FactorReader, factor_reader
@@ -122,9 +123,10 @@ def _gram(slot: Slot, rule: Rule, read: FactorReader) -> npt.NDArray[np.float64]
     """⟨ΔW_i, ΔW_j⟩ of the blend's sides; zeros where a side lacks the module."""
     sides = side_factors(slot, read)
     names = list(rule.blend or {})
+    held = [place for place, name in enumerate(names) if name in sides]
     gram = np.zeros((len(names), len(names)))
-    for i, one in enumerate(names):
-        for j, other in enumerate(names[: i + 1]):
-            if one in sides and other in sides:
-                gram[i, j] = gram[j, i] = inner(sides[one], sides[other])
+    joint = Joint([sides[names[place]] for place in held])
+    for i, one in enumerate(held):
+        for j, other in enumerate(held):
+            gram[one, other] = joint.inner(i, j)
     return gram

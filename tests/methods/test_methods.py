@@ -26,7 +26,8 @@ from writing.test_blends import deltas, handmade
 import adapterswap
 from adapterswap import Composition
 from adapterswap.arithmetic.approximation import approximate
-from adapterswap.arithmetic.lowrank import inner, truncate
+from adapterswap.arithmetic.joint import Joint
+from adapterswap.arithmetic.lowrank import truncate
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.reduction import dense_delta
 from adapterswap.arithmetic.resolving import resolve
@@ -282,7 +283,7 @@ def test_low_rank_arithmetic_equals_dense(seed: int, rank: int, out: int) -> Non
     one, other = (Factors(random.standard_normal((rank, 7)), random.standard_normal((out, rank))) for _ in range(2))
     expected = np.sum((one.b @ one.a) * (other.b @ other.a))
     size = mathematics.prod(float(np.linalg.norm(part)) for part in (one.a, one.b, other.a, other.b))
-    assert inner(one, other) == near(expected, dtype=torch.float64, scale=size)
+    assert Joint([one, other]).inner(0, 1) == near(expected, dtype=torch.float64, scale=size)
     close(row_magnitudes(one, "one"), np.abs(one.b @ one.a).mean(axis=1), dtype=torch.float64)
 
 
