@@ -45,6 +45,7 @@ vllm: $(VLLM)  ## vLLM for the CPU in an environment of its own (3.4 GB), where 
 
 bench: $(STAMP)  ## the README's timings, as ratios measured side by side
 	$(BIN)/python benchmarks/compose.py
+	$(BIN)/python benchmarks/core.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/live.py --repeats 24
 	$(BIN)/python benchmarks/merge.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py

@@ -266,10 +266,8 @@ def _by_blocks(
                 else:
                     block[:] = delta[start:stop]
                 sums = np.abs(block, out=scratch[:count]).sum(axis=1)
-            if not np.isfinite(sums).all():
-                sums = np.abs(finite(block, held[expert].name)).sum(
-                    axis=1, dtype=np.float64
-                )  # only the sum is too large
+            if not np.isfinite(sums).all():  # of numbers that are not, or only the sum is too large
+                sums = np.abs(finite(block, held[expert].name)).sum(axis=1, dtype=np.float64)
             means[expert].append(sums / np.float64(width))
             if expert in whole:
                 found.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))
@@ -312,8 +310,9 @@ def _start(one: Delta, other: Delta) -> float | None:
     """The mean cosine of two A's rows at equal places; rows of zeros count as 0."""
     if not isinstance(one, Factors) or not isinstance(other, Factors) or one.a.shape != other.a.shape:
         return None
-    lengths = np.linalg.norm(one.a, axis=1) * np.linalg.norm(other.a, axis=1)
-    products = np.sum(one.a * other.a, axis=1, dtype=np.float64)
+    x, y = one.a.astype(np.float64), other.a.astype(np.float64)
+    lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    products = np.sum(x * y, axis=1)
     return float(np.mean(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)))
 
 

@@ -24,6 +24,7 @@ from tolerances import close, near, tolerance
 
 from adapterswap import AdapterswapError, Composition, compose
 from adapterswap.analysis import Changes, choose_threshold, interfere, measure, read_fractions
+from adapterswap.analysis.analyzing import analyze
 from adapterswap.analysis.changes import FractionTable, write_fractions
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import DataError
@@ -424,6 +425,69 @@ def test_signs_of_small_changes_are_counted(tmp_path: Path) -> None:
     for module in interfere({"one": open_adapter(one), "other": open_adapter(other)}).modules:
         assert (module.conflicts, module.elements) == (0, 32)
         assert module.cosine == near(1, scale=1)
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e18])
+def test_what_is_measured_does_not_depend_on_how_the_factors_share_their_size(size: float, tmp_path: Path) -> None:
+    experts = {}
+    for seed, name in enumerate(("one", "other", "third")):
+        content = crafting.tensors(layers=1, seed=seed, width=8)
+        experts[name] = crafting.adapter(tmp_path / name, content)
+        if name == "one":
+            for key, (dtype, shape, raw) in content.items():
+                values = np.frombuffer(raw, np.float32) * np.float32(size if "lora_A" in key else 1 / size)
+                content[key] = dtype, shape, values.tobytes()
+            experts["uneven"] = crafting.adapter(tmp_path / "uneven", content)
+    opened = {name: open_adapter(path) for name, path in experts.items()}
+    plain, uneven = (
+        analyze({"x": opened[name], "other": opened["other"], "third": opened["third"]}, threshold=0.1)
+        for name in ("one", "uneven")
+    )
+    for change, same in zip(plain.changes[0].modules, uneven.changes[0].modules, strict=True):
+        close(same.rows, change.rows)
+        assert same.norm == near(change.norm)
+    for pair, same_pair in zip(plain.pairs, uneven.pairs, strict=True):
+        assert pair.experts == same_pair.experts
+        for module, same_module in zip(pair.modules, same_pair.modules, strict=True):
+            assert (module.conflicts, module.elements) == (same_module.conflicts, same_module.elements)
+            for key in ("cosine", "written", "read", "start"):
+                assert getattr(same_module, key) == near(getattr(module, key), scale=1)
+
+
+def test_three_experts_are_measured_as_two_and_as_one(tmp_path: Path) -> None:
+    """One pass through all of them; some matrices only one has."""
+    experts = {}
+    for seed, name in enumerate(("one", "other", "third")):
+        content = crafting.tensors(layers=1 + seed, seed=seed, rank=2 + seed, width=8)
+        experts[name] = open_adapter(crafting.adapter(tmp_path / name, content, crafting.config(r=2 + seed)))
+    found = analyze(experts, threshold=0.1)
+    for changes in found.changes:
+        alone = measure(experts[changes.expert], name=changes.expert)
+        assert [change.matrix for change in changes.modules] == [change.matrix for change in alone.modules]
+        for change, same in zip(changes.modules, alone.modules, strict=True):
+            exact = dense(tmp_path / changes.expert, change.matrix.name) * 4 / rank_of(experts, changes.expert) ** 0.5
+            close(change.rows, np.abs(exact).mean(axis=1))
+            assert change.norm == near(float(np.linalg.norm(exact)))
+            assert same.norm == near(change.norm)
+    assert [pair.experts for pair in found.pairs] == [("one", "other"), ("one", "third"), ("other", "third")]
+    for pair in found.pairs:
+        two = interfere({name: experts[name] for name in pair.experts})
+        for module, same_module in zip(pair.modules, two.modules, strict=True):
+            x, y = (dense(tmp_path / name, module.matrix.name) for name in pair.experts)
+            expected = float(np.sum(x * y) / np.linalg.norm(x) / np.linalg.norm(y))
+            assert module.cosine == near(expected, scale=1)
+            assert same_module.cosine == near(expected, scale=1)
+            assert module.conflicts == same_module.conflicts == int(np.sum(x * y < 0))
+            overlaps = []
+            for left, right in ((x, y), (x.T, y.T)):
+                ranks = np.linalg.matrix_rank(left), np.linalg.matrix_rank(right)
+                angles = subspace_angles(np.linalg.svd(left)[0][:, : ranks[0]], np.linalg.svd(right)[0][:, : ranks[1]])
+                overlaps.append(float(np.sum(np.cos(angles) ** 2)) / min(ranks))
+            assert [module.written, module.read] == near(overlaps, scale=1)
+
+
+def rank_of(experts: dict[str, Any], name: str) -> int:
+    return next(iter(experts[name].modules.values())).rank
 
 
 def dense(folder: Path, name: str) -> np.ndarray:

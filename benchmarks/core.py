@@ -1,0 +1,106 @@
+"""What goes through the joint core, at Llama-3.1-8B's shape with two experts of rank 64: whole processes and functions.
+
+python benchmarks/core.py [--runs 3] [--scratch DIR] [--against CHECKOUT] [--skip analyze …]
+
+`--against` runs each command in another checkout too, in turn with this one. Processor seconds say more than wall
+seconds on a machine that does something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from measuring import side_by_side
+
+HERE = Path(__file__).resolve().parent
+# wall seconds, processor seconds and megabytes that are allowed on two quiet cores; None: not bounded
+ALLOWED: dict[str, tuple[float | None, float | None, float]] = {
+    "soup --max-rank 64": (None, 8, 250), "diff": (1.5, None, 500), "analyze": (20, None, 500),
+}  # fmt: skip
+FUNCTION_ALLOWED = 12  # processor seconds of a method on all 224 modules
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--scratch", type=Path, help="A folder with 3 GB free; default: a temporary one.")
+    parser.add_argument("--against", type=Path, help="Another checkout of adapterswap.")
+    parser.add_argument("--skip", nargs="*", default=[], choices=ALLOWED)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        processes(Path(scratch), options)
+    functions()
+
+
+def processes(scratch: Path, options: argparse.Namespace) -> None:
+    experts = scratch / "math", scratch / "swahili"
+    for seed, folder in enumerate(experts, start=1):
+        subprocess.run([sys.executable, HERE / "shapes.py", folder, str(seed)], check=True)
+    pair = ["-t", experts[0], "-l", experts[1], "--num-layers", "32", "--method", "soup"]
+    arguments = {
+        "soup --max-rank 64": ["compose", *pair, "--max-rank", "64", "--overwrite", "-o", scratch / "soup"],
+        "diff": ["diff", *experts],
+        "analyze": ["analyze", *experts, "--overwrite", "-o", scratch / "analysis"],
+    }
+    checkouts = {"": HERE.parent, **({" there": options.against} if options.against else {})}
+    commands = {
+        name + where: ["env", f"PYTHONPATH={checkout}", sys.executable, "-m", "adapterswap", *arguments[name]]
+        for name in ALLOWED
+        if name not in options.skip
+        for where, checkout in checkouts.items()
+    }
+    found = side_by_side(commands, runs=options.runs)
+    for name, measured in found.items():
+        print(f"{name:25} {measured.seconds:6.2f} s {measured.cpu:6.2f} CPU s {measured.megabytes:5.0f} MB", end="")
+        if name in ALLOWED:
+            wall, cpu, megabytes = ALLOWED[name]
+            shares = [
+                (measured.seconds, wall, "s"),
+                (measured.cpu, cpu, "CPU s"),
+                (measured.megabytes, megabytes, "MB"),
+            ]
+            told = [f"{value / bound:.2f} of {bound:g} {unit}" for value, bound, unit in shares if bound is not None]
+            print(f"  ({', '.join(told)} allowed)", end="")
+        print()
+
+
+def functions() -> None:
+    """The spectral methods on a module of each shape, times the number of such modules."""
+    import numpy as np
+    from shapes import llama_projections
+
+    from adapterswap.arithmetic.spectral import align, iso_c, iso_cts, tsv
+    from adapterswap.arithmetic.threads import one_blas_thread
+    from adapterswap.changes.deltas import Factors
+
+    shapes = list(llama_projections(4096, 14336, 1024).values())
+    random = np.random.default_rng(0)
+
+    def expert(out: int, into: int) -> Factors:
+        a, b = random.standard_normal((64, into)) / into**0.5, random.standard_normal((out, 64)) * 0.04
+        return Factors(a.astype(np.float32), b.astype(np.float32))
+
+    methods: tuple[Callable[..., object], ...] = (tsv, iso_c, iso_cts, align)
+    with one_blas_thread():
+        for method in methods:
+            total = 0.0
+            for out, into in set(shapes):
+                changes = [expert(out, into), expert(out, into)]
+                times = []
+                for _ in range(4):
+                    start = time.process_time()
+                    method(changes)
+                    times.append(time.process_time() - start)
+                total += 32 * shapes.count((out, into)) * statistics.median(times[1:])
+            print(f"{method.__name__:8} {total:5.2f} CPU s of {FUNCTION_ALLOWED} allowed for 224 modules")
+
+
+if __name__ == "__main__":
+    main()
