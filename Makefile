@@ -17,7 +17,7 @@ test: $(STAMP) lint  ## lint, types and every test
 # full weights. A new file in these rooms is in, until it proves slow.
 FAST := $(filter-out tests/test_fuzz.py tests/experts/test_architectures.py tests/experts/test_hub.py tests/files/test_kill.py \
 	tests/writing/test_equivalence.py tests/writing/test_overwrite.py, \
-	$(wildcard $(addsuffix /test_*.py,tests $(addprefix tests/,changes checking experts files methods planning records writing)))) \
+	$(wildcard $(addsuffix /test_*.py,tests $(addprefix tests/,arithmetic changes checking experts files methods planning records writing)))) \
 	tests/recipes/test_extends.py tests/sweeps/test_grid.py tests/serving/test_manifest.py \
 	tests/reporting/test_ranks.py tests/reporting/test_tables.py tests/training/test_recipe.py \
 	tests/training/test_schedule.py tests/lab/test_world.py tests/lab/test_statistics.py

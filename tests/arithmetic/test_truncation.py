@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from test_blends import deltas
 from tolerances import near, tolerance
 
 import adapterswap
@@ -23,6 +22,7 @@ from adapterswap.arithmetic.outputs import Form
 from adapterswap.checking.verifying import verify
 from adapterswap.errors import OutputError
 from adapterswap.writing import prepare, write_prepared
+from writing.test_blends import deltas
 
 WEIGHTS, RECORD = "adapter_model.safetensors", "adapterswap.json"
 WIDTH, RANK = 24, 8
