@@ -124,5 +124,7 @@ def _place(module: Part) -> tuple[str, ...]:
 
 def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
     """Whether two experts each have modules that the other has in no layer: as attention and MLP, or as two names."""
+    if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
+        return False
     shapes = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
     return any(one - other and other - one for one, other in combinations(shapes, 2))
