@@ -29,7 +29,7 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
     """
     if tensor.data is not None:
         return tensor.data.read(tensor.shape)
-    values = np.zeros(tensor.shape, np.float32)
+    values = np.zeros(tensor.view or tensor.shape, np.float32)
     with np.errstate(all="ignore"):  # as in `encode`
         for piece in tensor.pieces:
             numbers = read_numbers(piece.expert, files[piece.path], piece.tensor) * np.float32(piece.factor)

@@ -11,7 +11,7 @@ No tensor is read here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,8 +112,19 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         fan_in_fan_out=_fan_in_fan_out(plan),
         tied=first.tied,
         saved=[name for name, module in plan.saved.items() if module.terms and not is_bias(name)],
-        variant={**variant_of(plan.modules.values()), **trained_biases(plan)},
+        variant={**variant_of(plan.modules.values()), **trained_biases(plan), **_parameters(plan)},
     )
+
+
+def _parameters(plan: Plan) -> dict[str, Any]:
+    """The settings for LoRA on parameters, by their full names; PEFT tells its layouts apart by its version alone."""
+    entering = [slot.terms[0].lora for slot in plan.modules.values() if slot.terms and not slot.opaque]
+    names = sorted(lora.name for lora in entering if lora.parameter)
+    if not names:
+        return {}
+    versions = [adapter.config.peft_version or "" for adapter in plan.adapters.values()]
+    modules = sorted(slot.name for slot in plan.modules.values() if slot.terms and slot.name not in names)
+    return {"target_modules": modules, "target_parameters": names, "peft_version": min(filter(None, versions))}
 
 
 def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
@@ -166,10 +177,38 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputT
         a_pieces.append(Piece(term.expert, path, part.a, 1.0, offset))
         b_pieces.append(Piece(term.expert, path, part.b, factor, offset, rows))
         offset += part.rank
+    if first.parameter:
+        yield from _fused(first, shape, a_pieces, b_pieces, common_dtype, resolved.plan)
+        return
     for axis, key, pieces in ((0, first.a_key, a_pieces), (1, first.b_key, b_pieces)):
         dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
         dtype = pieces[0].tensor.dtype if module.owner and pieces else common_dtype
         yield OutputTensor(key, dtype, dims, axis, tuple(pieces))
+
+
+def _fused(
+    first: LoraModule, shape: Shape, a_pieces: Sequence[Piece], b_pieces: Sequence[Piece], dtype: str, plan: Plan
+) -> Iterator[OutputTensor]:
+    """A and B of a parameter: the ranks are concatenated for each expert by itself.
+
+    A is seen as experts×rank×in and B as out×rank×experts. PEFT's layer for the first parameter of a module stands
+    inside the one for the second.
+    """
+    count, out, into = first.experts, first.out_features, first.in_features
+    holder, _, name = first.name.rpartition(".")
+    outer = [other for other, slot in plan.modules.items() if slot.terms and other.rpartition(".")[0] == holder]
+    module = f"{holder}.base_layer" if name == "gate_up_proj" and f"{holder}.down_proj" in outer else holder
+
+    def viewed(piece: Piece, dims: tuple[int, ...]) -> Piece:
+        return replace(piece, tensor=replace(piece.tensor, shape=dims))
+
+    a = tuple(viewed(piece, (count, piece.tensor.shape[0] // count, into)) for piece in a_pieces)
+    b = tuple(viewed(piece, (out, piece.tensor.shape[1] // count, count)) for piece in b_pieces)
+    for factor, pieces, view in (("A", a, (count, shape.rank, into)), ("B", b, (out, shape.rank, count))):
+        stored = (count * shape.rank, into) if factor == "A" else (out, shape.rank * count)
+        kind = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
+        key = part_key(module, f"lora_{factor}.weight")
+        yield OutputTensor(key, kind, stored, 1, pieces, view=view)
 
 
 def _like(module: Slot, plan: Plan) -> LoraModule:

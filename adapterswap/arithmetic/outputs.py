@@ -100,6 +100,7 @@ class OutputTensor:
         axis: pieces lie side by side along it: 0 for A (rank×in), 1 for B (out×rank); None: they are added up.
         pieces: what it is made of; what they do not fill is zero.
         data: its bytes, where they were computed before (a truncated module); they may have a lower rank than `shape`.
+        view: the shape in which pieces lie side by side along `axis`, where that is another than the stored one.
     """
 
     key: str
@@ -108,13 +109,14 @@ class OutputTensor:
     axis: int | None
     pieces: tuple[Piece, ...] = ()
     data: Stored | None = None
+    view: tuple[int, ...] | None = None
 
     @property
     def is_copied(self) -> bool:
         """Whether the bytes of all pieces can be copied as they are."""
         if self.data is not None:
             return False
-        alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == self.shape
+        alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == (self.view or self.shape)
         plain = all(p.factor == 1 and p.rows is None and p.tensor.dtype == self.dtype for p in self.pieces)
         return plain and (alone or self.axis == 0)
 

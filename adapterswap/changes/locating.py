@@ -169,7 +169,13 @@ def locate(
             missing.append(part.name)
         else:
             found |= located
-    for module in adapter.modules.values():
+    if fused := [module.name for module in adapter.modules.values() if module.parameter]:
+        problems.add(
+            f"{expert} has LoRA on parameters ({and_more(fused)}), which are not merged here yet",
+            "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
+            kind=UnsupportedError,
+        )
+    for module in (module for module in adapter.modules.values() if not module.parameter):
         key = stored_name(module.name, "weight")
         if key is None:
             missing.append(module.name)

@@ -15,6 +15,7 @@ import numpy as np
 
 from adapterswap.changes.deltas import Factors, Rows, finite
 from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.files.numbers import open_files, read_elements, read_numbers
 
@@ -50,6 +51,11 @@ def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
         ExpertError: see `read_numbers`.
         UnsupportedError: B overflows float32 when it is scaled.
     """
+    if module.experts > 1:
+        raise UnsupportedError(
+            f"{module.name} is a fused parameter of {module.experts} experts in {expert}: its ΔW is not computed here",
+            "Compose it with linear methods, into an adapter of the exact layout",
+        )
     b = read_numbers(expert, file, module.b)
     return Factors.scaled(read_numbers(expert, file, module.a), b, module.scale, module.name)
 

@@ -32,7 +32,7 @@ _HARMLESS = {
 _READ = {
     "alpha_pattern", "auto_mapping", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "modules_to_save", "r", "rank_pattern",
-    "lora_bias", "target_modules", "use_dora", "use_rslora",
+    "lora_bias", "target_modules", "target_parameters", "use_dora", "use_rslora",
 }  # fmt: skip
 
 # Keys that, when set, make the adapter something else than W + s·B·A, and what they mean.
@@ -42,7 +42,6 @@ _REFUSED = {
     "kasa_config": "KaSA changes the base's weights",
     "layer_replication": "layer_replication repeats layers, so that indices no longer name the base's",
     "monteclora_config": "MonteCLoRA samples its weights",
-    "target_parameters": "target_parameters adapts fused parameters, which is not exact here yet",
     "trainable_token_indices": "trainable tokens are not a low-rank change",
     "use_bdlora": "BD-LoRA's blocks are not plain A and B",
     "use_qalora": "QA-LoRA pools its inputs",
@@ -95,6 +94,7 @@ class AdapterConfig:
         bias: `all` or `lora_only` where biases of the base were trained too; else `none`.
         settings: of another kind, what its modules read in the config, apart from those in `patterns`.
         values, patterns: of another kind, what may differ from module to module: globally, and by regex.
+        target_parameters: parameters that have LoRA themselves, by their name or the end of it: fused experts.
         peft_version: of PEFT, as it wrote the config; None where it did not.
         unknown: keys that PEFT does not know, and ignores with a warning.
         sha256: of the file's bytes as they were read, in hexadecimal.
@@ -121,6 +121,7 @@ class AdapterConfig:
     settings: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     patterns: Mapping[str, Patterns[Any]] = field(default_factory=dict)
+    target_parameters: tuple[str, ...] = ()
     peft_version: str | None = None
     unknown: tuple[str, ...] = ()
 
@@ -134,6 +135,11 @@ class AdapterConfig:
     def values_of(self, module: str) -> dict[str, Any]:
         """Of another kind than LoRA: what the module reads in the config that other modules may read otherwise."""
         return {key: self.patterns[key].get(module, value) for key, value in self.values.items()}
+
+    def is_at_least(self, version: tuple[int, int]) -> bool:
+        """Whether that version of PEFT, or a later one, wrote the config; not so where the config does not say."""
+        match = re.match(r"(\d+)\.(\d+)", self.peft_version or "")
+        return match is not None and (int(match[1]), int(match[2])) >= version
 
     def rank_of(self, module: str) -> int:
         return self.rank_pattern.get(module, self.rank)
@@ -288,6 +294,7 @@ def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) 
         dora=value("use_dora", False, _is_bool, "true or false"),
         lora_bias=value("lora_bias", False, _is_bool, "true or false"),
         bias=value("bias", "none", lambda v: v in ("none", "all", "lora_only"), "none, all or lora_only"),
+        target_parameters=tuple(value("target_parameters", [], _is_texts, "a list of names")),
         peft_version=value("peft_version", None, _is_text, "a version or null"),
         unknown=_unknown(content, path, problems),
     )

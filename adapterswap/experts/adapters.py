@@ -6,6 +6,7 @@ No tensor is read and torch is not imported. Knows nothing of compositions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -36,6 +37,8 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PROVENANCE = "adapterswap.json"
 
+_FIRST_FUSED = "gate_up_proj"  # the first of a fused layer's two parameters in every model of transformers
+
 _MISMATCH = "The file and its config do not belong together: save the adapter again"
 
 # What to fetch from the Hub; the last two say why there are no weights, where there are none.
@@ -57,6 +60,9 @@ class LoraModule:
         a, b: where the factors lie in the file.
         embedding: an embedding's LoRA.
         base: the copy of the base's own weight that PEFT saves beside the LoRA of an embedding or head; else None.
+        parameter: it is a parameter, not a module (`target_parameters`), and `name` is the parameter's.
+        experts: how many matrices a fused parameter holds, each with factors of this rank: A is (experts·rank×in), an
+            expert's rows together, and B (out×rank·experts), an expert's columns `experts` apart.
     """
 
     name: str
@@ -70,6 +76,8 @@ class LoraModule:
     b: Tensor
     embedding: bool
     base: Tensor | None = None
+    parameter: bool = False
+    experts: int = 1
 
     @property
     def in_features(self) -> int:
@@ -97,7 +105,8 @@ class LoraModule:
     @property
     def shape(self) -> str:
         """What must agree between experts of one base, in words."""
-        return f"{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
+        matrices = f"{self.experts}×" if self.experts > 1 else ""
+        return f"{matrices}{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
 
 
 @dataclass(frozen=True)
@@ -270,7 +279,11 @@ def read_adapter(source: Source) -> Adapter:
         [*pairs, *parts, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems
     )
     check_dtypes(file, folder, problems)
-    ignored = _ignored([*pairs, *parts], saved, config, folder, problems)
+    parameters: set[str] = set()
+    if config.target_parameters:
+        with problems.collect():
+            pairs, parameters = _with_parameters(pairs, config, folder)
+    ignored = _ignored([name for name in (*pairs, *parts) if name not in parameters], saved, config, folder, problems)
     pairs = {name: factors for name, factors in pairs.items() if name not in ignored}
     parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
     config.check_patterns([*pairs, *parts])
@@ -281,7 +294,7 @@ def read_adapter(source: Source) -> Adapter:
     opaque: dict[str, OpaqueModule] = {}
     for name, factors in pairs.items():
         with problems.collect():
-            module = _module(name, factors, config, container, folder)
+            module = _module(name, factors, config, container, folder, parameter=name in parameters)
             if config.dora or config.lora_bias:
                 opaque[name] = _variant(module, factors, config, folder)
             elif factors.beside:
@@ -339,12 +352,48 @@ def _ignored(
     if config.tied:  # PEFT ties the LoRA of an embedding to the head, which the config need not name
         loaded |= {name for name in pairs if not any(segment.isdecimal() for segment in name.split("."))}
     ignored = tuple(name for name in pairs if name not in loaded and name not in saved)
-    if ignored and not loaded:
+    if ignored and not loaded and not config.target_parameters:
         problems.add(
             f"{folder / CONFIG} targets no module in {WEIGHTS} (such as {ignored[0]}), so PEFT would load none",
             "Correct target_modules, layers_to_transform or exclude_modules, or save the adapter again",
         )
     return ignored
+
+
+def _with_parameters(
+    pairs: Mapping[str, FactorTensors], config: AdapterConfig, folder: Path
+) -> tuple[dict[str, FactorTensors], set[str]]:
+    """The factors with those of parameters under the parameters' own names, and these names.
+
+    PEFT puts a layer around the module for each of its parameters, one around the other in the order of the parameters:
+    the keys of the inner ones have `base_layer` in them.
+
+    Raises:
+        UnsupportedError: which parameter a layer is for does not follow from the config.
+    """
+    adapted = config.targets.loaded(pairs)
+    chains: dict[str, list[str]] = {}
+    for name in sorted(pairs, key=len, reverse=True):
+        module = re.sub(r"(\.base_layer)+$", "", name)
+        if module != name or name not in adapted:
+            chains.setdefault(module, []).append(name)  # the innermost first
+    found, parameters = dict(pairs), set()
+    for module, chain in chains.items():
+        ends = [target.rpartition(".") for target in config.target_parameters]
+        inside = [last for start, _, last in ends if start and f".{module}".endswith(f".{start}")]
+        anywhere = [last for start, _, last in ends if not start]
+        names = inside if len(inside) == len(chain) else [*inside, *anywhere]
+        names = sorted(set(names), key=lambda name: name != _FIRST_FUSED)
+        if len(names) != len(chain) or (len(names) > 1 and set(names) != {_FIRST_FUSED, "down_proj"}):
+            raise UnsupportedError(
+                f"{folder}: {module} has LoRA on {len(chain)} of its parameters, and target_parameters does not say "
+                f"which ({', '.join(config.target_parameters)})",
+                "Name the parameters with their module, as in mlp.experts.down_proj, in the config and save again",
+            )
+        for name, parameter in zip(chain, names, strict=True):
+            found[f"{module}.{parameter}"] = found.pop(name)
+            parameters.add(f"{module}.{parameter}")
+    return found, parameters
 
 
 def _kept_layers(folder: Path) -> frozenset[int] | None:
@@ -375,7 +424,13 @@ def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
 
 
 def _module(
-    name: str, factors: FactorTensors, config: AdapterConfig, container: str | None, folder: Path
+    name: str,
+    factors: FactorTensors,
+    config: AdapterConfig,
+    container: str | None,
+    folder: Path,
+    *,
+    parameter: bool = False,
 ) -> LoraModule:
     a, b = factors.a, factors.b
     for factor, tensor in (("A", a), ("B", b)):
@@ -392,7 +447,14 @@ def _module(
     rank = config.rank_of(name)
     if a.shape[0] != b.shape[1]:
         raise ExpertError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, and lora_B {b.shape[1]}", _MISMATCH)
-    if a.shape[0] != rank:
+    experts = a.shape[0] // rank if parameter and a.shape[0] % rank == 0 else 1
+    if experts > 1 and not config.is_at_least((0, 19)):
+        raise UnsupportedError(
+            f"{folder}: {name} is a fused parameter with LoRA as PEFT stored it before 0.19, with in and out the other "
+            "way round for most models, and later versions of PEFT read it wrongly or not at all",
+            "Train it with a later PEFT, or merge it with the version that made it",
+        )
+    if a.shape[0] != rank * experts:
         raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, and {CONFIG} says {rank}", _MISMATCH)
     alpha = config.alpha_of(name)
     return LoraModule(
@@ -407,6 +469,8 @@ def _module(
         b=b,
         embedding=factors.embedding,
         base=factors.base,
+        parameter=parameter,
+        experts=experts,
     )
 
 

@@ -189,6 +189,20 @@ class Inventory:
                 "Load it under another name",
                 kind=ExpertError,
             )
+        if config.bias != "none":
+            problems.add(
+                f"the adapter {name!r} trained biases of the base (bias: {config.bias}), which PEFT has put over the "
+                "base's own",
+                "Merge it into its base with `merge`",
+                kind=UnsupportedError,
+            )
+        if config.target_parameters:
+            problems.add(
+                f"the adapter {name!r} has LoRA on parameters ({', '.join(config.target_parameters)}), which the live "
+                "composer cannot switch",
+                "Write the composition with `compose`, and load that",
+                kind=UnsupportedError,
+            )
         if config.modules_to_save:
             problems.add(
                 f"the adapter {name!r} holds modules trained in full ({', '.join(config.modules_to_save)}), which PEFT "

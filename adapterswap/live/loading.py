@@ -115,6 +115,11 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
 def check_loadable(adapter: Adapter, name: str) -> None:
     """Raise `UnsupportedError` if PEFT cannot switch the adapter, or would change the base's weights by loading it."""
     adapter.check_low_rank("the live composer switches", f"the expert {name!r}")
+    if fused := next((module.name for module in adapter.modules.values() if module.parameter), None):
+        raise UnsupportedError(
+            f"the expert {name!r} has LoRA on the parameter {fused}, which the live composer cannot switch",
+            "Write the composition with `compose`, and load that",
+        )
     if adapter.config.bias != "none":
         raise UnsupportedError(
             f"the expert {name!r} trained biases of the base (bias: {adapter.config.bias}), which PEFT would put over "

@@ -249,6 +249,10 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     if not any(modules[name].terms for name in fused):
         return form
     remedy = "Merge the composition into the base with `merge`, which does not depend on PEFT"
+    if other := next((s.name for s in modules.values() if s.low_rank and s.low_rank[0].lora.parameter), None):
+        raise UnsupportedError(
+            f"{fused[0]} has LoRA on one expert, and {other} on all experts of a layer as one parameter", remedy
+        )
     if opaque := next((name for name in fused if modules[name].opaque), None):
         raise UnsupportedError(
             f"{opaque} is no plain LoRA, and PEFT on transformers 5 fuses nothing else on experts",

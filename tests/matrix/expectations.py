@@ -51,7 +51,8 @@ _HYBRID = [name for name, architecture in ARCHITECTURES.items() if architecture.
 _FUSED = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 
 REFUSALS = [
-    Refusal("fused experts (target_parameters)", UnsupportedError, "target_parameters", _FUSED, ["linear"]),
+    Refusal("fused experts (target_parameters)", UnsupportedError, "LoRA on (the )?parameter", _FUSED, ["linear"],
+            ["merge", "live"]),
     Refusal("PEFT blends no modules_to_save live", AdapterswapError, "modules_to_save",
             kinds=["modules_to_save"], operations=["live"]),
     # Experts of attention alone leave the task nothing in partition A, and some hybrids have no attention in a zone.

@@ -17,6 +17,7 @@ import pytest
 import torch
 from click.testing import Result
 from conftest import LAYERS, load_base, logits
+from matrix.architectures import ARCHITECTURES, build
 from peft import (
     BOFTConfig,
     HiraConfig,
@@ -287,6 +288,67 @@ def test_a_module_inside_one_that_another_expert_holds_in_full(base: Base, tmp_p
     whole = dora(use_dora=False, target_modules=["lm_head"], modules_to_save=["mlp"])
     with pytest.raises(AdapterswapError, match="inside it"):
         composed(pair(base("llama"), tmp_path, inside, whole))
+
+
+@pytest.mark.parametrize("version", [None, "0.18.1"])
+def test_fused_parameters_of_an_older_peft(version: str | None, tmp_path: Path) -> None:
+    """Before 0.19 PEFT stored A and B the other way round, which shapes do not tell where a matrix is square."""
+    experts = fused(tmp_path, "math", 1)
+    config = experts / "adapter_config.json"
+    content = {**json.loads(config.read_text()), "peft_version": version}
+    config.write_text(json.dumps(content))
+    with pytest.raises(UnsupportedError, match=r"before 0\.19"):
+        adapterswap.open_expert(experts)
+
+
+def fused(folder: Path, name: str, seed: int, **options: Any) -> Path:
+    """LoRA on the fused experts of a pico Qwen3-MoE, whose base is saved beside it."""
+    base = folder / "base"
+    if not base.exists():
+        build(ARCHITECTURES["qwen3_moe"]).save_pretrained(base)
+    targets: Any = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "rank_pattern": {"q_proj": 3, "gate_up_proj": 2},
+    }
+    return make(base, folder / name, LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", **targets, **options}), seed)
+
+
+@pytest.mark.parametrize("layout", ["exact", "portable"])
+def test_fused_experts_are_copied_and_blended(layout: Any, tmp_path: Path) -> None:
+    """One expert adapts both parameters of a layer, the other one of them with another rank and scale."""
+    one = fused(tmp_path, "math", 1)
+    other = fused(
+        tmp_path, "swahili", 2, r=5, use_rslora=True, target_parameters=["mlp.experts.down_proj"], rank_pattern={}
+    )
+    experts = {"math": one, "swahili": other}
+    rules: Any = [
+        {"layers": 0, "expert": "swahili"},
+        {"layers": 1, "blend": {"math": 1, "swahili": 3}},
+        {"expert": "math"},
+    ]
+    out = composed(experts, rules).write(tmp_path / "out", layout=layout)
+    shares: Any = {0: (0, 1), 1: (0.25, 0.75)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the patterns, which PEFT finds all the same
+        model = PeftModel.from_pretrained(load_base(tmp_path / "base"), out).merge_and_unload()
+        full = [PeftModel.from_pretrained(load_base(tmp_path / "base"), e).merge_and_unload() for e in experts.values()]
+    own, *parts = (each.state_dict() for each in (load_base(tmp_path / "base"), *full))
+    for name, parameter in model.state_dict().items():
+        layer = int(name.split(".")[2]) if "layers" in name else None
+        math, swahili = (part[name].double() - own[name].double() for part in parts)
+        one_share, other_share = shares.get(layer, (1, 0))
+        expected = own[name].double() + one_share * math + other_share * swahili
+        close(parameter, expected.float(), scale=float(own[name].abs().max()))
+    with pytest.raises(UnsupportedError, match="parameters"):
+        composed(experts, rules).merge(tmp_path / "full", base_model=tmp_path / "base")
+
+
+def test_sparse_methods_need_the_factors_of_modules(tmp_path: Path) -> None:
+    experts = {"math": fused(tmp_path, "math", 1), "swahili": fused(tmp_path, "swahili", 2)}
+    plan = adapterswap.ties(experts["math"], experts["swahili"], density=0.5)
+    with pytest.raises(UnsupportedError, match="fused parameter"):
+        plan.write(tmp_path / "out", max_rank=4)
 
 
 def table(title: str) -> list[list[str]]:
