@@ -189,6 +189,11 @@ class Inventory:
                 "Load it under another name",
                 kind=ExpertError,
             )
+        if config.title != "LoRA":
+            raise UnsupportedError(
+                f"the adapter {name!r} is {config.title}, and the live composer switches changes of the form s·B·A",
+                "Write the composition with `compose` and load that, or turn the expert into rsLoRA with `convert`",
+            )
         if config.bias != "none":
             problems.add(
                 f"the adapter {name!r} trained biases of the base (bias: {config.bias}), which PEFT has put over the "

@@ -352,7 +352,7 @@ def carry_copies(model: Any, experts: Path) -> None:
         (break_base, AdapterswapError, "embed_tokens"),
         (break_width, ExpertError, "128.* 64"),
         (break_depth, ExpertError, "layers"),
-        (break_kind, AdapterswapError, "use_dora"),
+        (break_kind, AdapterswapError, "DoRA"),
         (break_saved, UnsupportedError, "lm_head"),
         (break_file, AdapterswapError, "math"),
         (break_names, ExpertError, "z_proj"),

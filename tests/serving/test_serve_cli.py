@@ -167,7 +167,7 @@ def test_all_broken_experts_are_reported_before_anything_starts(
     result = serve()
     assert result.exit_code == 1
     assert str(experts / "math") in result.stderr  # the operator learns where
-    assert "use_dora" in result.stderr
+    assert "DoRA" in result.stderr
 
 
 def test_ranks_beyond_vllms_are_refused(
