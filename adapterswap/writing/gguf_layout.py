@@ -212,7 +212,6 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     sizes = architecture.sizes(config)
     tied = config.get("tie_word_embeddings", architecture.tied)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.num_layers)
-    containers = {adapter.container for adapter in plan.adapters.values() if adapter.container is not None}
     for saved in plan.saved.values():
         if saved.terms:
             problems.add(
@@ -230,7 +229,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
                 MERGE_REMEDY,
             )
             continue
-        canonical, projection = _projection(slot, architecture, containers)
+        canonical, projection = _projection(slot, architecture)
         if projection is None:
             problems.add(f"{slot.name} is not a module that is exported for this architecture", MERGE_REMEDY)
             continue
@@ -262,7 +261,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     return found
 
 
-def _projection(slot: Slot, architecture: Architecture, containers: set[str]) -> tuple[str, Projection | None]:
+def _projection(slot: Slot, architecture: Architecture) -> tuple[str, Projection | None]:
     """A module's name in a model for text, and what it is; None for one that is not exported."""
     if slot.layer is None:
         # In front of these names a multimodal model has its own: `model.language_model.embed_tokens`.
@@ -270,8 +269,7 @@ def _projection(slot: Slot, architecture: Architecture, containers: set[str]) ->
             if slot.name.rpartition(".")[2] == name.rpartition(".")[2] and _is_text(slot.name):
                 return name, outside
         return slot.name, None
-    container = next(name for name in containers if slot.name.startswith(f"{name}.{slot.layer}."))
-    within = slot.name.removeprefix(f"{container}.{slot.layer}.")
+    container, _, within = slot.name.partition(f".{slot.layer}.")
     same = container.rpartition(".")[2] == architecture.container.rpartition(".")[2]
     projection = architecture.layer.get(within) if same and _is_text(container) else None
     return f"{architecture.container}.{slot.layer}.{within}", projection

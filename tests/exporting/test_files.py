@@ -332,3 +332,17 @@ def test_the_command_composes(run: Callable[..., Result], math: Path, base: Path
     swap = asw.layer_swap(math, swahili, bottom=1, top=1, base_model=str(base)).export(tmp_path / "same.gguf")
     tensors, same = read(tmp_path / "swap.gguf")[1], read(swap.path)[1]
     assert all(np.array_equal(tensors[name], same[name]) for name in same)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+def test_names_of_a_multimodal_base(prefix: str, tmp_path: Path) -> None:
+    """llama.cpp's names are those of the language model, whatever transformers calls its container."""
+    content = {key.replace("model.layers", f"{prefix}layers"): value for key, value in crafting.tensors().items()}
+    folder = crafting.adapter(tmp_path / "math", content)
+    text = BASE | {"model_type": "gemma3_text"}
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    exported = asw.export(folder, tmp_path / "math.gguf", base_model=base)
+    assert exported.architecture == "gemma3"
+    assert "blk.3.ffn_down.weight.lora_b" in read(exported.path)[1]
