@@ -53,7 +53,7 @@ class PieceComposer(NamedComposer):
     Experts are opened once, since llama.cpp loads them once.
 
     Args:
-        manifest: the experts, and what may be asked of them.
+        manifest: the experts, and which names are allowed.
         base_model: the folder or Hub id of the base, of which the config is read.
         cache: where the pieces are kept.
         outtype: their number format; see `adapterswap.export`.

@@ -2,7 +2,7 @@
 
 llama.cpp computes ΔW = alpha / rank · B·A, with one alpha for a whole file and the rank of each B. So alpha is what
 most modules need, s·r, and the others' B is multiplied by what is left. The file appears whole or not at all, and the
-same inputs give the same bytes. What was composed from what stands in the file's own metadata. Knows how a plan is
+same inputs give the same bytes. The file's metadata says what was composed from what. Knows how a plan is
 carried out on GGUF files; `gguf_architectures` knows models, `gguf_layout` which tensors there are.
 """
 
@@ -98,7 +98,7 @@ class Exported:
         """The arguments that start llama-server with these adapters over the base in GGUF `base`.
 
         Pieces are loaded with scale 0: a request says `"lora": [{"id": 0, "scale": 1.0}, …]`, with the files' places
-        in this list as ids. (`--lora-init-without-apply` does not do: a request without `lora` gets scale 1 then.)
+        in this list as ids. (`--lora-init-without-apply` is not enough: a request without `lora` gets scale 1.)
         Without `--cache-ram 0` a request may get what llama.cpp kept of the same prompt with other scales.
         """
         if not self.is_pieces:
