@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import combinations
 from math import isfinite
 from pathlib import Path
@@ -26,7 +25,9 @@ from adapterswap.analysis.deltas import matrices
 from adapterswap.analysis.files import ANALYSIS
 from adapterswap.analysis.interference import Interference, check_shared
 from adapterswap.analysis.surveying import survey
-from adapterswap.errors import ArgumentError, DependencyError, Problems, check_type
+from adapterswap.drawing import column_width as width_in_inches
+from adapterswap.drawing import require_matplotlib, save, style
+from adapterswap.errors import ArgumentError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.opening import open_expert
@@ -35,6 +36,7 @@ from adapterswap.files.smallfiles import write_json
 
 __all__ = ["Analysis", "Bars", "analyze", "count_matrices", "no_bars", "open_experts", "read_analysis"]
 
+WIDTH = 6.75  # inches: both columns of a page
 Expert = Adapter | Checkpoint
 Bars = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """Makes a progress bar from what it counts and how many there are; yields the function that advances it by one."""
@@ -109,35 +111,38 @@ class Analysis:
             ],
         }
 
-    def write(self, out_path: str | Path, *, overwrite: bool = False, inputs: Sequence[str | Path | None] = ()) -> None:
-        """Write the pictures, a CSV of the shares and a JSON of everything.
+    def write(
+        self, out_path: str | Path, *, column_width: str | float = WIDTH, overwrite: bool = False,
+        inputs: Sequence[str | Path | None] = (),
+    ) -> None:  # fmt: skip
+        """Write the pictures (PDF, SVG and PNG), a CSV of the shares and a JSON of everything.
 
         Args:
             out_path: the folder.
+            column_width: how wide the pictures are: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
             overwrite: replace it, if `analyze` wrote it.
             inputs: what it may not overlap.
 
         Raises:
+            ArgumentError: `column_width` is not a width.
             DependencyError: matplotlib is not installed.
             OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
                 written.
         """
-        if find_spec("matplotlib") is None:
-            raise DependencyError(
-                "pictures need matplotlib, which is not installed", "pip install 'adapterswap[plots]'"
-            )
+        require_matplotlib("pictures")
+        width = width_in_inches(column_width)
         from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_norms
 
-        with atomic_folder(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs) as folder:
+        with atomic_folder(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs) as folder, style():
             write_fractions(self.tables, folder / "changes.csv")
             write_json(folder / "analysis.json", self.as_json())
-            draw_fractions(list(self.tables), folder / "changes.png")
+            save(draw_fractions(list(self.tables), width), folder, "changes")
             if self.changes:
                 relative = all(change.base_norm for each in self.changes for change in each.modules)
                 norms = {each.expert: each.layer_norms(relative=relative) for each in self.changes}
-                draw_norms(norms, folder / "norms.png", relative=relative)
+                save(draw_norms(norms, width, relative=relative), folder, "norms")
             for pair in self.pairs:
-                draw_interference(pair, folder / f"{'-'.join(pair.experts)}.png")
+                save(draw_interference(pair, width), folder, "-".join(pair.experts))
 
 
 def analyze(
@@ -146,6 +151,7 @@ def analyze(
     base_model: Checkpoint | str | Path | None = None,
     threshold: float | None = None,
     out_path: str | Path | None = None,
+    column_width: str | float = WIDTH,
     overwrite: bool = False,
     bars: Bars = no_bars,
 ) -> Analysis:
@@ -156,6 +162,7 @@ def analyze(
         base_model: their base: needed for full checkpoints; adds relative norms.
         threshold: of a row's mean absolute ΔW; by default the median row of all experts.
         out_path: a folder to write pictures, CSV and JSON to; nothing is written by default.
+        column_width: of the pictures, see `Analysis.write`.
         overwrite: replace that folder, if `analyze` wrote it.
         bars: shows progress.
 
@@ -173,6 +180,7 @@ def analyze(
     check_type(base_model, (Checkpoint, str, Path, type(None)), "base_model", "Pass a local folder or a Hub id")
     check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
     check_threshold(threshold)
+    width_in_inches(column_width)
     opened = open_experts(experts)
     base = open_checkpoint(base_model) if isinstance(base_model, str | Path) else base_model
     inputs = inputs_of(opened, base)
@@ -191,7 +199,7 @@ def analyze(
     pairs = tuple(Interference(pair, tuple(modules)) for pair, modules in measured.meetings.items())
     found = Analysis(tables, tuple(changes), pairs)
     if out_path is not None:
-        found.write(out_path, overwrite=overwrite, inputs=inputs)
+        found.write(out_path, column_width=column_width, overwrite=overwrite, inputs=inputs)
     return found
 
 

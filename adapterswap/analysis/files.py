@@ -6,6 +6,7 @@ import glob
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from adapterswap.drawing import FORMATS
 from adapterswap.files.folders import OutputKind
 
 __all__ = ["ANALYSIS"]
@@ -18,8 +19,8 @@ def _names(record: Mapping[str, Any]) -> Sequence[str]:
     if not isinstance(experts, dict) or not isinstance(pairs, list):
         return ()
     names = [pair["experts"] for pair in pairs if isinstance(pair, dict) and isinstance(pair.get("experts"), list)]
-    pictures = [f"{glob.escape('-'.join(map(str, each)))}.png" for each in names]
-    return (_RECORD, "changes.csv", "changes.png", "norms.png", *pictures)
+    drawn = ["changes", "norms", *(glob.escape("-".join(map(str, each))) for each in names)]
+    return (_RECORD, "changes.csv", *(f"{name}.{suffix}" for name in drawn for suffix in FORMATS))
 
 
 ANALYSIS = OutputKind(_RECORD, _names)

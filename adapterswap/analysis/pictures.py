@@ -7,105 +7,155 @@ Knows tables of numbers and matplotlib. The layout of the first follows figures 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.analysis.changes import FractionTable
 from adapterswap.analysis.interference import Interference
+from adapterswap.drawing import GREY, HATCH, NOTE, SMALL, TEXT, Look, looks, new_figure, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_fractions", "draw_interference", "draw_norms"]
+__all__ = ["draw_fractions", "draw_interference", "draw_norms", "family_of"]
 
-_DPI = 160
 _TALLEST = 40.0  # inches of a heatmap's rows; more layers share them
-_COLOURS = ("#c2410c", "#1d4ed8", "#047857", "#6b7280", "#7c3aed", "#b45309")
+_ABREAST = 5.0  # inches, from which three panels stand side by side
 
 
-def draw_fractions(tables: Sequence[FractionTable], path: Path) -> None:
+def draw_fractions(tables: Sequence[FractionTable], width: float) -> Figure:
     """A heatmap for each expert, all on one scale: the share of rows above the threshold, layer by module."""
     import numpy as np
 
     most = max(max(table.cells.values()) for table in tables) or 1.0
     columns = max(len(table.modules) for table in tables)
     layers = max(len(table.layers) for table in tables)
-    across = min(3, len(tables))
+    across = max(1, min(3, len(tables), int((width - 0.7) / (0.35 + 0.11 * columns))))
     down = -(-len(tables) // across)
-    figure = _figure((1.2 + 0.42 * columns) * across + 0.9, down * (1.5 + min(0.16 * layers, _TALLEST)))
+    figure = new_figure(width, down * (1.35 + min(0.105 * layers, _TALLEST)))
     grid = figure.subplots(down, across, squeeze=False)
     for axes, table in zip(grid.flat, tables, strict=False):
         values = np.full((len(table.layers), len(table.modules)), np.nan)
         for (layer, module), value in table.cells.items():
             values[layer, table.modules.index(module)] = value
+        _hatch(axes, values)
         image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most, aspect="auto")
         axes.set_xticks(range(len(table.modules)), [_short(module) for module in table.modules], rotation=90)
         axes.set_yticks(_ticks(len(table.layers)))
         at = "" if table.threshold is None else f"\nabove {table.threshold:.2g}"
-        axes.set_title(f"{table.expert}{at}", fontsize=9)
-        axes.tick_params(labelsize=8, length=0)
+        axes.set_title(wrapped(table.expert, int((width - 0.7) / across / 0.07)) + at, fontsize=SMALL)
+        axes.tick_params(labelsize=NOTE, length=0)
     for axes in grid.flat[len(tables) :]:
         axes.remove()
     for axes in grid[:, 0]:
-        axes.set_ylabel("layer", fontsize=8)
+        axes.set_ylabel("layer")
     bar = figure.colorbar(image, ax=list(grid.flat[: len(tables)]), shrink=0.6, pad=0.01)
-    bar.set_label("share of rows", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
-    _save(figure, path)
+    bar.set_label("share of rows")
+    bar.ax.tick_params(labelsize=NOTE)
+    return figure
 
 
-def draw_norms(norms: Mapping[str, Mapping[int, float]], path: Path, *, relative: bool) -> None:
-    """A line for each expert: ‖ΔW‖ of every layer, or ‖ΔW‖ / ‖W‖ where `relative`."""
-    figure = _figure(6.4, 3.2)
-    axes = figure.subplots()
-    for colour, (expert, layers) in zip(_cycled(len(norms)), norms.items(), strict=True):
-        axes.plot(list(layers), list(layers.values()), marker="o", markersize=3, color=colour, label=expert)
+def _hatch(axes: Any, values: Any) -> None:
+    """Hatch what no expert adapts: it has no share, which is not a share of 0."""
+    import numpy as np
+    from matplotlib.patches import Rectangle
+
+    for layer, column in np.argwhere(np.isnan(values)).tolist():
+        look: dict[str, Any] = {"facecolor": "white", "edgecolor": GREY, "hatch": HATCH, "linewidth": 0}
+        axes.add_patch(Rectangle((column - 0.5, layer - 0.5), 1, 1, zorder=0, **look))
+
+
+def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relative: bool) -> Figure:
+    """A line for each expert: ‖ΔW‖ of every layer, or ‖ΔW‖ / ‖W‖ where `relative`.
+
+    Experts of one family (math1, math2, …: names that differ in their last number) share a colour, and differ in line
+    and marker.
+    """
+    look = _by_family(list(norms))
+    columns, lines = _legend_shape(list(norms), width)
+    figure = new_figure(width, 1.9 + lines * 0.17)
+    axes = figure.add_subplot()
+    handles = []
+    for expert, layers in norms.items():
+        colour, marker, line = look[expert]
+        shown: dict[str, Any] = {
+            "color": colour, "linestyle": line, "marker": marker, "markersize": 2.6,
+            "markevery": max(1, len(layers) // 8), "linewidth": 1.0,
+        }  # fmt: skip
+        handles += axes.plot(list(layers), list(layers.values()), label=wrapped(expert, 24), **shown)
     axes.set_ylim(bottom=0)
     _finish(axes, "layer", "‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖")
-    axes.legend(fontsize=8, frameon=False)
-    _save(figure, path)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handlelength=2.6)
+    return figure
 
 
-def draw_interference(pair: Interference, path: Path) -> None:
-    """Three panels over the layers: the cosine, the overlap of subspaces beside chance, the signs in conflict."""
+def draw_interference(pair: Interference, width: float) -> Figure:
+    """Three panels over the layers: the cosine, the overlap of subspaces beside chance, the signs in conflict.
+
+    The axes show no less than a tenth to either side of what two unrelated experts have (cosines of 0, one half of the
+    signs), so that noise does not look like a finding.
+    """
     layers = pair.by_layer()
     chance = [sum(module.by_chance) / 2 for module in pair.modules]
-    figure = _figure(9.6, 3.0)
-    cosine, overlap, signs = figure.subplots(1, 3)
-    figure.suptitle(" and ".join(pair.experts), fontsize=9)
-    cosine.axhline(0, color=_COLOURS[3], linewidth=0.8)
-    for axes, key, colour in ((cosine, "cosine", 0), (overlap, "written", 1), (overlap, "read", 2),
-                              (signs, "sign_conflicts", 0)):  # fmt: skip
+    stacked = width < _ABREAST
+    figure = new_figure(width, 4.1 if stacked else 1.9)
+    cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
+    figure.suptitle(_wrapped_names(pair, width), fontsize=TEXT)
+    cosine.axhline(0, color=GREY, linewidth=0.8)
+    first, second, _ = looks(3)
+    for axes, key, look in ((cosine, "cosine", first), (overlap, "written", first), (overlap, "read", second),
+                            (signs, "sign_conflicts", first)):  # fmt: skip
         values = [float("nan") if numbers[key] is None else numbers[key] for numbers in layers.values()]
-        axes.plot(list(layers), values, marker="o", markersize=3, color=_COLOURS[colour], label=key)
+        line = {"color": look.colour, "marker": look.marker, "linestyle": look.line, "markersize": 2.6}
+        axes.plot(list(layers), values, label=key, linewidth=1.0, **line)
     if pair.shared_start is not None:
-        overlap.set_title("`read` shows a shared initial A", fontsize=8)
-    overlap.axhline(sum(chance) / len(chance), color=_COLOURS[3], linestyle=":", label="by chance")
+        overlap.set_title("`read` shows a shared initial A", fontsize=SMALL)
+    overlap.axhline(sum(chance) / len(chance), color=GREY, linestyle=":", label="by chance")
     overlap.set_ylim(bottom=0)
-    overlap.legend(fontsize=8, frameon=False)
-    signs.axhline(0.5, color=_COLOURS[3], linestyle=":")
-    signs.set_ylim(0, 1)
+    overlap.legend()
+    signs.axhline(0.5, color=GREY, linestyle=":")
+    for axes, middle, ends in ((cosine, 0.0, (-1.0, 1.0)), (signs, 0.5, (0.0, 1.0))):
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(ends[0] - 0.02, min(low, middle - 0.1)), min(ends[1] + 0.02, max(high, middle + 0.1)))
     for axes, name in ((cosine, "cosine of ΔW"), (overlap, "overlap of subspaces"), (signs, "signs in conflict")):
-        _finish(axes, "layer", name)
-    _save(figure, path)
+        _finish(axes, "" if stacked and axes is not signs else "layer", name)
+    return figure
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+def _wrapped_names(pair: Interference, width: float) -> str:
+    return wrapped(" and ".join(pair.experts), int(width / 0.065))
 
-    return Figure(figsize=(width, height), layout="constrained")
+
+def _by_family(experts: Sequence[str]) -> dict[str, Look]:
+    """Colour by family, marker and line by member."""
+    families = list(dict.fromkeys(family_of(name) for name in experts))
+    hues = {family: look.colour for family, look in zip(families, looks(len(families)), strict=True)}
+    members: dict[str, int] = {}
+    found = {}
+    for name in experts:
+        family = family_of(name)
+        place = members.setdefault(family, 0)
+        members[family] += 1
+        _, marker, line = looks(place + 1)[-1]
+        found[name] = Look(hues[family], marker, line)
+    return found
+
+
+def family_of(name: str) -> str:
+    """A name without the number at its end: `math` of `math1`, `math-2` and `math #3`."""
+    return name.rstrip("0123456789").rstrip(" -_.#") or name
+
+
+def _legend_shape(names: Sequence[str], width: float) -> tuple[int, int]:
+    widest = max(len(line) for name in names for line in wrapped(name, 24).split("\n")) * 0.066 + 0.55
+    columns = max(1, min(len(names), int((width - 0.1) / widest)))
+    tallest = max(wrapped(name, 24).count("\n") + 1 for name in names)
+    return columns, -(-len(names) // columns) * tallest
 
 
 def _finish(axes: Any, x: str, y: str) -> None:
-    axes.set_xlabel(x, fontsize=8)
-    axes.set_ylabel(y, fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.xaxis.get_major_locator().set_params(integer=True)
-
-
-def _cycled(count: int) -> list[str]:
-    return [_COLOURS[index % len(_COLOURS)] for index in range(count)]
 
 
 def _short(module: str) -> str:
@@ -115,8 +165,3 @@ def _short(module: str) -> str:
 def _ticks(layers: int) -> list[int]:
     step = 1 if layers <= 16 else 2 if layers <= 40 else max(4, layers // 60)
     return list(range(0, layers, step))
-
-
-def _save(figure: Figure, path: Path) -> None:
-    # No software version and no time in the file: the same numbers give the same bytes.
-    figure.savefig(path, dpi=_DPI, metadata={"Software": None})

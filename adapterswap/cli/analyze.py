@@ -27,7 +27,8 @@ _COLUMNS = 6  # of a table, so that it fits 80 characters
 @click.option(
     "--from-csv", type=PATH, metavar="FILE", help="Draw a table of such shares instead: expert, layer, module, share."
 )
-@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write: PNG, CSV and JSON.")
+@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write: PDF, SVG, PNG, CSV, JSON.")
+@click.option("--column-width", default="6.75in", show_default=True, metavar="W", help="Of pictures: in, cm, mm or pt.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Check everything, say what would be measured, read no tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
@@ -37,6 +38,7 @@ def command(
     threshold: float | None,
     from_csv: str | None,
     out_path: str | None,
+    column_width: str,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -61,7 +63,7 @@ def command(
         if out_path is not None:
             check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=[from_csv])
             if not dry_run:
-                found.write(out_path, overwrite=overwrite, inputs=[from_csv])
+                found.write(out_path, column_width=column_width, overwrite=overwrite, inputs=[from_csv])
     else:
         opened = open_experts(_named(experts))
         base = open_checkpoint(base_model) if base_model else None
@@ -71,7 +73,13 @@ def command(
             _print_count(count_matrices(opened, base), as_json=as_json)
             return
         found = analyze(
-            opened, base_model=base, threshold=threshold, out_path=out_path, overwrite=overwrite, bars=progress_bar
+            opened,
+            base_model=base,
+            threshold=threshold,
+            out_path=out_path,
+            column_width=column_width,
+            overwrite=overwrite,
+            bars=progress_bar,
         )
     if as_json:
         print_json(found.as_json())

@@ -49,7 +49,8 @@ def command(
     """Write one HTML page, LaTeX and CSV of a sweep or a lab run.
 
     RUN is the folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep need not be finished. Writes
-    report.html (no network, nothing beside it), tables.tex, tables.csv and summary.json.
+    report.html (no network, nothing beside it), tables.tex, tables.csv, methods.txt (a paragraph for a
+    paper) and summary.json.
 
     Configurations are chosen on one half of the documents and reported on the other; the papers' own protocol, the best
     on the test itself, stands beside it. Differences to the reference have intervals over experts and documents.

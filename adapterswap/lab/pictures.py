@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.drawing import HATCH
 from adapterswap.lab.seed import METHODS
 from adapterswap.lab.study import Study
 
@@ -44,6 +45,7 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 
 def _grid(study: Study) -> Figure:
     import numpy as np
+    from matplotlib.patches import Rectangle
 
     grid = study.mean_grid()
     bottoms, tops = (1 + max(zone[i] for zone in grid) for i in (0, 1))
@@ -51,6 +53,10 @@ def _grid(study: Study) -> Figure:
     for (bottom, top), value in grid.items():
         values[top, bottom] = value
     figure, axes = _figure(6.4, 3.6)
+    for top, bottom in np.argwhere(np.isnan(values)).tolist():  # not judged, which is not a score of 0
+        axes.add_patch(
+            Rectangle((bottom - 0.5, top - 0.5), 1, 1, facecolor="white", edgecolor=_GREY, hatch=HATCH, lw=0)
+        )
     image = axes.imshow(values, origin="lower", cmap="Blues", vmin=0, aspect="auto")
     dark = 0.65 * np.nanmax(values)  # where white is easier to read on this colour map than black
     chosen = [(seed.bottom, seed.top) for seed in study.seeds]
@@ -73,7 +79,9 @@ def _scores(study: Study) -> Figure:
         colour = _SWAP if method == "layer swap" else _OTHER
         summary = study.score(method, "xx")
         axes.scatter(summary.values, [row] * len(summary.values), zorder=3, **_one_seed(colour))
-        axes.errorbar(summary.mean, row, xerr=summary.interval, fmt="o", ms=6, color=colour, capsize=4, lw=1.2)
+        half = summary.interval or 0.0  # a share is between 0 and 1, and so is its interval
+        ends = [[min(half, summary.mean)], [min(half, 1 - summary.mean)]]
+        axes.errorbar(summary.mean, row, xerr=ends, fmt="o", ms=6, color=colour, capsize=4 if half else 0, lw=1.2)
         english = study.score(method, "en")
         axes.scatter(english.mean, row, marker="|", s=90, color=_GREY)
     axes.scatter([], [], marker="|", s=90, color=_GREY, label="English, mean")
@@ -83,7 +91,7 @@ def _scores(study: Study) -> Figure:
     )
     axes.set_yticks(range(len(METHODS)), list(METHODS))
     axes.invert_yaxis()
-    axes.set_xlim(-0.02, 1.0)
+    axes.set_xlim(-0.02, 1.02)
     axes.set_xlabel("exact match on held-out word problems")
     axes.set_title(f"Scene “{study.scene.name}”, {len(study.seeds)} seeds", loc="left", fontsize=11)
     _tidy(axes)

@@ -18,6 +18,7 @@ from adapterswap.reporting.commands import compose_command, evaluate_command
 from adapterswap.reporting.examples import Disagreements, disagreements
 from adapterswap.reporting.headline import Target, target_table
 from adapterswap.reporting.including import included_methods, is_single, with_units
+from adapterswap.reporting.paragraph import methods_paragraph
 from adapterswap.reporting.reading import Source
 from adapterswap.reporting.relations import (
     GridCell,
@@ -61,6 +62,7 @@ class Report:
         commands: to run it again.
         compositions: (row, command to compose, command to judge) for each selected cell of the lead.
         draws, seed: of the bootstrap.
+        paragraph: the methods, for a paper; see `methods_paragraph`.
         experts, recipe, settings, versions: as the run describes them.
     """
 
@@ -84,6 +86,7 @@ class Report:
     compositions: tuple[tuple[str, str, str], ...]
     draws: int
     seed: int
+    paragraph: str
     experts: Mapping[str, Any]
     recipe: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -156,6 +159,7 @@ def make_report(
         landscapes.append(_development(source))
     apart = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
     described = run.described
+    ranks = ranking(run, targets, reference, ranked)
     return Report(
         source.name,
         source.kind,
@@ -167,7 +171,7 @@ def make_report(
         len(run.results),
         dict(Counter(cell.family for cell in run.unfinished)),
         tuple(tables),
-        ranking(run, targets, reference, ranked),
+        ranks,
         tuple(indicator for task in targets for indicator in indicators(run, task)),
         tuple(landscapes),
         tuple(curve for task in targets for curve in selection_curves(run, task)),
@@ -177,6 +181,7 @@ def make_report(
         tuple(_compositions(run, tables, lead)),
         draws,
         seed,
+        methods_paragraph(described, source.kind, source.units, reference, tables, ranks, draws=draws, seed=seed),
         described.get("experts", {}),
         described.get("recipe", {}),
         described.get("settings", {}),

@@ -1,4 +1,4 @@
-"""The files of a report: report.html, tables.tex, tables.csv, summary.json; and its figures, in a folder of their own.
+"""The files of a report: page, tables, methods paragraph and summary.json; and its figures, in a folder of their own.
 
 The same report gives the same bytes. `report` makes and writes one in a call.
 """
@@ -28,7 +28,7 @@ __all__ = [
     "write_figures", "write_files", "write_report",
 ]  # fmt: skip
 
-REPORT_FILES = ("report.html", "tables.csv", "tables.tex", "summary.json")
+REPORT_FILES = ("methods.txt", "report.html", "tables.csv", "tables.tex", "summary.json")
 REPORT = OutputKind("summary.json", lambda record: REPORT_FILES if record.get("format") == REPORT_FORMAT else ())
 """What `report` writes."""
 
@@ -64,8 +64,8 @@ def report(
 
     Args:
         run: the folder that `sweep` or `adapterswap lab` wrote; a sweep need not be finished.
-        out_path: a folder to write report.html, tables.tex, tables.csv and summary.json to; by default nothing is
-            written.
+        out_path: a folder to write report.html, tables.tex, tables.csv, methods.txt and summary.json to; by default
+            nothing is written.
         reference: the method that the others are compared with; by default soup.
         methods: the methods that are ranked and tested; `compositions` stands for all that compose something. By
             default all, with the base and single experts, which raise Friedman's χ². Tables show every method.
@@ -211,6 +211,7 @@ def write_files(report: Report, folder: Path, table: TableStyle | None = None) -
     """Write a report's files into a folder that is there."""
     contents = {
         "report.html": render_page(report, _downloads(report), table),
+        "methods.txt": f"{report.paragraph}\n",
         "tables.csv": csv_table(report),
         "tables.tex": latex_tables(report, table),
         "summary.json": json.dumps(report.as_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",

@@ -17,6 +17,7 @@ from conftest import load_base, merged_weights
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from pictures import check_figure, check_files
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from scipy.linalg import subspace_angles
@@ -26,12 +27,15 @@ from adapterswap import AdapterswapError, Composition, compose
 from adapterswap.analysis import Changes, choose_threshold, interfere, measure, read_fractions
 from adapterswap.analysis.analyzing import analyze
 from adapterswap.analysis.changes import FractionTable, write_fractions
+from adapterswap.analysis.pictures import draw_fractions, draw_norms, family_of
 from adapterswap.arithmetic.resolving import resolve
+from adapterswap.drawing import style
 from adapterswap.errors import DataError
 from adapterswap.experts.adapters import open_adapter
 from adapterswap.experts.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.experts.opening import open_expert
 
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ARCHITECTURES = ["llama", "gpt2", "neox"]
 
 
@@ -251,6 +255,8 @@ def test_the_command_writes_tables_and_pictures(
     assert cell["fraction"] == np.mean(np.abs(truth).mean(axis=1) > 0.01)
     assert [table.expert for table in read_fractions(out / "changes.csv")] == ["math", "swahili"]
     assert told["pairs"][0]["experts"] == ["math", "swahili"]
+    for name in ("changes", "norms", "math-swahili"):
+        check_files(out, name, 6.75)
     pictures = {path.name: np.asarray(Image.open(path)) for path in out.glob("*.png")}
     assert pictures.keys() == {"changes.png", "norms.png", "math-swahili.png"}
     assert all(len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 20 for picture in pictures.values())
@@ -524,3 +530,36 @@ def test_a_change_beyond_float32_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(AdapterswapError, match="overflows F32") as caught:
             attempt()
         assert "layers.0." in str(caught.value)
+
+
+def norms_of(count: int) -> dict[str, dict[int, float]]:
+    members = [f"{family}{i}" for family in ("math", "sw") for i in range(count)]
+    return {name: {layer: place + layer / 8 for layer in range(32)} for place, name in enumerate(members)}
+
+
+@pytest.mark.parametrize("width", [3.25, 6.75])
+def test_pictures_can_be_read_in_a_column(width: float) -> None:
+    cells = {(layer, module): (layer + 1) / 40 for layer in range(32) for module in MODULES}
+    del cells[3, "q_proj"]
+    tables = [FractionTable(f"a long name of expert number {i}", None, cells) for i in range(6)]
+    with style():
+        made = [draw_fractions(tables, width), draw_norms(norms_of(4), width, relative=True)]
+    for figure in made:
+        check_figure(figure, width)
+    (hatched,) = (patch for patch in made[0].axes[0].patches if patch.get_hatch())
+    assert (hatched.get_x() + 0.5, hatched.get_y() + 0.5) == (tables[0].modules.index("q_proj"), 3)
+
+
+def test_families_share_a_colour_and_members_do_not_look_alike() -> None:
+    with style():
+        figure = draw_norms(norms_of(4), 6.75, relative=False)
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert len(lines) == 8
+    for family in ("math", "sw"):
+        members = [line for name, line in lines.items() if str(name).startswith(family)]
+        assert len({line.get_color() for line in members}) == 1
+        assert len({line.get_marker() for line in members}) == 4
+    assert lines["math0"].get_color() != lines["sw0"].get_color()
+    for name, norms in norms_of(4).items():
+        assert list(lines[name].get_ydata()) == list(norms.values())
+    assert [family_of(name) for name in ("math-2", "swahili #3", "7", "tulu")] == ["math", "swahili", "7", "tulu"]

@@ -73,8 +73,8 @@ def test_what_is_written_scores_what_was_scored_live(run: Run, name: str, method
 
 def test_the_folder(run: Run) -> None:
     assert sorted(path.name for path in run.folder.iterdir()) == [
-        "answers.jsonl", "grid.png", "report.html", "results.json", "scores.png", "seed-0", "summary.json",
-        "tables.csv", "tables.tex", "words.png",
+        "answers.jsonl", "grid.png", "methods.txt", "report.html", "results.json", "scores.png", "seed-0",
+        "summary.json", "tables.csv", "tables.tex", "words.png",
     ]  # fmt: skip
     for name in ("grid", "scores", "words"):
         assert (run.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")

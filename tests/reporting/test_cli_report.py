@@ -64,7 +64,7 @@ def test_it_writes_beside_the_run(written: Written, tmp_path: Path) -> None:
     assert "exists" in again.stderr
     record = tmp_path / "sw-report" / "summary.json"
     content = json.loads(record.read_text())
-    assert content.pop("files") == ["report.html", "summary.json", "tables.csv", "tables.tex"]
+    assert content.pop("files") == ["methods.txt", "report.html", "summary.json", "tables.csv", "tables.tex"]
     record.write_text(json.dumps(content))  # as the first edition wrote it
     (tmp_path / "sw-report" / "figure.png").touch()
     refused = call(run, "--overwrite")

@@ -17,8 +17,9 @@ from refusals import refused
 from adapterswap.cli import main
 from adapterswap.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.reporting import open_source
+from adapterswap.reporting.latex import latex_tables
 from adapterswap.reporting.page import render_page
-from adapterswap.reporting.tables import csv_table, latex_tables
+from adapterswap.reporting.tables import csv_table
 from adapterswap.sweeps import summarize
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.results import read_run

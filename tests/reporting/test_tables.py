@@ -28,7 +28,7 @@ def test_the_same_run_gives_the_same_bytes(written: Written, tmp_path: Path) -> 
     shutil.copytree(written.run, tmp_path / "run")
     write_report(make_report(open_source(tmp_path / "run"), draws=300), tmp_path / "report")
     names = sorted(path.name for path in written.folder.iterdir())
-    assert names == ["report.html", "summary.json", "tables.csv", "tables.tex"]
+    assert names == ["methods.txt", "report.html", "summary.json", "tables.csv", "tables.tex"]
     for name in names:
         content = (written.folder / name).read_bytes()
         assert content == (tmp_path / "report" / name).read_bytes()

@@ -1,0 +1,176 @@
+"""A run's methods as a paragraph that a paper can take as it is: models, decoding, selection, statistics, versions.
+
+Says only what the run recorded and what the report computed; where a run does not record something, the sentence is
+left out. Knows reports and what runs describe; knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from adapterswap import __version__
+from adapterswap.reporting.headline import Target, resampled
+from adapterswap.reporting.ranks import Ranks
+from adapterswap.reporting.relations import Ranking
+from adapterswap.reporting.statistics import MIN_UNITS
+
+__all__ = ["methods_paragraph"]
+
+_HASH = 12  # digits of a SHA-256 that a reader compares
+
+
+def methods_paragraph(
+    described: Mapping[str, Any], kind: str, units: str, reference: str, targets: Sequence[Target],
+    ranking: Ranking | None, *, draws: int, seed: int,
+) -> str:  # fmt: skip
+    """The paragraph.
+
+    Args:
+        described: what the run says of itself: sweep.json, or a lab run's scene.
+        kind: `sweep` or `lab`.
+        units: what methods are averaged over.
+        reference: the family that the others are compared with.
+        targets: the tables.
+        ranking: the tests, if there are any.
+        draws, seed: of the bootstrap.
+    """
+    sentences = [
+        *(_models(described) if kind == "sweep" else _lab(described)),
+        *(_evaluation(described, targets) if kind == "sweep" else ()),
+        *_selection(described, kind, units, targets),
+        *_statistics(units, reference, targets, ranking, draws, seed),
+        *_versions(described),
+    ]
+    return " ".join(sentences)
+
+
+def _lab(described: Mapping[str, Any]) -> list[str]:
+    scene = described.get("recipe", {}).get("scene", {}).get("name")
+    named = f', scene "{scene}"' if scene else ""
+    return [f"We trained and composed experts of a pico model in adapterswap's lab{named}."]
+
+
+def _models(described: Mapping[str, Any]) -> list[str]:
+    base, experts = described.get("base_model", {}), described.get("experts", {})
+    found = []
+    if "source" in base:
+        found.append(f"All compositions share the base model {_named(base, 'config_sha256', 'config ')}.")
+    sides: dict[str, list[str]] = {}
+    for name, expert in experts.items():
+        sides.setdefault(str(expert.get("side")), []).append(f"{name} ({_named(expert, 'sha256')})")
+    for side, names in sides.items():
+        what = f"{side} expert" if side in ("task", "language") else "other adapter"
+        row = "" if side in ("task", "language") else f" of {side}"
+        found.append(
+            f"The {what}{row} is {names[0]}." if len(names) == 1 else f"The {what}s{row} are {_listed(names)}."
+        )
+    return found
+
+
+def _named(source: Mapping[str, Any], hashed: str, what: str = "") -> str:
+    revision = f"@{source['revision']}" if source.get("revision") else ""
+    digest = source.get(hashed)
+    return f"{source['source']}{revision}" + (f", {what}SHA-256 {str(digest)[:_HASH]}…" if digest else "")
+
+
+def _evaluation(described: Mapping[str, Any], targets: Sequence[Target]) -> list[str]:
+    settings, versions = described.get("settings", {}), described.get("versions", {})
+    harness = "lm-evaluation-harness" + (f" {versions['lm_eval']}" if "lm_eval" in versions else "")
+    tasks = _listed([f"{target.task} ({target.metric})" for target in targets])
+    shots = settings.get("num_fewshot")
+    how = [f"with {shots} shots" if shots is not None else "with each task's own number of shots"]
+    if settings.get("apply_chat_template"):
+        how.append("as a chat")
+    found = [f"We evaluate on {tasks} with {harness}, {', '.join(how)}."]
+    others = list(dict.fromkeys(task for target in targets for task in target.tasks if task != target.task))
+    others = [task for task in others if task not in {target.task for target in targets}]
+    if others:
+        found.append(f"The same compositions are judged on {_listed(others)}, too.")
+    tokens = settings.get("max_gen_toks")
+    generation = settings.get("gen_kwargs") or {}
+    decoding = _listed([f"{key} = {value}" for key, value in generation.items()])
+    limits = f"up to {tokens} tokens unless a task sets its own limit" if tokens else ""
+    own = "Decoding follows each task's own settings" + (f", except {decoding}" if generation else "")
+    found.append(f"{own}; outputs have {limits}." if limits else f"{own}.")
+    if settings.get("dtype"):
+        found.append(f"The base is held in {settings['dtype']}.")
+    if settings.get("system_instruction"):
+        found.append("A system instruction precedes each prompt.")
+    if settings.get("limit") is not None:
+        limit = settings["limit"]
+        found.append(f"Of each task we use the first {limit} documents." if limit >= 1 else
+                     f"Of each task we use the first {limit:.0%} of documents.")  # fmt: skip
+    return found
+
+
+def _selection(described: Mapping[str, Any], kind: str, units: str, targets: Sequence[Target]) -> list[str]:
+    if kind == "lab":
+        return ["Configurations were chosen for each seed on a development set."]
+    split = [target for target in targets if target.select]
+    if not any(target.chosen for target in targets):
+        return []
+    if not split:
+        return ["No documents were set apart to choose configurations on, so defaults are reported."]
+    seed = described.get("recipe", {}).get("selection", {}).get("seed", 0)
+    sizes = _listed(list(dict.fromkeys(f"{target.select} documents ({target.report} to report)" for target in split)))
+    found = [
+        f"Configurations were chosen for each of the {units} by itself on {sizes}, drawn with seed {seed}, and are "
+        "reported on the others; ties go to the default configuration."
+    ]
+    if search := described.get("recipe", {}).get("search"):
+        found.append(f"Grids were searched ({search.get('sampler', 'tpe')}, {search.get('trials', 40)} trials).")
+    return found
+
+
+def _statistics(
+    units: str, reference: str, targets: Sequence[Target], ranking: Ranking | None, draws: int, seed: int
+) -> list[str]:
+    found = [f"Methods are averaged over {units} and compared with {reference}."]
+    if any(row.difference and row.difference.low is not None for target in targets for row in target.rows):
+        over = _listed(list(dict.fromkeys(resampled(target) for target in targets)))
+        found.append(
+            "Differences are paired by document and expert, with 95 % intervals from a pigeonhole bootstrap (Owen "
+            f"2007) over {over} ({draws:,} draws, seed {seed}), widened for small numbers of levels and not corrected "
+            "for multiple comparisons."
+        )
+    ranks = ranking.ranks if ranking is not None else None
+    if ranks is None or ranking is None:
+        return found
+    if ranks.settings < MIN_UNITS:
+        return [*found, f"We report no p-values, since {ranks.settings} settings are fewer than {MIN_UNITS}."]
+    found += _tests(ranks, ranking)
+    return found
+
+
+def _tests(ranks: Ranks, ranking: Ranking) -> list[str]:
+    found = []
+    methods = _listed([re.sub(r", (selected|default)$", r" (\1)", label) for label in ranking.methods])
+    if ranks.p is not None and ranks.statistic is not None and ranks.agreement is not None:
+        p = "p < 0.001" if ranks.p < 0.001 else f"p = {ranks.p:.3f}"
+        found.append(
+            f"Friedman's test over {ranks.settings} settings compares {methods} (χ² = {ranks.statistic:.2f}, "
+            f"{len(ranks.mean_ranks) - 1} degrees of freedom, {p}, Kendall's W = {ranks.agreement:.2f}); mean ranks "
+            f"differ at 0.05 where they are {ranks.critical_difference:.2f} apart (Nemenyi; Demšar 2006)."
+        )
+    against = f"against {ranks.reference}" if ranks.reference else "between every two methods"
+    found.append(
+        f"Wilcoxon's signed-rank tests {against} are corrected by Holm's method and given with rank-biserial "
+        "correlations as effect sizes."
+    )
+    return found
+
+
+def _versions(described: Mapping[str, Any]) -> list[str]:
+    versions = {name: number for name, number in described.get("versions", {}).items() if number}
+    recorded = described.get("adapterswap_version")
+    ran = [f"adapterswap {recorded}"] if recorded else []
+    ran += [f"{name} {number}" for name, number in versions.items()]
+    made = f"the report was made by adapterswap {__version__}"
+    return [f"The run used {_listed(ran)}; {made}." if ran else f"{made[0].upper()}{made[1:]}."]
+
+
+def _listed(names: Sequence[str]) -> str:
+    *some, last = names or [""]
+    return f"{', '.join(some)} and {last}" if some else last
