@@ -94,6 +94,9 @@ def _evaluation(described: Mapping[str, Any], targets: Sequence[Target]) -> list
     limits = f"up to {tokens} tokens unless a task sets its own limit" if tokens else ""
     own = "Decoding follows each task's own settings" + (f", except {decoding}" if generation else "")
     found.append(f"{own}; outputs have {limits}." if limits else f"{own}.")
+    if own_settings := settings.get("generation_config"):
+        listed = _listed([f"{key} = {value}" for key, value in own_settings.items()])
+        found.append(f"What a task leaves open follows the model's own generation config ({listed}).")
     if settings.get("dtype"):
         found.append(f"The base is held in {settings['dtype']}.")
     if settings.get("system_instruction"):
