@@ -115,7 +115,9 @@ def test_a_recipe_gives_what_the_options_give(
         (["compose", "-t", "a", "-l", "b"], "Missing option '-o'"),
         (["compose", "r.yaml", "-t", "a", "-o", "x"], "give it alone"),
         (["compose", "-t", "a", "-l", "b", "-o", "x", "--bottom", "many"], "'many' is not a valid integer"),
-        (["swap"], "No such command"),
+        (["swap"], "No such command 'swap'. Did you mean 'sweep'?"),
+        (["compse"], "No such command 'compse'. Did you mean 'compose'?"),
+        (["recipes", "validat"], "Did you mean 'validate'?"),
     ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], told: str, run: Callable[..., Result]) -> None:

@@ -11,6 +11,7 @@ import importlib
 import io
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,6 +19,9 @@ from adapterswap import __version__
 from adapterswap.cli.flags import with_flags
 from adapterswap.errors import AdapterswapError, Problem
 from adapterswap.processes import is_first
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = ["COMMANDS", "main"]
 
@@ -60,6 +64,24 @@ class _Commands(click.Group):
         command = importlib.import_module(f"adapterswap.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            from difflib import get_close_matches
+
+            near = " or ".join(repr(command) for command in get_close_matches(name, COMMANDS))
+            raise click.UsageError(f"No such command {name!r}." + (f" Did you mean {near}?" if near else ""), ctx)
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands without importing any of them, which click does for their help."""
+        from click.shell_completion import CompletionItem
+
+        named = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return named + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

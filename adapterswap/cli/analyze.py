@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER, PATH
 from adapterswap.cli.printing import note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ _COLUMNS = 6  # of a table, so that it fits 80 characters
 
 
 @click.command("analyze")
-@click.argument("experts", type=PATH, nargs=-1, metavar="[NAME=]EXPERT…")
+@click.argument("experts", type=EXPERT, nargs=-1, metavar="[NAME=]EXPERT…")
 @click.option(
-    "--base-model", type=PATH, metavar="PATH|ID", help="The base: needed for full checkpoints; adds relative norms."
+    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base: needed for full checkpoints; adds relative norms."
 )
 @click.option("--threshold", type=float, metavar="X", help="Of a row's mean absolute ΔW.  [default: the median row]")
 @click.option(
     "--from-csv", type=PATH, metavar="FILE", help="Draw a table of such shares instead: expert, layer, module, share."
 )
-@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write: PDF, SVG, PNG, CSV, JSON.")
+@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write: PDF, SVG, PNG, CSV, JSON.")
 @click.option("--column-width", default="6.75in", show_default=True, metavar="W", help="Of pictures: in, cm, mm or pt.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Check everything, say what would be measured, read no tensor.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
 from adapterswap.cli.pushing import Push, push_options
 
@@ -23,11 +23,14 @@ _TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is told of
 
 
 @click.command("compose")
-@click.argument("recipe", type=PATH, required=False)
+@click.argument("recipe", type=RecipePath("compose"), required=False)
 @composition_options
-@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
+@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
 @click.option(
-    "--base-model", type=PATH, metavar="PATH|ID", help="The experts' base, where they name none or name it differently."
+    "--base-model",
+    type=EXPERT,
+    metavar="PATH|ID",
+    help="The experts' base, where they name none or name it differently.",
 )
 @click.option("--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True, help=_LAYOUT)
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")

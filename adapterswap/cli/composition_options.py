@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT
 from adapterswap.cli.printing import note
 from adapterswap.errors import ArgumentError
 from adapterswap.methods.method import Parameter
@@ -20,6 +20,8 @@ from adapterswap.methods.registry import PARAMETERS, find_method, having, names_
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from adapterswap.planning.compositions import Composition
     from adapterswap.planning.plan import Plan
 
@@ -42,6 +44,11 @@ class _MethodName(click.ParamType[str]):
             except ArgumentError as error:
                 self.fail(str(error), param, ctx)
         return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(name) for name in names_of(packages=True) if name.startswith(incomplete)]
 
 
 def _parameter_option(parameter: Parameter) -> Callable[[_Function], _Function]:
@@ -68,7 +75,7 @@ _OPTIONS = (
     click.option(
         "-t",
         "--task-expert",
-        type=PATH,
+        type=EXPERT,
         multiple=True,
         metavar="PATH|ID",
         help="Task expert; repeat to average several.",
@@ -76,7 +83,7 @@ _OPTIONS = (
     click.option(
         "-l",
         "--language-expert",
-        type=PATH,
+        type=EXPERT,
         multiple=True,
         metavar="PATH|ID",
         help="Language expert; repeat to average several. `base` resets its layers to the base.",

@@ -2,44 +2,69 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.paths import PATH
-from adapterswap.cli.printing import print_json, print_table
+from adapterswap.cli.paths import EXPERT
+from adapterswap.cli.printing import note, print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from adapterswap.checking.comparing import Difference, SavedDifference
+    from adapterswap.checking.comparing import Comparison, Difference, SavedDifference
 
 _NOISE = 1e-7  # a distance of ΔW is known up to about 1e-8, see `compare`
 
 
 @click.command("diff")
-@click.argument("one", type=PATH)
-@click.argument("other", type=PATH)
+@click.argument("one", type=EXPERT)
+@click.argument("other", type=EXPERT)
 @click.option("--modules", "by_module", is_flag=True, help="A row per module, not per layer.")
+@click.option(
+    "--max-distance",
+    type=float,
+    metavar="X",
+    help="Exit with 1 if the distance of all modules together, or of one trained in full, is more than X.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
-def command(one: str, other: str, by_module: bool, as_json: bool) -> None:
+def command(one: str, other: str, by_module: bool, max_distance: float | None, as_json: bool) -> None:
     """Compare two adapters: distance and cosine of their ΔW.
 
     ONE and OTHER are PEFT LoRA folders or Hub ids. The distance is ‖ΔW₁ - ΔW₂‖ / ‖ΔW₁‖; a module that one of them lacks
     counts as ΔW = 0. Modules trained in full (modules_to_save) are compared by their whole weights,
-    ‖W₁ - W₂‖ / ‖W₁‖.
+    ‖W₁ - W₂‖ / ‖W₁‖. With --max-distance, one that only one adapter holds in full counts as too far.
     """
     from adapterswap.checking.comparing import diff
 
+    if max_distance is not None and not max_distance >= 0:  # click lets `nan` pass
+        raise click.UsageError(f"--max-distance {max_distance:g} is not a distance: use 0 or more.")
     found = diff(one, other)
     if as_json:
         print_json(found.as_json())
-        return
-    if found.modules:
-        rows = found.modules if by_module else found.layers
-        _print([*rows, found.total], "module" if by_module else "layer")
-    if found.saved:
-        _print_saved(found.saved)
+    else:
+        if found.modules:
+            rows = found.modules if by_module else found.layers
+            _print([*rows, found.total], "module" if by_module else "layer")
+        if found.saved:
+            _print_saved(found.saved)
+    if max_distance is not None and (farther := _farther(found, max_distance)):
+        for line in farther:
+            note(f"Error: {line}")
+        sys.exit(1)
+
+
+def _farther(found: Comparison, limit: float) -> list[str]:
+    """What is farther apart than `limit`, or may be; a distance of ΔW that could be rounding is none."""
+    total = found.total.distance
+    lines = [f"the distance of ΔW is {total:.4g}, more than {limit:g}"] * (total > max(limit, _NOISE))
+    for row in found.saved:
+        if row.distance is None:
+            lines.append(f"{row.name} is {row.remark}, so its distance may be more than {limit:g}")
+        elif row.distance > limit:
+            lines.append(f"the distance of {row.name} is {row.distance:.4g}, more than {limit:g}")
+    return lines
 
 
 def _print(rows: list[Difference], what: str) -> None:

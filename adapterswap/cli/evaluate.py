@@ -11,12 +11,14 @@ import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
 from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
 from adapterswap.cli.printing import count_bar, note, note_dry_run, note_output, print_json, print_table
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from adapterswap.evaluation import EvaluationResult, Settings, TaskResult
     from adapterswap.evaluation.subject_evaluation import Evaluation
     from adapterswap.planning.plan import Plan
@@ -27,15 +29,35 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
              "confirm_run_unsafe_code")  # fmt: skip
 
 
+class _TaskNames(click.ParamType[str]):
+    """Names of tasks, separated by commas."""
+
+    name = "text"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        from adapterswap.evaluation.tasks import task_names
+
+        before, comma, typed = incomplete.rpartition(",")
+        return [CompletionItem(before + comma + name) for name in task_names(typed)]
+
+
 @click.command("evaluate")
-@click.option("--base-model", type=PATH, required=True, metavar="PATH|ID", help="The base model.")
-@click.option("--adapter", type=PATH, metavar="PATH|ID", help="One adapter on top of it.")
+@click.option("--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base model.")
+@click.option("--adapter", type=EXPERT, metavar="PATH|ID", help="One adapter on top of it.")
 @composition_options
-@click.option("--recipe", type=PATH, metavar="PATH", help="A composition's recipe (YAML), as for compose.")
+@click.option(
+    "--recipe", type=RecipePath("compose"), metavar="PATH", help="A composition's recipe (YAML), as for compose."
+)
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate the composition, as compose does.")
 @click.option("--max-error", type=float, metavar="E", help="Likewise, as far as this relative error of ΔW.")
 @click.option(
-    "--tasks", required=True, metavar="TASKS", help="Tasks, separated by commas: mgsm_native_cot_sw, mgsm_*_te."
+    "--tasks",
+    type=_TaskNames(),
+    required=True,
+    metavar="TASKS",
+    help="Tasks, separated by commas: mgsm_native_cot_sw, mgsm_*_te.",
 )
 @click.option("--num-fewshot", type=int, metavar="N", help="Shots.  [default: each task's own; MGSM: 8]")
 @click.option("--limit", type=float, metavar="N", help="Only the first N documents of each task, or a fraction.")
@@ -49,7 +71,7 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
 @click.option("--apply-chat-template", is_flag=True, help="Prompt as a chat, each shot a turn.")
 @click.option("--system-instruction", metavar="TEXT", help="A text before everything else.")
 @click.option("--truncate", is_flag=True, help="Let prompts that do not fit lose their beginning.")
-@click.option("--include-path", type=PATH, metavar="DIR", help="A folder with lm-eval task files of your own.")
+@click.option("--include-path", type=FOLDER, metavar="DIR", help="A folder with lm-eval task files of your own.")
 @click.option("--trust-task-code", is_flag=True, help="Let the files in --include-path run their own Python code.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
 @device_option()
@@ -62,7 +84,7 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
     metavar="N",
     help="For shots and sampling.",
 )
-@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write: results.json and samples.jsonl.")
+@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write: results.json and samples.jsonl.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Check everything, show a prompt, load no weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

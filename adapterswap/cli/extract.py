@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER
 from adapterswap.cli.printing import count_bar, note, note_output, print_json, print_table
 from adapterswap.cli.pushing import Push, push_options
 from adapterswap.experts.layers import format_layers
@@ -19,11 +19,11 @@ _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
 
 
 @click.command("extract")
-@click.argument("full", type=PATH)
+@click.argument("full", type=EXPERT)
 @click.option(
-    "--base-model", type=PATH, required=True, metavar="PATH|ID", help="The base that FULL was fine-tuned from."
+    "--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base that FULL was fine-tuned from."
 )
-@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
+@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
 @click.option("--rank", type=click.IntRange(1, 65536), metavar="R", help="Rank; with --max-error, the highest.")
 @click.option("--max-error", type=float, metavar="E", help="The smallest rank with this relative error, per module.")
 @click.option("--layers", metavar="LAYERS", help="Only these layers, such as 0-4,30-31.")

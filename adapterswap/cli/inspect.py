@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT
 from adapterswap.cli.printing import human_bytes, print_json, print_table
 from adapterswap.errors import printable
 from adapterswap.experts.layers import format_layers, num_layers_in_config
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("inspect")
-@click.argument("path", type=PATH)
+@click.argument("path", type=EXPERT)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def command(path: str, as_json: bool) -> None:
     """Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.

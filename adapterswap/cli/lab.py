@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import FOLDER
 from adapterswap.cli.printing import live_bars, note, note_dry_run, note_output, print_json, print_table
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _SCENES = ("gap", "no-gap")
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Bases, each with its two experts.")
 @click.option("--scene", type=click.Choice(_SCENES), default="gap", show_default=True, help="What the base lacks.")
 @click.option("--rebuild-base", is_flag=True, help="Pretrain the bases instead of using the shipped ones.")
-@click.option("-o", "--out-path", type=PATH, default="lab-run", show_default=True, help="Folder to write.")
+@click.option("-o", "--out-path", type=FOLDER, default="lab-run", show_default=True, help="Folder to write.")
 @click.option("--jobs", type=click.IntRange(1), help="Seeds at once, one thread each. Default: one to a core.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")

@@ -9,7 +9,7 @@ import click
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.full_weights import write_full_weights
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, FOLDER
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 @click.command("merge")
-@click.argument("path", type=PATH, required=False)
+@click.argument("path", type=EXPERT_OR_RECIPE, required=False)
 @composition_options
-@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
-@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base.  [default: the one that the experts name]")
+@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
+@click.option(
+    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base.  [default: the one that the experts name]"
+)
 @click.option("--max-shard-size", metavar="SIZE", help="Such as 2GB.  [default: the base's shards]")
 @dtype_option("Of the result.  [default: each tensor's in the base]")
 @device_option("cpu", more="; cuda is all GPUs")

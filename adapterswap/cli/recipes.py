@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import FOLDER, RecipePath
 from adapterswap.cli.printing import note_output, print_json
 
 
@@ -44,7 +44,7 @@ def ls(kind: str | None, as_json: bool) -> None:
 
 
 @command.command("cat")
-@click.argument("name", type=PATH)
+@click.argument("name", type=RecipePath())
 @click.option("--resolved", is_flag=True, help="With all that it extends, each line with the file that it is from.")
 @click.option("--json", "as_json", is_flag=True, help="Print what it says with all that it extends, as JSON.")
 def cat(name: str, resolved: bool, as_json: bool) -> None:
@@ -67,8 +67,8 @@ def cat(name: str, resolved: bool, as_json: bool) -> None:
 
 
 @command.command("cp")
-@click.argument("names", type=PATH, nargs=-1, required=True, metavar="NAME...")
-@click.argument("folder", type=PATH, metavar="DIR")
+@click.argument("names", type=RecipePath(), nargs=-1, required=True, metavar="NAME...")
+@click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -98,7 +98,7 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
 
 
 @command.command("validate")
-@click.argument("files", type=PATH, nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", type=RecipePath(), nargs=-1, required=True, metavar="FILE...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def validate(files: tuple[str, ...], as_json: bool) -> None:
     """Report every mistake in recipes, without reading models or data.

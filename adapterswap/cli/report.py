@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import FOLDER
 from adapterswap.cli.printing import note, note_output, print_json, print_table
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @click.command("report")
-@click.argument("run", type=PATH, metavar="RUN")
-@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write.  [default: RUN-report]")
+@click.argument("run", type=FOLDER, metavar="RUN")
+@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write.  [default: RUN-report]")
 @click.option("--reference", metavar="METHOD", help="What the others are compared with.  [default: soup]")
 @click.option(
     "--methods", multiple=True, metavar="METHOD,…",

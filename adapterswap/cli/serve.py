@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.export import OUTTYPES
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER, PATH
 from adapterswap.cli.printing import human_bytes, note, note_dry_run, print_json
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ class _Serve(click.Command):
 
 
 @click.command("serve", cls=_Serve)
-@click.option("--base-model", type=PATH, required=True, metavar="PATH|ID", help="The base model of all experts.")
+@click.option("--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base model of all experts.")
 @click.option("--experts", "experts_path", type=PATH, required=True, metavar="DIR|YAML", help=_EXPERTS)
 @click.option(
-    "--cache", type=PATH, metavar="DIR", help="Where compositions are kept.  [default: ~/.cache/adapterswap/serving]"
+    "--cache", type=FOLDER, metavar="DIR", help="Where compositions are kept.  [default: ~/.cache/adapterswap/serving]"
 )
 @click.option(
     "--engine", type=click.Choice(["vllm", "llama.cpp"]), default="vllm", show_default=True, help="What runs the base."

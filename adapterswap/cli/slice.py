@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json
 from adapterswap.cli.pushing import Push, push_options
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 @click.command("slice")
-@click.argument("expert", type=PATH)
+@click.argument("expert", type=EXPERT)
 @click.option("--layers", required=True, metavar="LAYERS", help="Layers to keep, such as 0-4,30-31.")
-@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
+@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
 @click.option("--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]")
 @click.option(
-    "--base-model", type=PATH, metavar="PATH|ID", help="The expert's base, where it names none or another place."
+    "--base-model", type=EXPERT, metavar="PATH|ID", help="The expert's base, where it names none or another place."
 )
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.device_options import device_option
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, PATH
 from adapterswap.cli.printing import note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @click.command("suggest")
 @click.option(
-    "-t", "--task-expert", type=PATH, required=True, metavar="PATH|ID", help="Its middle layers are to be kept."
+    "-t", "--task-expert", type=EXPERT, required=True, metavar="PATH|ID", help="Its middle layers are to be kept."
 )
-@click.option("-l", "--language-expert", type=PATH, required=True, metavar="PATH|ID", help="Gives the outer layers.")
-@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base: needed for texts.")
+@click.option("-l", "--language-expert", type=EXPERT, required=True, metavar="PATH|ID", help="Gives the outer layers.")
+@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base: needed for texts.")
 @click.option("--num-layers", type=click.IntRange(min=1), metavar="N", help="The base's layers, where it is not named.")
 @click.option("--task-texts", type=PATH, metavar="FILE", help="Texts of the task: .jsonl, or a text to a line.")
 @click.option("--language-texts", type=PATH, metavar="FILE", help="Texts in the language, without the task.")

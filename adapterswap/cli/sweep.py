@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
 from adapterswap.cli.printing import live_bars, note, note_dry_run, note_output, print_json, print_table
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 @click.command("sweep")
-@click.argument("recipe", type=PATH)
-@click.option("-o", "--out-path", type=PATH, required=True, metavar="RUN", help="Folder to write, or to continue.")
+@click.argument("recipe", type=RecipePath("sweep"))
+@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="RUN", help="Folder to write, or to continue.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value: settings.num_fewshot=2.")
-@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base, instead of the recipe's.")
+@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base, instead of the recipe's.")
 @click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")
 @click.option("--batch-size", type=int, metavar="N", help="Short for --set settings.batch_size=N.")
 @device_option()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
 from adapterswap.cli.printing import human_bytes, note, note_dry_run, note_output, print_json
 from adapterswap.cli.pushing import Push, push_options
 from adapterswap.cli.together import one_voice
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 @click.command("train")
-@click.argument("recipe", type=PATH)
+@click.argument("recipe", type=RecipePath("train"))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value, such as training.seed=1.")
-@click.option("-o", "--out-path", type=PATH, metavar="O", help="Folder to write, instead of the recipe's.")
-@click.option("--base-model", type=PATH, metavar="PATH|ID", help="Base to train on, instead of the recipe's.")
+@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write, instead of the recipe's.")
+@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="Base to train on, instead of the recipe's.")
 @click.option("--seed", type=int, help="Short for --set training.seed=N --set training.data_seed=N.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Short for --set training.device=…")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Short for --set training.dtype=…")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT
 from adapterswap.cli.printing import note, print_json
 
 if TYPE_CHECKING:
@@ -18,9 +18,11 @@ _SHOWN = 10  # tensors that are named; with a wrong source it is nearly all of t
 
 
 @click.command("verify")
-@click.argument("path", type=PATH)
-@click.option("--expert", "experts", multiple=True, metavar="NAME=PATH", help="Where a source lies; repeatable.")
-@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base, where it came from a folder.")
+@click.argument("path", type=EXPERT)
+@click.option(
+    "--expert", "experts", type=EXPERT, multiple=True, metavar="NAME=PATH", help="Where a source lies; repeatable."
+)
+@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base, where it came from a folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json: bool) -> None:
     """Recompute what was composed or merged from its sources and compare.

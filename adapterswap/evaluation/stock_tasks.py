@@ -27,7 +27,7 @@ from adapterswap.errors import (
 from adapterswap.evaluation.task_code import harness_folder, refuse_task_code, rendering
 from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 
-__all__ = ["check_known", "check_mentioned", "explained_task_errors", "load_stock"]
+__all__ = ["check_known", "check_mentioned", "explained_task_errors", "load_stock", "mentioned_names"]
 
 _NAMES = re.compile(rb"^(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
 _TASK = os.path.join("lm_eval", "api", "task.py")  # where the harness calls a task's templates and functions
@@ -71,6 +71,12 @@ def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, ot
             known = {*others, *(mentioned.decode() for mentioned in _NAMES.findall(text))}
             _add_unknown(name, sorted(known), problems)
     problems.raise_if_any()
+
+
+def mentioned_names(start: str) -> list[str]:
+    """The names that begin so, of those that the harness's task files mention; none where it is not installed."""
+    known = {name.decode() for name in _NAMES.findall(_harness_files())}
+    return sorted(name for name in known if name.startswith(start))
 
 
 def _add_unknown(name: str, known: Sequence[str], problems: Problems) -> None:

@@ -20,14 +20,14 @@ from adapterswap.errors import ArgumentError, DependencyError, Problems
 from adapterswap.evaluation.flores import flores_folder, flores_task, is_flores
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock
+from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
 from adapterswap.evaluation.tydiqa import MAX_SHOTS as TYDIQA_SHOTS
 from adapterswap.evaluation.tydiqa import tydiqa_task_names
 from adapterswap.evaluation.xcopa import MAX_SHOTS as XCOPA_SHOTS
 from adapterswap.evaluation.xcopa import xcopa_task_names
 from adapterswap.files.smallfiles import expand
 
-__all__ = ["MAX_SHOTS", "check_task_names", "load_tasks", "require_lm_eval", "split_shots"]
+__all__ = ["MAX_SHOTS", "check_task_names", "load_tasks", "require_lm_eval", "split_shots", "task_names"]
 
 MAX_SHOTS = 8  # as many exemplars as MGSM has
 _SHIPPED = {**dict.fromkeys(tydiqa_task_names(), TYDIQA_SHOTS), **dict.fromkeys(xcopa_task_names(), XCOPA_SHOTS)}
@@ -60,6 +60,14 @@ def check_task_names(names: Sequence[str], include_path: str | Path | None = Non
     resolved = _resolve([split_shots(name)[0] for name in names])
     if resolved.theirs:
         check_mentioned(resolved.theirs, include_path, others=_OURS)
+
+
+def task_names(start: str = "") -> list[str]:
+    """The names of tasks that begin so, for completion: ours, or where none of ours does, the harness's.
+
+    The harness's names are searched for in its task files, as text, so a few that it makes up in code are missing.
+    """
+    return [name for name in _OURS if name.startswith(start)] or mentioned_names(start)
 
 
 def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[str, Any]:

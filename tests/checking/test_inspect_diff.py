@@ -201,3 +201,28 @@ def test_inspect_full_weights(
     if strip:
         rows = [line for line in shown if line.startswith(("attention", "mlp", "layers"))]
         assert all(row.split()[-1] == "smmmss" for row in rows)
+
+
+@pytest.mark.parametrize(("part", "exit_code"), [(1.001, 0), (0.999, 1)])
+def test_max_distance_is_that_of_all_modules(part: float, exit_code: int, expert: Experts, run: Run) -> None:
+    pair = expert(seed=1), expert(seed=2)
+    distance = told(run("diff", *pair, "--json"))["total"]["distance"]
+    result = run("diff", *pair, "--max-distance", part * distance)
+    assert result.exit_code == exit_code
+    assert result.stdout == run("diff", *pair).stdout
+    assert bool(result.stderr) == bool(exit_code)
+
+
+def test_max_distance_of_what_is_trained_in_full(heads: tuple[Path, Path], expert: Experts, run: Run) -> None:
+    head = told(run("diff", *heads, "--json"))["saved"]["lm_head"]["distance"]
+    assert run("diff", *heads, "--max-distance", head).exit_code == 0
+    assert run("diff", *heads, "--max-distance", head * 0.999, "--json").exit_code == 1
+    assert run("diff", heads[0], heads[0], "--max-distance", 0).exit_code == 0  # rounding of ΔW is no distance
+    only_one = run("diff", heads[0], expert(seed=1), "--max-distance", 1e9)
+    assert only_one.exit_code == 1
+    assert "lm_head" in only_one.stderr
+
+
+@pytest.mark.parametrize("limit", ["nan", "-1", "near"])
+def test_max_distance_is_a_number_of_0_or_more(limit: str, math: Path, run: Run) -> None:
+    assert run("diff", math, math, "--max-distance", limit).exit_code == 2
