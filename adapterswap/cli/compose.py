@@ -100,6 +100,7 @@ def _to_truncate(plan: Plan, form: Form) -> int:
 
 def _as_json(written: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.planning.describe import unusual
+    from adapterswap.records.licences import licences
 
     plan, layout = written.plan, written.layout
     return {
@@ -112,6 +113,7 @@ def _as_json(written: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
         "modules": {slot.name: slot.coefficients for slot in plan},
         "unusual": unusual(plan),
         "notes": list(plan.notes),
+        "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
         "rank": {"global": layout.config["r"], "largest": _largest_rank(layout)},
         "bytes": layout.nbytes,
         **written.measured,
@@ -126,6 +128,7 @@ def _largest_rank(layout: Layout) -> int:
 
 def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     from adapterswap.planning.describe import strip, unusual
+    from adapterswap.records.licences import licence_warning, licences
 
     plan, layout = written.plan, written.layout
     if (told := _zones_text(plan)) is not None:
@@ -142,6 +145,8 @@ def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     modules = f"{kept} of {len(plan.modules)} modules" if kept < len(plan.modules) else f"{kept} modules"
     told = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
+    if (clash := licence_warning(licences(plan))) is not None:
+        note(f"Warning: {clash}")
     for one, other in _same(plan):
         note(f"Warning: {one} and {other} are one folder, so the composition takes everything from one expert")
     _print_numbers(written)

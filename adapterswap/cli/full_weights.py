@@ -52,6 +52,7 @@ def write_full_weights(
 def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
     from adapterswap.merging.companions import differing_tokenizers, tokenizer_source
     from adapterswap.planning.describe import unusual
+    from adapterswap.records.licences import licences
 
     plan = merged.plan
     return {
@@ -65,6 +66,7 @@ def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
         "tensors": {slot.name: slot.coefficients for slot in plan},
         "unusual": unusual(plan),
         "tokenizer_from": tokenizer_source(plan),
+        "licences": {name: licence and str(licence) for name, licence in licences(plan).items()},
         "other_tokenizers": differing_tokenizers(plan),
         "copied": _copied(merged),
         "shards": [shard.name for shard in merged.shards],
@@ -83,6 +85,7 @@ def _copied(merged: Merged) -> int:
 def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     from adapterswap.merging.companions import differing_tokenizers, tokenizer_source
     from adapterswap.planning.describe import strip, unusual
+    from adapterswap.records.licences import licence_warning, licences
 
     plan = merged.plan
     click.echo(strip(plan))
@@ -93,6 +96,8 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     note(f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}")
     source, folder = tokenizer_source(plan), plan.skeleton.name
     note(f"config and tokenizer are those of {source}" + f" ({folder})" * (folder != source))
+    if (clash := licence_warning(licences(plan))) is not None:
+        note(f"Warning: {clash}")
     for name in differing_tokenizers(plan):
         note(f"Warning: {name} has another tokenizer.json, which the result does not follow")
     for name, magnitude in merged.magnitudes.items():

@@ -42,7 +42,7 @@ _FIRST_FUSED = "gate_up_proj"  # the first of a fused layer's two parameters in 
 _MISMATCH = "The file and its config do not belong together: save the adapter again"
 
 # What to fetch from the Hub; the last two say why there are no weights, where there are none.
-ADAPTER_FILES = [WEIGHTS, CONFIG, PROVENANCE, "adapter_model*.bin", "*.index.json"]
+ADAPTER_FILES = [WEIGHTS, CONFIG, PROVENANCE, "adapter_model*.bin", "*.index.json", "README.md"]
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ COMPANIONS = (
     "merges.txt", "*.jinja", "chat_template*", "*.tiktoken", "*processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 
-WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", *COMPANIONS]
+WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS]
 
 
 @dataclass(frozen=True)

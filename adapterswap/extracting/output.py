@@ -7,6 +7,7 @@ beside the folder's own until the safetensors header can be written. Knows adapt
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +25,8 @@ from adapterswap.files.numbers import encode
 from adapterswap.files.smallfiles import write_json
 from adapterswap.files.tensorfile import header_bytes
 from adapterswap.files.yamltext import dump_yaml
-from adapterswap.records.cards import escaped
+from adapterswap.records.cards import escaped, loading
+from adapterswap.records.licences import licence_of
 from adapterswap.records.record import (
     FORMAT,
     ExtractedModule,
@@ -95,7 +97,8 @@ def write_folder(
         OSError: the folder cannot be written.
     """
     spool.write(folder / WEIGHTS)
-    write_json(folder / CONFIG, _config(pair, found, base_model))
+    config = _config(pair, found, base_model)
+    write_json(folder / CONFIG, config)
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
     record = ExtractionRecord(
         format=FORMAT,
@@ -122,7 +125,7 @@ def write_folder(
         **({"slice": SliceRecord(layers=selection.layers)} if selection.layers is not None else {}),
     )
     write_json(folder / PROVENANCE, record.content())
-    (folder / CARD).write_text(_card(pair, found, base), encoding="utf-8")
+    (folder / CARD).write_text(_card(pair, found, base, config), encoding="utf-8")
 
 
 def _config(pair: WeightPair, found: Extraction, base_model: str) -> dict[str, Any]:
@@ -146,11 +149,12 @@ def _config(pair: WeightPair, found: Extraction, base_model: str) -> dict[str, A
     )
 
 
-def _card(pair: WeightPair, found: Extraction, base: str | None) -> str:
+def _card(pair: WeightPair, found: Extraction, base: str | None, config: Mapping[str, Any]) -> str:
     """The model card: what it was cut out of, how near it comes, what is missing."""
     front = {
         **({"base_model": base} if base and "/" in base else {}),
         "library_name": "peft",
+        **(licence.front() if (licence := licence_of(pair.full.source.folder)) else {}),
         "tags": ["adapterswap", "lora"],
     }
     rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", found.modules, layer)
@@ -170,14 +174,9 @@ adapterswap {__version__}. Its relative error is {found.error:.4f} over the weig
 |---|---|---|---|
 {rows}
 {f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{lost}" if lost else ""}
-Load it with PEFT:
+## Use
 
-```python
-from peft import PeftModel
-
-model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
-```
-
+{loading(config, base, task_type="CAUSAL_LM")}
 `adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
 """
 

@@ -1,34 +1,34 @@
-"""Model cards (README.md) of composed adapters and merged models: what they are made of, as a picture in text.
+"""Model cards (README.md) of composed adapters and merged models: what they are made of, and how to use them.
 
-Knows plans, and which modules were truncated. Says nothing else: no scores, no claims.
+Knows plans, what was written, and which modules were truncated. Says nothing else: no scores, no claims.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable, Mapping
 
 from adapterswap import __version__
-from adapterswap.experts.sources import public_name
+from adapterswap.arithmetic.outputs import Layout
+from adapterswap.experts.layers import format_layers
+from adapterswap.experts.sources import Source, public_name
 from adapterswap.files.yamltext import dump_yaml
 from adapterswap.methods.registry import find_method
-from adapterswap.planning.compositions import Composition
-from adapterswap.planning.describe import error_text, strip, unusual
+from adapterswap.planning.compositions import ZONES
+from adapterswap.planning.describe import error_text, marks, strip, unusual
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slicing import sliced_layers
+from adapterswap.records.licences import Licence, common_licence, licence_warning, licences
 from adapterswap.records.record import CompositionRecord
 
-__all__ = ["adapter_card", "escaped", "merged_card"]
+__all__ = ["adapter_card", "escaped", "loading", "merged_card"]
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
-
-
-def _how_composed(composition: Composition) -> str:
-    """What was done, with the paper that it is from."""
-    if composition.allocation is not None:
-        return "rules for layers and modules"
-    if composition.partition is not None:
-        return f"layer swapping by partition {composition.partition} (Bandarkar & Peng 2025)"
-    return find_method(composition.method).title
+_ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+_HUB = "https://huggingface.co"
+_STUDY = "Bandarkar & Peng, 2025, arXiv:2505.18356"
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def escaped(text: str) -> str:
@@ -36,26 +36,29 @@ def escaped(text: str) -> str:
     return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 
-def adapter_card(plan: Plan, record: CompositionRecord) -> str:
-    """The card as Markdown with the Hub's YAML front matter."""
+def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
+    """The card as Markdown with the Hub's YAML front matter.
+
+    Args:
+        plan: what was composed.
+        record: what adapterswap.json says of it.
+        layout: what was written.
+    """
     base = public_name(plan.base_model)
-    sources = [str(adapter.source) for adapter in plan.experts.values()]
+    stated = licences(plan)
     front = {
         **({"base_model": base} if base and "/" in base else {}),
         "library_name": "peft",
+        **_licence_front(stated),
         "tags": ["adapterswap", "lora", "merge"],
     }
-    layers = sliced_layers(plan)
+    layers, count = sliced_layers(plan), len(plan.experts)
     made = (
-        f"composed from {len(sources)} expert{'s' * (len(sources) > 1)} by\n{_how_composed(plan.composition)}"
+        f"composed from {count} expert{'s' * (count > 1)} by\n{_how_composed(plan)}"
         if layers is None
         else f"cut out of one expert:\nits layers {layers}, and what it has outside the layers,"
     )
-    experts = "\n".join(
-        f"| {escaped(name)} | {escaped(source)} |" for name, source in zip(plan.experts, sources, strict=True)
-    )
-    lines = [*map(escaped, [*record.origins, *unusual(plan)]), *_conversion(record), *_truncation(record)]
-    remarks = "".join(f"- {line}\n" for line in lines)
+    remarks = [*map(escaped, [*record.origins, *unusual(plan)]), *_conversion(record), *_truncation(record)]
     return f"""---
 {dump_yaml(front).strip()}
 ---
@@ -64,66 +67,212 @@ def adapter_card(plan: Plan, record: CompositionRecord) -> str:
 
 A LoRA adapter{f" for {escaped(base)}" if base else ""}, {made} with adapterswap {__version__}.
 
-| expert | from |
-|---|---|
-{experts}
+{_experts_table(plan, record, stated)}
 
-Layers from bottom (left) to top (right):
+{_layers(plan)}
 
-```
-{strip(plan)}
-```
-{f"{chr(10)}{remarks}" if remarks else ""}
-Load it with PEFT:
+{_size(layout)}
+{_list(remarks)}{_licence_text(stated)}
+## Use
 
-```python
-from peft import PeftModel
-
-model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
-```
-
+{loading(layout.config, base, task_type=plan.task_type)}
 `adapterswap.json` says which expert every module came from, with the SHA-256 of the experts' files.
-"""
+`adapterswap verify` composes the adapter again from its experts and compares it.
+{_citation(plan)}"""
 
 
 def merged_card(plan: Plan, record: CompositionRecord) -> str:
     """The model card as Markdown with the Hub's YAML front matter."""
     base = plan.base.source.name if plan.base else None
-    sources = {name: str(expert.source) for name, expert in plan.experts.items()}
     ids = [
         name
         for name in ([base] if base else [expert.source.name for expert in plan.checkpoints.values()])
         if "/" in name
     ]
+    stated = licences(plan)
     front = {
         **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
         "library_name": "transformers",
+        **_licence_front(stated),
         "tags": ["adapterswap", "merge"],
     }
-    kinds = {name: "LoRA adapter" if name in plan.adapters else "full checkpoint" for name in plan.experts}
-    experts = "\n".join(f"| {escaped(name)} | {escaped(sources[name])} | {kinds[name]} |" for name in plan.experts)
-    remarks = "".join(f"- {escaped(line)}\n" for line in [*record.origins, *unusual(plan)])
+    count = len(plan.experts)
     return f"""---
 {dump_yaml(front).strip()}
 ---
 
 # {" + ".join(map(escaped, plan.experts))}
 
-Full weights{f" of {escaped(base)}" if base else ""}, composed from {len(sources)} expert{"s" * (len(sources) > 1)} by
-{_how_composed(plan.composition)} with adapterswap {__version__}.
+Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expert{"s" * (count > 1)} by
+{_how_composed(plan)} with adapterswap {__version__}.
 
-| expert | from | kind |
-|---|---|---|
-{experts}
+{_experts_table(plan, record, stated)}
 
-Layers from bottom (left) to top (right):
+{_layers(plan)}
+{_list(map(escaped, [*record.origins, *unusual(plan)]))}{_licence_text(stated)}
+`adapterswap.json` says what every tensor came from, with SHA-256 hashes of the experts. `adapterswap verify` makes the
+weights again from their sources and compares them.
+{_citation(plan)}"""
+
+
+def loading(config: Mapping[str, object], base: str | None, *, task_type: str | None) -> str:
+    """How to load an adapter in PEFT, vLLM and llama.cpp; of the last two, or why they do not read it.
+
+    Args:
+        config: its adapter_config.json.
+        base: the base's public name, where it is known.
+        task_type: PEFT's name of the task.
+    """
+    revision = config.get("revision")
+    is_id, causal = base is not None and "/" in base, task_type == "CAUSAL_LM"
+    at = f', revision="{revision}"' if revision else ""
+    opened = f'AutoModelForCausalLM.from_pretrained("{base}"{at})' if is_id and causal else "..."
+    imports = "from transformers import AutoModelForCausalLM\n" if is_id and causal else ""
+    parts = [
+        f"""With PEFT:
+
+```python
+from peft import PeftModel
+{imports}
+base_model = {opened}{"" if is_id and causal else "  # the base, loaded as usual"}
+model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
+```
+"""
+    ]
+    other = config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("lora_bias")
+    if other or config.get("modules_to_save") or config.get("bias", "none") != "none":
+        parts.append(
+            "vLLM and llama.cpp read LoRA alone, without DoRA, biases or modules trained in full (`modules_to_save`): "
+            "merge the\nadapter into its base with `adapterswap merge`, and serve the result.\n"
+        )
+    elif causal:
+        parts.append(_servers(config, base if is_id else None, str(revision) if revision else None))
+    return "\n".join(parts)
+
+
+def _servers(config: Mapping[str, object], base: str | None, revision: str | None) -> str:
+    pattern = config.get("rank_pattern")
+    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, Mapping) else ())]
+    rank = max(rank for rank in ranks if isinstance(rank, int))
+    fitting = next((allowed for allowed in _VLLM_RANKS if allowed >= rank), None)
+    at = f" --revision {revision}" if revision else ""
+    vllm = (
+        f"""With vLLM:
+
+```bash
+vllm serve {base or "BASE"}{at} --enable-lora --max-lora-rank {fitting} --lora-modules composed=path/to/this/folder
+```
+"""
+        if fitting
+        else f"vLLM reads ranks up to {_VLLM_RANKS[-1]}, and this adapter has {rank}: compose it with `--max-rank`.\n"
+    )
+    return f"""{vllm}
+With llama.cpp, where `base.gguf` is the base as its `convert_hf_to_gguf.py` writes it:
+
+```bash
+adapterswap export path/to/this/folder -o composed.gguf
+llama-server -m base.gguf --lora composed.gguf
+```
+"""
+
+
+def _how_composed(plan: Plan) -> str:
+    """What was done, with the paper that it is from."""
+    composition = plan.composition
+    if composition.allocation is not None:
+        return "rules for layers and modules"
+    if composition.partition is not None:
+        return f"layer swapping by partition {composition.partition} (Bandarkar & Peng 2025)"
+    return find_method(composition.method).title
+
+
+def _experts_table(plan: Plan, record: CompositionRecord, stated: Mapping[str, Licence | None]) -> str:
+    """A row for each expert: where it is from, its part, its rank, its licence."""
+    rows = [("expert", "from", "kind", "role", "rank", "licence"), ("---",) * 6]
+    roles = {
+        name: role
+        for role, names in (("task", plan.composition.task), ("language", plan.composition.language))
+        for name in names
+    }
+    for name, expert in plan.experts.items():
+        adapter = plan.adapters.get(name)
+        ranks = sorted({module.rank for module in adapter.modules.values()}) if adapter else []
+        licence = stated[name]
+        rows.append(
+            (
+                escaped(name),
+                _link(expert.source),
+                "LoRA adapter" if adapter else "full checkpoint",
+                roles.get(name, "–"),
+                (f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])) if ranks else "–",
+                escaped(str(licence)) if licence else "not stated",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _link(source: Source) -> str:
+    """A source's name; a link to its commit where it is from the Hub."""
+    if source.revision is None:
+        return escaped(source.name)
+    return f"[{escaped(source.name)}]({_HUB}/{source.name}/tree/{source.revision}) at `{source.revision[:12]}`"
+
+
+def _layers(plan: Plan) -> str:
+    """The strip of layers, the numbers behind it, and where each layer comes from."""
+    rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(plan))
+    return f"""Layers from bottom (left) to top (right){_numbers(plan)}:
 
 ```
 {strip(plan)}
 ```
-{f"{chr(10)}{remarks}" if remarks else ""}
-`adapterswap.json` says what every tensor came from, with SHA-256 hashes of the experts.
-"""
+
+| layers of {plan.num_layers} | from |
+|---|---|
+{rows}"""
+
+
+def _numbers(plan: Plan) -> str:
+    """The numbers of a composition with its defaults filled in: zones, weights, what the method takes."""
+    settled = plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints))
+    names = [*ZONES, "task_weight", "language_weight", "weights", "density", "scale", "seed", "row_threshold", "norms"]
+    shown = [f"{name} {_short(settled[name])}" for name in names if name in settled]
+    return f" with {escaped(', '.join(shown))}" if shown else ""
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _zones(plan: Plan) -> list[tuple[str, str]]:
+    """Layers that are made alike → what they are made of, in the order of the layers."""
+    made: dict[int, dict[str, str]] = {}
+    for mark in marks(plan):
+        origin = mark.owner or mark.blend
+        kinds = made.setdefault(mark.layer, {})
+        kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
+    zones: list[tuple[list[int], str]] = []
+    for layer in sorted(made):
+        kinds = made[layer]
+        alike = len(set(kinds.values())) == 1
+        text = next(iter(kinds.values())) if alike else "; ".join(f"{kind}: {kinds[kind]}" for kind in sorted(kinds))
+        if zones and zones[-1][1] == text and zones[-1][0][-1] == layer - 1:
+            zones[-1][0].append(layer)
+        else:
+            zones.append(([layer], text))
+    return [(format_layers(layers), text) for layers, text in zones]
+
+
+def _size(layout: Layout) -> str:
+    """The ranks, the layout and the bytes of an adapter."""
+    config = layout.config
+    ranks = sorted({config["r"], *config["rank_pattern"].values()}) if config.get("peft_type") == "LORA" else []
+    rank = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {ranks[0]} to {ranks[-1]}" if ranks else ""
+    scale = "rank-stabilized scale α/√r" if config.get("use_rslora") else "scale α/r"
+    form = f"{rank}; {scale}" if ranks else f"PEFT's {config.get('peft_type')}"
+    parameters = sum(math.prod(tensor.shape) for tensor in layout.tensors)
+    dtypes = ", ".join(sorted({tensor.dtype for tensor in layout.tensors}))
+    return f"{form}; {parameters:,} parameters in {dtypes}, {layout.nbytes / 1e6:.1f} MB."
 
 
 def _conversion(record: CompositionRecord) -> list[str]:
@@ -147,3 +296,40 @@ def _truncation(record: CompositionRecord) -> list[str]:
     count = "1 module was" if len(record.reduced) == 1 else f"{len(record.reduced)} modules were"
     how = "reduced to" if record.output.keys() & {"max_rank", "max_error"} else "computed at"
     return [f"{count} {how} {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst}"]
+
+
+def _list(lines: Iterable[str]) -> str:
+    text = "".join(f"- {line}\n" for line in lines)
+    return f"\n{text}" if text else ""
+
+
+def _licence_front(stated: Mapping[str, Licence | None]) -> dict[str, str]:
+    common = common_licence(stated)
+    return common.front() if common else {}
+
+
+def _licence_text(stated: Mapping[str, Licence | None]) -> str:
+    """What readers should know of licences: a clash, or experts that state none beside others that do."""
+    if (warning := licence_warning(stated)) is not None:
+        return f"\n**Warning**: {escaped(warning)}.\n"
+    if any(stated.values()) and not all(stated.values()):
+        silent = " and ".join(escaped(name) for name, licence in stated.items() if licence is None)
+        return f"\nNo licence is given above, since the card of {silent} states none.\n"
+    return ""
+
+
+def _citation(plan: Plan) -> str:
+    """The papers of what was done, linked."""
+    composition = plan.composition
+    if sliced_layers(plan) is not None:
+        return ""
+    if composition.allocation is not None:
+        methods = [find_method("layer_swap"), *(find_method(slot.method) for slot in plan if slot.method != "linear")]
+        references = [method.reference for method in methods]
+    elif composition.partition is not None:
+        references = [_STUDY]
+    else:
+        references = [find_method(composition.method).reference]
+        references += [_STUDY] if composition.method == "layer_swap" and plan.adapters else []
+    lines = [_ARXIV.sub(r"[\g<0>](https://arxiv.org/abs/\1)", text) for text in dict.fromkeys(references)]
+    return "\n## Citation\n" + _list(lines)

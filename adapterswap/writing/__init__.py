@@ -165,5 +165,5 @@ def write_prepared(
         write_json(folder / CONFIG, written.layout.config)
         record = amend(record, folder)
         write_json(folder / PROVENANCE, record.content())
-        (folder / CARD).write_text(adapter_card(plan, record), encoding="utf-8")
+        (folder / CARD).write_text(adapter_card(plan, record, written.layout), encoding="utf-8")
     return out_path
