@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 
 VLLM := .venv-vllm/.installed
 
-.PHONY: demo test test-fast matrix numerics lint format bench peers vllm clean
+.PHONY: demo test test-fast matrix numerics lint format dist bench peers vllm clean
 
 demo: $(STAMP)  ## the whole story on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
@@ -41,6 +41,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+dist:  ## the wheel and the sdist in dist/: checked, installed into fresh environments without the checkout, and used there
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
+	rm -rf dist
+	.venv-dist/bin/python -m build
+	.venv-dist/bin/twine check --strict dist/*
+	$(PYTHON) scripts/check_dist.py dist/*
+
 vllm: $(VLLM)  ## vLLM for the CPU in an environment of its own (3.4 GB), where `make test` then tests serving
 
 bench: $(STAMP)  ## the README's timings, as ratios measured side by side
@@ -73,4 +81,4 @@ $(VLLM): pyproject.toml requirements-vllm.txt
 	touch $(VLLM)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-peers .pytest_cache .mypy_cache .ruff_cache lab-run
+	rm -rf .venv .venv-vllm .venv-peers .venv-dist dist .pytest_cache .mypy_cache .ruff_cache lab-run

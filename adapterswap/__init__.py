@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from adapterswap.writing.gguf import Exported as Exported
     from adapterswap.writing.gguf import export as export
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "Adapter": "experts.adapters",

@@ -1,0 +1,118 @@
+"""Install a wheel or an sdist into a fresh environment, away from the checkout, and use it.
+
+    python scripts/check_dist.py dist/*                         # with every dependency, from constraints.txt
+    python scripts/check_dist.py dist/*.whl --borrow .venv      # with the dependencies that are installed there
+
+What is tried there: the version, the package data (recipes, the lab's bases, types), a composition of two adapters that
+PEFT made, its verification, and `python -m adapterswap`. Fails with the output of what failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+SMOKE = """
+import json, subprocess, sys
+from importlib.metadata import files, version
+from pathlib import Path
+
+import adapterswap
+
+checkout, script = Path(sys.argv[1]), Path(sys.executable).parent / "adapterswap"
+package = Path(adapterswap.__file__).parent
+assert checkout not in package.parents, f"the checkout was imported: {package}"
+assert adapterswap.__version__ == version("adapterswap"), (adapterswap.__version__, version("adapterswap"))
+assert (package / "py.typed").is_file()
+assert len(list(package.glob("lab/bases/*.safetensors"))) == 5
+assert len(list(package.glob("shipped_recipes/**/*.yaml"))) > 50
+names = {path.name for path in files("adapterswap")}
+assert names >= {"LICENSE", "NOTICE"}, names
+
+
+def run(*arguments):
+    done = subprocess.run([script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+    return done.stdout
+
+
+assert run("--version").split()[-1] == adapterswap.__version__
+recipes = {recipe["name"] for recipe in json.loads(run("recipes", "ls", "--json"))}
+assert "sweep/llama-3.1-8b/swahili" in recipes
+run("recipes", "validate", *sorted(name for name in recipes if name.startswith(("train/", "compose/", "sweep/"))))
+run("methods", "--json")
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2)
+torch.manual_seed(0)
+AutoModelForCausalLM.from_config(config).save_pretrained("base")
+for name in ("math", "swahili"):
+    base = AutoModelForCausalLM.from_pretrained("base")
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).save_pretrained(name)
+run("compose", "-t", "math", "-l", "swahili", "-o", "out", "--bottom", "1", "--top", "1", "--bottom-transition", "1")
+run("verify", "out", "--expert", "math=math", "--expert", "swahili=swahili")
+run("merge", "out", "--base-model", "base", "-o", "merged")
+inspect = [sys.executable, "-m", "adapterswap", "inspect", "out", "--json"]
+shown = subprocess.run(inspect, capture_output=True, check=True)
+assert json.loads(shown.stdout)["modules"]
+print("ok", adapterswap.__version__, sys.version.split()[0])
+"""
+
+
+def check(artefact: Path, python: str, borrow: Path | None) -> str:
+    """Install `artefact` into an environment of its own and run the smoke test there; returns what that printed.
+
+    Args:
+        artefact: a wheel or an sdist.
+        python: the interpreter to make the environment with.
+        borrow: an environment whose installed packages serve as dependencies; None to install them.
+    """
+    with tempfile.TemporaryDirectory(prefix="adapterswap-dist-") as folder:
+        environment = Path(folder, "venv")
+        run([python, "-m", "venv", str(environment)])
+        own = str(environment / "bin" / "python")
+        pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        if borrow is None:
+            run([*pip, str(artefact), "-c", str(ROOT / "constraints.txt")])
+        else:
+            (packages,) = environment.glob("lib/python*/site-packages")
+            (others,) = borrow.resolve().glob("lib/python*/site-packages")
+            (packages / "borrowed.pth").write_text(f"{others}\n")
+            run([*pip, "--no-deps", "--no-build-isolation", str(artefact)])
+        place = Path(folder, "elsewhere")
+        place.mkdir()
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
+        settings = {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HOME": folder}
+        return run([own, "-c", SMOKE, str(ROOT)], cwd=place, env=settings)
+
+
+def run(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    """What a command printed; where it fails, the script ends with its output."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+    if done.returncode:
+        sys.exit(f"{' '.join(command[:3])} … exited with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def main() -> None:
+    """Check every artefact that is named."""
+    parser = argparse.ArgumentParser(description="Install a wheel or an sdist into a fresh environment and use it.")
+    parser.add_argument("artefacts", nargs="+", type=Path)
+    parser.add_argument("--python", default=sys.executable, help="the interpreter to make the environment with")
+    parser.add_argument("--borrow", type=Path, metavar="VENV", help="an environment that has the dependencies")
+    options = parser.parse_args()
+    for artefact in options.artefacts:
+        print(f"{artefact.name}: {check(artefact.resolve(), options.python, options.borrow).strip()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What a release consists of: versions that agree, the citation, continuous integration, a wheel that works alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import adapterswap
+from adapterswap.files.yamltext import parse_yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
+SEMANTIC = r"\d+\.\d+\.\d+"
+
+
+def read(path: Path) -> Any:
+    return parse_yaml(path.read_text(encoding="utf-8"))
+
+
+def project() -> dict[str, Any]:
+    content: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return content
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("vendor.citation-file-format", [ROOT / "CITATION.cff"]),
+        ("vendor.github-workflows", [WORKFLOW]),
+        ("vendor.github-issue-forms", FORMS),
+        ("vendor.github-issue-config", [ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml"]),
+    ],
+)
+def test_files_that_others_read_follow_their_schemas(schema: str, files: list[Path]) -> None:
+    pytest.importorskip("check_jsonschema")
+    assert files
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_one_version() -> None:
+    assert re.fullmatch(SEMANTIC, adapterswap.__version__)
+    assert str(read(ROOT / "CITATION.cff")["version"]) == adapterswap.__version__
+    (newest, *_) = re.findall(rf"^## ({SEMANTIC})", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest == adapterswap.__version__
+
+
+def test_continuous_integration_runs_what_there_is() -> None:
+    jobs = read(WORKFLOW)["jobs"]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    runs = {step["run"] for job in jobs.values() for step in job["steps"] if "run" in step}
+    assert runs == {"make lint", "make test", "make dist"}
+    assert {line.removeprefix("make ") for line in runs} <= targets
+    tested = jobs["test"]["strategy"]["matrix"]["python-version"]
+    stated = [text.rpartition(" ")[2] for text in project()["classifiers"] if re.search(r":: 3\.\d+$", text)]
+    assert tested == stated
+    assert project()["requires-python"] == f">={tested[0]}"
+
+
+def test_every_development_tool_is_pinned() -> None:
+    pinned = {
+        line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    wanted = {re.split(r"[>=\[]", name)[0].lower() for name in project()["optional-dependencies"]["dev"]}
+    assert wanted - {"adapterswap"} <= pinned
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling, which builds the wheel, is not installed")
+def test_the_wheel_works_without_the_checkout(tmp_path: Path) -> None:
+    """In an environment of its own, with the dependencies of this one; `make dist` installs them as well."""
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    command = [sys.executable, ROOT / "scripts" / "check_dist.py", wheel, "--borrow", sys.prefix]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"ok {adapterswap.__version__}" in done.stdout
