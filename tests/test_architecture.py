@@ -11,8 +11,8 @@ import adapterswap
 ROOT = Path(adapterswap.__file__).parent
 ROOMS = (
     "errors", "files", "drawing", "shipped", "experts", "changes", "methods", "planning", "arithmetic", "records",
-    "processes", "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting", "evaluation",
-    "training", "sweeps", "analysis", "reporting", "lab", "recipes", "cli",
+    "processes", "progress", "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting",
+    "evaluation", "training", "sweeps", "analysis", "reporting", "lab", "recipes", "cli",
 )  # fmt: skip
 UPWARD = {
     ("files", "shipped"),  # a recipe may extend a shipped one by its name

@@ -85,7 +85,7 @@ def test_the_wheel_works_without_the_checkout(tmp_path: Path) -> None:
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
-    command = [sys.executable, ROOT / "scripts" / "check_dist.py", wheel, "--borrow", sys.prefix]
+    command = [sys.executable, str(ROOT / "scripts" / "check_dist.py"), str(wheel), "--borrow", sys.prefix]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"ok {adapterswap.__version__}" in done.stdout

@@ -52,6 +52,34 @@ COMMANDS = {
 _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # read when those are imported
 
 
+_VERBOSE = "adapterswap.verbose"
+
+
+def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from adapterswap.cli.printing import be_quiet
+
+        be_quiet()
+
+
+def _verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[_VERBOSE] = value
+
+
+def _add_common_options(command: click.Command) -> None:
+    """--quiet and --verbose, which every command has; once, since a command's module is imported once."""
+    if isinstance(command, click.Group):
+        for one in command.commands.values():
+            _add_common_options(one)
+    elif all(param.name != "quiet" for param in command.params):
+        quiet = "Print results, warnings and errors; no remarks, no progress."
+        flags = {("-q", "--quiet"): (_quiet, quiet), ("-v", "--verbose"): (_verbose, "Print an error's traceback.")}
+        command.params += [
+            click.Option(names, is_flag=True, expose_value=False, callback=callback, help=text)
+            for names, (callback, text) in flags.items()
+        ]
+
+
 class _Commands(click.Group):
     """A click group that imports a command when it is asked for."""
 
@@ -63,6 +91,7 @@ class _Commands(click.Group):
             return None
         command = importlib.import_module(f"adapterswap.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
+        _add_common_options(command)
         return command
 
     def resolve_command(
@@ -97,6 +126,10 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except AdapterswapError as error:
             problems = error.problems
+            if ctx.meta.get(_VERBOSE):
+                import traceback
+
+                click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         except MemoryError:
             problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)
         except OSError as error:

@@ -8,7 +8,7 @@ import click
 
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
+from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar, working
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def command(
 
     push = Push.of(options)
     form = Form(layout, max_rank, max_error, names)
-    plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
+    with working("opening the experts"):
+        plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
     if plan.is_model:
         if form != Form():
             raise click.UsageError(
@@ -84,7 +85,8 @@ def command(
     with progress_bar("truncating", _to_truncate(plan, form)) as advance:
         written = prepare(plan, form, lambda name: advance())
     if not dry_run:
-        write_prepared(written, out_path, overwrite=overwrite)
+        with working("writing"):
+            write_prepared(written, out_path, overwrite=overwrite)
         push.upload(out_path)
     if as_json:
         print_json(_as_json(written, out_path, dry_run))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import EXPERT
-from adapterswap.cli.printing import note, print_json, print_table
+from adapterswap.cli.printing import note, print_json, print_table, working
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,8 @@ def command(one: str, other: str, by_module: bool, max_distance: float | None, a
 
     if max_distance is not None and not max_distance >= 0:  # click lets `nan` pass
         raise click.UsageError(f"--max-distance {max_distance:g} is not a distance: use 0 or more.")
-    found = diff(one, other)
+    with working("comparing"):
+        found = diff(one, other)
     if as_json:
         print_json(found.as_json())
     else:

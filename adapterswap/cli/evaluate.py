@@ -12,7 +12,7 @@ import click
 from adapterswap.cli.composition_options import composition_options, plan_from_options
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import count_bar, note, note_dry_run, note_output, print_json, print_table
+from adapterswap.cli.printing import count_bar, note, note_dry_run, note_output, print_json, print_table, working
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
 
@@ -120,10 +120,11 @@ def command(
         raise click.UsageError("--max-rank and --max-error are for compositions.")
     settings = _settings(options)
     _phase("reading the tasks")
-    prepared = prepare_evaluation(
-        base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
-        out_path=out_path, overwrite=overwrite,
-    )  # fmt: skip
+    with working("reading the tasks", shown=is_first()):
+        prepared = prepare_evaluation(
+            base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
+            out_path=out_path, overwrite=overwrite,
+        )  # fmt: skip
     if dry_run:
         choose_device(device)
         if is_first():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
+from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar, working
 
 if TYPE_CHECKING:
     from adapterswap.merging import Merged, ModelForm
@@ -37,7 +37,8 @@ def write_full_weights(
     from adapterswap.writing.folder import COMPOSED
 
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before all experts may be read
-    merged = prepare_model(plan, form, base_model)
+    with working("preparing"):
+        merged = prepare_model(plan, form, base_model)
     if dry_run:
         check_inputs(expand(out_path), merged.plan.inputs)  # now with the base's folder, as when they are written
     else:

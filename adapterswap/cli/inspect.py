@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.paths import EXPERT
-from adapterswap.cli.printing import human_bytes, print_json, print_table
+from adapterswap.cli.printing import human_bytes, print_json, print_table, working
 from adapterswap.errors import printable
 from adapterswap.experts.layers import format_layers, num_layers_in_config
 
@@ -29,7 +29,8 @@ def command(path: str, as_json: bool) -> None:
     """
     from adapterswap.checking.inspecting import inspect
 
-    found = inspect(path)
+    with working("reading"):
+        found = inspect(path)
     if as_json:
         print_json(found.as_json())
     else:

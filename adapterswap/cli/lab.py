@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import FOLDER
-from adapterswap.cli.printing import live_bars, note, note_dry_run, note_output, print_json, print_table
+from adapterswap.cli.printing import is_quiet, note, note_dry_run, note_output, print_json, print_table
+from adapterswap.progress import Progress, Row
 
 if TYPE_CHECKING:
     from adapterswap.lab import LabPlan
 
 _SCENES = ("gap", "no-gap")
+_PARTS = 1000  # of a seed, for its bar
 
 
 @click.command("lab")
@@ -87,21 +90,17 @@ def _print_plan(expected: LabPlan) -> None:
 @contextmanager
 def _progress(seeds: int) -> Iterator[Callable[[int, str, float], None]]:
     """A bar per seed on stderr; where that is no terminal, a line whenever a seed begins something else."""
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with live_bars(*columns) as bars:
-        tasks = (
-            [bars.add_task(f"seed {seed}: waiting", total=1.0, start=False) for seed in range(seeds)] if bars else []
-        )
-        printed: dict[int, str] = {}
+    with Progress(shown=not is_quiet()) as bars:
+        rows: dict[int, Row] = {}
+        current: dict[int, str] = {}
 
         def tell(seed: int, what: str, done: float) -> None:
-            if bars is not None:
-                bars.start_task(tasks[seed])
-                bars.update(tasks[seed], description=f"seed {seed}: {what}", completed=done)
-            elif printed.get(seed) != what:
-                printed[seed] = what
-                note(f"seed {seed}: {what}")
+            if seed not in rows:
+                rows[seed] = bars.row(f"seed {seed}", _PARTS)
+            rows[seed].update(round(done * _PARTS), name=f"seed {seed}: {what}")
+            if current.get(seed) != what:
+                current[seed] = what
+                if not sys.stderr.isatty():
+                    note(f"seed {seed}: {what}")
 
         yield tell

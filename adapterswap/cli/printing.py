@@ -5,31 +5,32 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.progress import Progress, Row
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.progress import Progress, ProgressColumn
-
 __all__ = [
+    "be_quiet",
     "count_bar",
     "human_bytes",
-    "live_bars",
+    "is_quiet",
     "note",
     "note_dry_run",
     "note_output",
     "print_json",
     "print_table",
     "progress_bar",
+    "working",
 ]
 
-LINE_EVERY_S = 10.0  # where nobody watches a bar, such as in a log
+_QUIET = "adapterswap.quiet"
 
 
 def print_json(content: Any) -> None:
@@ -38,9 +39,20 @@ def print_json(content: Any) -> None:
     click.echo(json.dumps(content, indent=2, ensure_ascii=not is_utf8, allow_nan=False))
 
 
+def be_quiet() -> None:
+    """Print no remarks and no progress in this command: --quiet."""
+    click.get_current_context().meta[_QUIET] = True
+
+
+def is_quiet() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_QUIET))
+
+
 def note(text: str) -> None:
-    """A remark to the person at the terminal, on stderr."""
-    click.echo(text, err=True)
+    """A remark to the person at the terminal, on stderr; none with --quiet, except for warnings and errors."""
+    if text.startswith(("Warning: ", "Error: ")) or not is_quiet():
+        click.echo(text, err=True)
 
 
 def note_dry_run(undone: str = "written") -> None:
@@ -81,66 +93,49 @@ def print_table(*tables: Any, width: int = 120) -> None:
 
 
 @contextmanager
-def live_bars(*columns: str | ProgressColumn, shown: bool = True) -> Iterator[Progress | None]:
-    """rich's bars on stderr, which vanish at the end; None where stderr is no terminal, or they are not to be shown.
+def working(what: str, *, shown: bool = True) -> Iterator[Row]:
+    """Show that something goes on whose end is not known; nothing may be printed meanwhile.
 
     Args:
-        columns: by default the task, its bar, how many of how many, and the time that is left.
-        shown: whether this process shows them.
+        what: what is done, such as `verifying`.
+        shown: whether this process shows it.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield None
-        return
-    columns = columns or (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        yield bars
+    with Progress(shown=shown and not is_quiet()) as progress:
+        yield progress.row(what)
 
 
 @contextmanager
-def count_bar(
-    what: str, total: int | None = None, *, shown: bool = True, first_line: str = ""
-) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, or a line every ten seconds where that is not a terminal.
+def count_bar(what: str, *, shown: bool = True, first_line: str = "") -> Iterator[Callable[[int, int], None]]:
+    """As `working`, where the number of steps is known once the first is reported.
 
     Args:
         what: what is counted.
-        total: how many there are, where that is known before the first is done.
-        shown: whether this process shows them.
-        first_line: the line for when none is done yet, with `{total}` in it; no line by default.
+        shown: whether this process shows it.
+        first_line: for a log, the line for when none is done yet, with `{total}` in it.
 
     Yields:
         The function to call with how many are done, and how many there are.
     """
-    with live_bars(shown=shown) as bars:
-        if bars is not None:
-            task = bars.add_task(what, total=total)
-            yield lambda done, of: bars.update(task, completed=done, total=of)
-            return
-        last = time.monotonic()
+    with working(what, shown=shown) as row:
 
         def report(done: int, of: int) -> None:
-            nonlocal last
-            if not shown:
+            if done:
+                row.update(done, of)
                 return
-            if done == 0 and first_line:
+            if shown and first_line and not sys.stderr.isatty():
                 note(first_line.format(total=of))
-            elif time.monotonic() - last >= LINE_EVERY_S:
-                last = time.monotonic()
-                note(f"{what}: {done} of {of}")
+            row.begin(what, of)
 
         yield report
 
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """As `count_bar`, of which the total is known; yields the function that advances it by one."""
+    """As `working`, where the number of steps is known; yields the function that advances it by one."""
     if total == 0:
         yield lambda: None
         return
-    with count_bar(what, total) as report:
+    with working(what) as row:
+        row.begin(what, total)
         done = itertools.count(1)
-        yield lambda: report(next(done), total)
+        yield lambda: row.update(next(done))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import FOLDER
-from adapterswap.cli.printing import note, note_output, print_json, print_table
+from adapterswap.cli.printing import note, note_output, print_json, print_table, working
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,10 +63,12 @@ def command(
     if dry_run:
         check_targets(expand(run), target, figures, overwrite=overwrite)
     table = TableStyle(layout or "methods", list(rows) or None, _names(columns), percent, label, caption, wide)
-    found = report(
-        run, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units), seed=seed,
-        figures=None if dry_run else figures, column_width=column_width, table=table, overwrite=overwrite,
-    )  # fmt: skip
+    with working("reading the run"):
+        found = report(
+            run, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
+            seed=seed, figures=None if dry_run else figures, column_width=column_width, table=table,
+            overwrite=overwrite,
+        )  # fmt: skip
     if as_json:
         print_json({"dry_run": dry_run, **found.as_json()})
     else:

@@ -8,7 +8,7 @@ import click
 
 from adapterswap.cli.export import OUTTYPES
 from adapterswap.cli.paths import EXPERT, FOLDER, PATH
-from adapterswap.cli.printing import human_bytes, note, note_dry_run, print_json
+from adapterswap.cli.printing import human_bytes, note, note_dry_run, print_json, working
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,8 +116,9 @@ def command(
         note_dry_run("started")
         return
     store.collect(manifest.max_compositions)
-    for adapter in experts.values():
-        content_hash(adapter, store.memo)  # so that no request waits for it
+    with working("hashing the experts"):
+        for adapter in experts.values():
+            content_hash(adapter, store.memo)  # so that no request waits for it
     sys.stdout.flush()
     os.execve(launch.command[0], launch.command, {**os.environ, **launch.env})
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.paths import EXPERT, FOLDER
-from adapterswap.cli.printing import human_bytes, note, note_output, print_json
+from adapterswap.cli.printing import human_bytes, note, note_output, print_json, working
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
@@ -53,11 +53,13 @@ def command(
     push = Push.of(options)
     adapter = open_adapter(expert)
     plan = slice_layers(adapter, layers, num_layers=num_layers, base_model=base_model)
-    written = prepare(plan, Form())
+    with working("reading the expert"):
+        written = prepare(plan, Form())
     if dry_run:
         check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)
     else:
-        write_prepared(written, out_path, overwrite=overwrite)
+        with working("writing"):
+            write_prepared(written, out_path, overwrite=overwrite)
         push.upload(out_path)
     kept = sum(bool(slot.terms) for slot in plan.modules.values())
     share = written.layout.nbytes / _loaded_bytes(adapter)

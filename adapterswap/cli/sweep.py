@@ -5,6 +5,7 @@ Started by torchrun or `accelerate launch`, each process runs this; one of them 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,15 @@ import click
 
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import live_bars, note, note_dry_run, note_output, print_json, print_table
+from adapterswap.cli.printing import is_quiet, note, note_dry_run, note_output, print_json, print_table, working
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
+from adapterswap.progress import Progress as Bars
+from adapterswap.progress import Row, duration
 
 if TYPE_CHECKING:
-    from adapterswap.sweeps import Progress, Row, Run
+    from adapterswap.sweeps import Progress, Run
+    from adapterswap.sweeps import Row as SummaryRow
     from adapterswap.sweeps.estimating import Estimate
 
 
@@ -79,7 +83,8 @@ def command(
     short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     chosen = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
-    prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
+    with working("reading experts and tasks", shown=is_first()):
+        prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
     if dry_run:
         choose_device(device)
         found = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
@@ -112,21 +117,27 @@ def command(
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr with the best so far; where that is no terminal, a line at every tenth."""
-    with live_bars(shown=shown) as bars:
-        tasks = [bars.add_task(name, total=None) for name in ("cells", "requests")] if bars else []
-        tenths = 0
+    """Cells with the best so far, and the requests of the current one; in a log also a line at every tenth."""
+    with Bars(shown=shown and not is_quiet()) as bars:
+        cells = bars.row("preparing")
+        requests: Row | None = None
+        tenths, name = 0, ""
 
         def tell(progress: Progress) -> None:
-            nonlocal tenths
-            best = "" if progress.best is None else f", best {progress.value:.3f} {progress.best.short}"
-            if bars is not None:
-                bars.update(tasks[0], completed=progress.done, total=progress.total, description=f"cells{best}")
-                total = progress.requests_total or None
-                bars.update(tasks[1], completed=progress.requests, total=total, description=progress.cell)
-            elif shown and progress.done * 10 // progress.total > tenths:
+            nonlocal requests, tenths, name
+            best = "" if progress.best is None else f"best {progress.value:.3f} {progress.best.short}"
+            if cells.total is None:
+                cells.begin("cells", progress.total, done=progress.done)
+                requests = bars.row(progress.cell)
+            cells.update(progress.done, progress.total, note=best)
+            assert requests is not None
+            if progress.cell != name:
+                name = progress.cell
+                requests.begin(name, progress.requests_total or None)
+            requests.update(progress.requests, progress.requests_total or None)
+            if shown and not sys.stderr.isatty() and progress.done * 10 // progress.total > tenths:
                 tenths = progress.done * 10 // progress.total
-                note(f"{progress.done} of {progress.total} cells{best}")
+                note(f"{progress.done} of {progress.total} cells" + (f", {best}" if best else ""))
 
         yield tell
 
@@ -143,7 +154,7 @@ def _print_estimate(expected: Estimate) -> None:
         "documents": documents,
         "requests": f"{expected.requests:,}",
         "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first",
-        "time": "not estimated: no cell is finished yet" if expected.seconds is None else _duration(expected.seconds),
+        "time": _time_text(expected.seconds),
     }
     if expected.copied:
         lines["equal"] = f"{expected.copied:,} that another row has too, judged once"
@@ -153,13 +164,11 @@ def _print_estimate(expected: Estimate) -> None:
         click.echo(f"{label:<12}{text}")
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"about {seconds:.0f} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
+def _time_text(seconds: float | None) -> str:
+    return "not estimated: no cell is finished yet" if seconds is None else f"about {duration(seconds)}"
 
 
-def _print(rows: list[Row], run: Run) -> None:
+def _print(rows: list[SummaryRow], run: Run) -> None:
     """A table of families on stdout, in full also where that is no terminal."""
     from rich.table import Table
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
-from adapterswap.cli.printing import human_bytes, note, note_dry_run, note_output, print_json
+from adapterswap.cli.printing import human_bytes, is_quiet, note, note_dry_run, note_output, print_json, working
 from adapterswap.cli.pushing import Push, push_options
 from adapterswap.cli.together import one_voice
 from adapterswap.processes import is_first, leave
@@ -92,7 +92,8 @@ def _estimate(
     from adapterswap.training import estimate
 
     _check_output(chosen, out_path, overwrite=overwrite, resume=resume)
-    expected = estimate(chosen, trust_task_code=trust_task_code)
+    with working("reading rows", shown=is_first()):
+        expected = estimate(chosen, trust_task_code=trust_task_code)
     if not is_first():
         return
     if as_json:
@@ -119,6 +120,7 @@ def _train(
         overwrite=overwrite,
         resume=resume,
         trust_task_code=trust_task_code,
+        progress=not is_quiet(),
     )
     leave()
     if not is_first():

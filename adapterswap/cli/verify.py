@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from adapterswap.cli.paths import EXPERT
-from adapterswap.cli.printing import note, print_json
+from adapterswap.cli.printing import note, print_json, working
 
 if TYPE_CHECKING:
     from adapterswap.checking.verifying import Verification
@@ -40,7 +40,8 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
         if not equals or not name or not folder:
             raise click.UsageError(f"--expert {item!r} is not NAME=PATH.")
         given[name] = folder
-    found = verify(path, given, base_model=base_model)
+    with working("verifying"):
+        found = verify(path, given, base_model=base_model)
     if as_json:
         print_json(found.as_json())
     else:

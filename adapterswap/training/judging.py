@@ -28,7 +28,7 @@ from adapterswap.files.folders import replacing, sync_folder
 from adapterswap.files.sealing import is_sealed, sealed
 from adapterswap.files.smallfiles import read_json
 from adapterswap.processes import Processes
-from adapterswap.training.progress import Bar
+from adapterswap.progress import Row
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.selection import (
     CheckpointSelection,
@@ -151,7 +151,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self, options: SelectionOptions, examination: Examination, tokenizer: Any, trainer: Any,
-        *, processes: Processes, bar: Bar,
+        *, processes: Processes, bar: Row,
     ) -> None:  # fmt: skip
         if trainer.is_fsdp_enabled:
             raise UnsupportedError(
@@ -227,13 +227,13 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         if not self._is_due(args, state):
             return
         began = time.monotonic()
-        self._bar.phase(f"evaluating checkpoint {state.global_step}")
+        self._bar.begin(f"evaluating checkpoint {state.global_step}")
         row = self._judge(state) if self._processes.main else {}
         self._table.append(JudgedCheckpoint(**self._processes.from_main(row)))
         if self._processes.main:
             self._keep(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self.seconds += time.monotonic() - began
-        self._bar.begin(state.max_steps, state.global_step, state.num_input_tokens_seen)
+        self._bar.begin("training", state.max_steps, done=state.global_step, amount=state.num_input_tokens_seen)
 
     def _judge(self, state: Any) -> dict[str, Any]:
         examination = self._examination

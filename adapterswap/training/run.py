@@ -16,6 +16,7 @@ from typing import Any
 from adapterswap.errors import ArgumentError, RunError, check_type
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand
+from adapterswap.progress import Progress
 from adapterswap.shipped import find_recipe
 from adapterswap.training.libraries import check_libraries
 from adapterswap.training.recipe import TrainRecipe, read_train_recipe
@@ -82,7 +83,6 @@ def train(
     from adapterswap.training.failures import explained
     from adapterswap.training.isolation import isolated
     from adapterswap.training.output import EXPERT, write_expert, write_weights
-    from adapterswap.training.progress import Bar
     from adapterswap.training.targets import find_targets
 
     checkpoints, options = Checkpoints(target), recipe.training
@@ -91,29 +91,29 @@ def train(
     with (
         isolated(),
         joined(device) as processes,
-        Bar(shown=progress and processes.main) as bar,
+        Progress(shown=progress and processes.main) as bars,
         scratch_folder as scratch,
         checkpoints.tidied(keep=not processes.main),
     ):
         from adapterswap.training.stopping import Stopping
         from adapterswap.training.trainer import Sealing, build_trainer
 
-        bar.phase("opening the base")
+        bar = bars.row("opening the base")
         base = open_trainable(recipe.base_model)
         inputs = [*recipe.inputs, base.source.folder]
         check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
         # On modules without weights, so that a wrong name is reported before rows and weights are read.
         targets = find_targets(empty_model(base), recipe, base.config)
-        bar.phase("reading rows")
+        bar.begin("reading rows")
         data = load_data(recipe, base)
         rows, parts = sequences(data, options)
         steps = _steps(recipe, parts, processes.count)
         if recipe.selection:
             from adapterswap.training.judging import examine
 
-            bar.phase("reading the selection's tasks")
+            bar.begin("reading the selection's tasks")
             examination = examine(recipe, base, trust_task_code=trust_task_code)
-        bar.phase("loading the base")
+        bar.begin("loading the base")
         stopping = Stopping(processes)
         trainer = build_trainer(
             recipe, base, load_trainable(base, recipe, device=device, dtype=dtype), targets, rows, parts,
@@ -157,7 +157,7 @@ def train(
             )
         seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
         if data.validation and not judge:  # the judge has had it measured
-            bar.phase("measuring the validation loss")
+            bar.begin("measuring the validation loss")
             trainer.evaluate()
         report = TrainReport(
             path=target,
@@ -172,7 +172,7 @@ def train(
             processes=processes.count,
             selection=judge.found() if judge else None,
         )
-        bar.phase("writing")
+        bar.begin("writing")
         # With FSDP the weights are spread over the processes, and all have to bring theirs.
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
         if processes.main:

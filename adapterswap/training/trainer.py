@@ -20,8 +20,8 @@ from trl import SFTConfig, SFTTrainer
 from adapterswap.bases import Base
 from adapterswap.errors import RunError, UnsupportedError
 from adapterswap.processes import Processes
+from adapterswap.progress import Row
 from adapterswap.training.checkpoints import seal
-from adapterswap.training.progress import Bar
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.schedule import choose_schedule, rows_a_step, steps_between
 from adapterswap.training.targets import TrainingTargets
@@ -95,21 +95,22 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
 
 
 class _Progress(TrainerCallback):  # type: ignore[misc]
-    """Drives the bar; has the loss recorded at the end, and at checkpoints, so that a resumed run tells the same."""
+    """Drives the bar; has the loss recorded at the end, and at checkpoints, so that a resumed run reports the same."""
 
-    def __init__(self, bar: Bar) -> None:
+    def __init__(self, bar: Row) -> None:
         self._bar = bar
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._bar.begin(state.max_steps, state.global_step, state.num_input_tokens_seen)
+        self._bar.begin("training", state.max_steps, done=state.global_step, amount=state.num_input_tokens_seen)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log |= control.should_save or state.global_step == state.max_steps
-        self._bar.step(state.global_step)
+        self._bar.update(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "loss" in logs:
-            self._bar.loss(logs["loss"], state.num_input_tokens_seen)
+            rate = self._bar.rate_of(state.num_input_tokens_seen)
+            self._bar.update(state.global_step, note=f"loss {logs['loss']:.3f}, {rate:,.0f} tokens/s")
 
 
 class Sealing(TrainerCallback):  # type: ignore[misc]
@@ -142,7 +143,7 @@ def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig
 
 def build_trainer(
     recipe: TrainRecipe, base: Base, model: Any, targets: TrainingTargets, train: Any, parts: Sequence[int],
-    validation: Any, *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: Bar,
+    validation: Any, *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: Row,
 ) -> ExpertTrainer:  # fmt: skip
     """A trainer ready to train.
 
