@@ -36,6 +36,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/python scripts/wording.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

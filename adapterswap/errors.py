@@ -157,7 +157,7 @@ class UnsupportedError(AdapterswapError):
 
 
 class DependencyError(AdapterswapError):
-    """A package or program is missing, or its version does not suffice."""
+    """A package or program is missing, or its version is too old."""
 
 
 class RunError(AdapterswapError):

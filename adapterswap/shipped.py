@@ -35,7 +35,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
         NotFoundError: it is neither.
     """
     path = expand(reference)
-    if exists(path) and not path.is_dir():  # whoever reads it says what is wrong with a pipe or a device
+    if exists(path) and not path.is_dir():  # its reader says what is wrong with a pipe or a device
         return path
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:

@@ -3,7 +3,7 @@
     python benchmarks/search_lab.py FOLDER [--seeds 20] [--json]
 
 FOLDER is one that `sweep_lab.py --out-path FOLDER` wrote: 9 pairs × 76 layer swaps. A search asks for the same cells
-and documents as it would if they were still to be judged, and is told the scores that are known. `documents` is the
+and documents as it would if they were still to be judged, and gets the scores that are known. `documents` is the
 share of the grid's documents that it asks for; `chosen` the score of the configuration that it chose on the documents
 to choose on, `reported` on the others, means over seeds; `as_good` how often what it chose reports at least what the
 grid's choice does.

@@ -147,7 +147,7 @@ def ratio(over: Sequence[Step], under: Sequence[Step], clock: str) -> float:
 
 
 class Clock:
-    """At the end of each step, tells what it took and waits to be told to go on, in whichever trainer runs here."""
+    """At the end of each step, tells what it took and waits for a signal, in whichever trainer runs here."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -54,7 +54,7 @@ def check(data: bytes) -> None:
             _resolve(data.decode("utf-8", "surrogateescape"))
     except AdapterswapError as error:
         if not str(error).replace("\n", "").isprintable():
-            raise AssertionError(f"something unprintable is told: {error!r}") from error
+            raise AssertionError(f"something unprintable is printed: {error!r}") from error
     finally:
         if kind < 3:
             (FOLDER / (CONFIG if kind == 2 else WEIGHTS)).write_bytes(SOUND[CONFIG if kind == 2 else WEIGHTS])

@@ -20,7 +20,7 @@ adapterswap compose -t experts/math -l experts/swahili --method della --density 
 adapterswap merge -t experts/math -l experts/swahili --method karcher --base-model org/base -o merged-weights
 ```
 
-* A method combines ΔW = W - W_base, module by module. Parameters stand beside `method` in recipes, rules, sweeps and
+* A method combines ΔW = W - W_base, module by module. Parameters are next to `method` in recipes, rules, sweeps and
   short names (`math+swahili@method=della,density=0.5`), and are options of the same name on the command line.
 * **in an adapter**: *exact*: a weighted sum of the experts' ΔW, which an adapter holds as it is. *reduced*: the result
   has full rank; pass `--max-rank` or `--max-error`. *no*: the method combines whole weights, which only

@@ -1,6 +1,6 @@
 """Inputs damaged at random lead to a result or to an `AdapterswapError`: no traceback, nothing left, no long wait.
 
-fuzz/campaign.py does the same for hours; what it found stands in the other tests.
+fuzz/campaign.py does the same for hours; what it found is in the other tests.
 """
 
 from __future__ import annotations

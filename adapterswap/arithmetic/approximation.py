@@ -29,7 +29,7 @@ def approximate(
     """A low-rank approximation of a dense ΔW, with its relative error.
 
     The error is computed from what the sample leaves of ΔW and from the sampled singular values that are cut off, so it
-    is the approximation's own, and no estimate. With `error`, the sample is doubled until it suffices (or `rank`, or
+    is the approximation's own, not an estimate. With `error`, the sample is doubled until it is enough (or `rank`, or
     full rank, is reached), then cut to the smallest rank that does.
 
     Args:

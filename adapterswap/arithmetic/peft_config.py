@@ -70,7 +70,7 @@ def adapter_config(
 
     Args:
         shapes: each module's rank and alpha.
-        rank, alpha: the global values; modules that differ stand in the patterns.
+        rank, alpha: the global values; modules that differ are in the patterns.
         saved: modules trained in full. The other arguments: see `AdapterConfig`.
         variant: what makes all modules a variant of LoRA, such as `use_dora`.
 

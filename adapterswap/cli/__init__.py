@@ -133,7 +133,7 @@ class _Commands(click.Group):
         except MemoryError:
             problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # whoever read our output has left, which click knows how to handle
+            if error.errno == errno.EPIPE:  # the reader of our output has left, which click handles
                 raise
             where = f" ({error.filename})" if error.filename else ""
             problems = (Problem(f"{error.strerror or error}{where}", "Check the path and the disk"),)

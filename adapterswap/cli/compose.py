@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LAYOUT = "exact keeps every number; portable has one rank and scale 1, for any engine."
 _NAMES = "Names of the modules: an expert's, or of a version of transformers.  [default: the first expert's]"
-_TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is told of
+_TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is a warning
 
 
 @click.command("compose")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.device_options import dtype_option
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, FOLDER
 from adapterswap.cli.printing import count_bar, note, note_output, print_json
 from adapterswap.cli.pushing import Push, push_options
 
@@ -18,8 +18,8 @@ _PICKLE = "Read adapter_model.bin too, by torch.load(weights_only=True), which r
 
 
 @click.command("convert")
-@click.argument("adapter", type=PATH)
-@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="Folder to write.")
+@click.argument("adapter", type=EXPERT)
+@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
 @click.option("--names", type=click.Choice(["transformers4", "transformers5"]), help="Names of the modules.")
 @click.option(
     "--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True,
@@ -28,7 +28,9 @@ _PICKLE = "Read adapter_model.bin too, by torch.load(weights_only=True), which r
 @dtype_option("Of the tensors.  [default: the adapter's]")
 @click.option("--rank", type=click.IntRange(1, 65536), metavar="R", help="Highest rank of a module.")
 @click.option("--max-error", type=float, metavar="E", help="Refuse a larger relative error of any module's ΔW.")
-@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base, where the adapter names none or elsewhere.")
+@click.option(
+    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base, where the adapter names none or elsewhere."
+)
 @click.option("--allow-pickle", is_flag=True, help=_PICKLE)
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")

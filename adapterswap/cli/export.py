@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap.cli.composition_options import composition_options, plan_from_options
-from adapterswap.cli.paths import PATH
+from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, PATH
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
 
 if TYPE_CHECKING:
@@ -24,10 +24,12 @@ OUTTYPES = (
 
 
 @click.command("export")
-@click.argument("path", type=PATH, required=False)
+@click.argument("path", type=EXPERT_OR_RECIPE, required=False)
 @composition_options
 @click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="File to write; with --pieces a folder.")
-@click.option("--base-model", type=PATH, metavar="PATH|ID", help="The base.  [default: the one that the experts name]")
+@click.option(
+    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base.  [default: the one that the experts name]"
+)
 @click.option(
     "--outtype",
     type=click.Choice(OUTTYPES),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from adapterswap.cli.printing import note
+from adapterswap.cli.printing import note, working
 
 __all__ = ["Push", "push_options"]
 
@@ -68,7 +68,8 @@ class Push(NamedTuple):
             return
         from adapterswap.experts.publishing import publish
 
-        url = publish(
-            folder, self.repo, private=self.private, revision=self.revision, commit_message=self.commit_message
-        )
+        with working("uploading"):
+            url = publish(
+                folder, self.repo, private=self.private, revision=self.revision, commit_message=self.commit_message
+            )
         note(f"uploaded: {url}")

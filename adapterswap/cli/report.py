@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--units", multiple=True, metavar="UNIT,…", help="Pairs, experts or seeds to compute with.  [default: all]"
 )
-@click.option("--figures", type=PATH, metavar="DIR", help="Folder to write figures to: PDF, SVG and PNG.")
+@click.option("--figures", type=FOLDER, metavar="DIR", help="Folder to write figures to: PDF, SVG and PNG.")
 @click.option("--column-width", default="3.25in", show_default=True, metavar="W", help="Of figures: in, cm, mm or pt.")
 @click.option("--layout", metavar="L", help="LaTeX: methods, languages (one table) or paper.  [default: methods]")
 @click.option("--rows", multiple=True, metavar="METHOD", help="LaTeX: one of the methods to show, repeatable.  [all]")
@@ -53,7 +53,7 @@ def command(
     paper) and summary.json.
 
     Configurations are chosen on one half of the documents and reported on the other; the papers' own protocol, the best
-    on the test itself, stands beside it. Differences to the reference have intervals over experts and documents.
+    on the test itself, is shown next to it. Differences to the reference have intervals over experts and documents.
     """
     from adapterswap.files.smallfiles import expand
     from adapterswap.reporting.latex import TableStyle

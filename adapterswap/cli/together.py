@@ -24,7 +24,7 @@ def one_voice() -> Iterator[None]:
     """Let one process tell an error.
 
     The others wait to be ended by the launcher, once the one that told has ended: it ends all when the first of them
-    does, and that must not be before the error is told. One that nobody ends knows that nobody else had the error.
+    does, and that must not be before the error is printed. One that nobody ends knows that nobody else had the error.
     """
     try:
         yield

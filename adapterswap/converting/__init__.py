@@ -127,7 +127,7 @@ def convert(
         dtype: of the tensors; by default the adapter's own, float32 where ΔW is computed.
         rank: the highest rank of a module; other kinds than LoRA need this or `max_error`.
         max_error: no module may have a larger relative error of ΔW, rounding included, or the conversion is refused. Of
-            other kinds than LoRA each module gets the smallest rank that suffices, up to `rank`.
+            other kinds than LoRA each module gets the smallest rank that is enough, up to `rank`.
         base_model: the adapter's base, where it names none or another place. DoRA and the like need its weights.
         allow_pickle: read `adapter_model.bin`, by `torch.load(weights_only=True)` and nothing else.
         overwrite: replace the folder, if `convert` or its like wrote it.

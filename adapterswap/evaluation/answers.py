@@ -32,7 +32,7 @@ _LATEX = [
 
 # Marks that hold nothing but the answer: GSM8K's line `#### 18` (but no Markdown heading), and LaTeX's box.
 _MARK = re.compile(r"####(?= *\W{0,4}\d[\d.,]*\W{0,4}$)|\\boxed", re.MULTILINE)
-# Phrases after which a sentence can only go on with its answer.
+# Phrases after which a sentence can only continue with its answer.
 _CONCLUSIONS = (
     r"(?<!/)answers?(?: to .{1,60}?)?(?: (?:is|are)(?!\w)| ?=)",
     r"antwort (?:lautet|ist|beträgt|liegt)",

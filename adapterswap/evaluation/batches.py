@@ -1,4 +1,4 @@
-"""How the requests of an evaluation are put into batches: the same ones, whoever answers them.
+"""How the requests of an evaluation are put into batches: the same ones, whichever process answers them.
 
 A batch is the unit that processes share, and what is computed together is computed alike: padding, and so every bit of
 an answer, does not depend on how many processes there are. Knows nothing of models and of processes.

@@ -1,7 +1,7 @@
 """What tasks ask, and how they score it, as hashes: so that a resumed run can tell when a task was changed.
 
 A task is its config, with all that it includes, its documents and the rows that its shots are drawn from; and code or
-lists of its own may lie beside it in `include_path`. Where its data lie does not count. Knows lm-evaluation-harness's
+lists of its own may be next to it in `include_path`. Where its data lie does not count. Knows lm-evaluation-harness's
 tasks; nothing of what runs do.
 """
 

@@ -139,7 +139,7 @@ def _read(path: Path) -> list[str]:
 def flores_metrics(target: str) -> dict[str, Any]:
     """The metrics of translations into `target`, by name: sacrebleu's chrF++ first, then its BLEU.
 
-    BLEU depends on how words are told apart, so its name says how: `bleu_13a`; `bleu_zh` for Chinese; `bleu_ja-mecab`
+    BLEU depends on how words are separated, so its name says how: `bleu_13a`; `bleu_zh` for Chinese; `bleu_ja-mecab`
     for Japanese where MeCab is installed; `bleu_char` for it elsewhere, and for Thai, Lao, Khmer, Burmese and Tibetan.
     chrF++ (Popović 2017: character 6-grams and word bigrams) needs none of this. Both lie between 0 and 100.
     """
@@ -159,6 +159,6 @@ def corpus_score(metric: Any, pairs: Sequence[tuple[str, str]]) -> float:
 
 
 def signature(metric: Any) -> str:
-    """sacrebleu's short account of how it scores, for whoever wants to compare."""
+    """sacrebleu's short account of how it scores, to compare with."""
     metric.corpus_score(["a"], [["a"]])  # it counts the references
     return str(metric.get_signature())

@@ -124,7 +124,7 @@ def output_limit(gen_kwargs: Mapping[str, Any] | None, default: int) -> int:
 class EvaluatedModel(HFLM):  # type: ignore[misc]
     """A loaded model as the harness sees it: without bars, and telling what the harness leaves unsaid.
 
-    The harness is not told of several processes: it would draw other shots for their documents, and pad their batches
+    The harness does not know of several processes: it would draw other shots for their documents, and pad their batches
     otherwise. Each of them builds all requests, answers its share of the batches, and gets the answers of the others.
 
     Attributes:
@@ -234,7 +234,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         return [answers[place] for place in range(len(requests))]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
-        # Rolling likelihoods ask for a bar whatever they were told.
+        # Rolling likelihoods ask for a bar whatever the settings.
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The settings of an evaluation: one value that `evaluate`, `preview` and whoever calls them again and again share;
+"""The settings of an evaluation: one value that `evaluate`, `preview` and their callers share;
 and the part of them that recipes say.
 
 Knows nothing of models and tasks.

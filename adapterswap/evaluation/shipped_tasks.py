@@ -42,7 +42,7 @@ def build_shipped_task(name: str) -> ConfigurableTask:
 
 
 def _build_tydiqa(name: str) -> ConfigurableTask:
-    """One shot by default: without any, a base model has not been told that few words are wanted."""
+    """One shot by default: without any, a base model does not know that few words are wanted."""
     config = {
         "task": name,
         "test_split": "test",

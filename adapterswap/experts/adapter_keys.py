@@ -50,7 +50,7 @@ _REFUSED_KEYS = {
     "base_layer.bias": "a trained bias of the base, and the config says that none was trained",
 }
 
-# What `save_embedding_layers=True` adds to modules that hold more than their LoRA; it stands in the file once more.
+# What `save_embedding_layers=True` adds to modules that hold more than their LoRA; the file holds it once more.
 _DOUBLES = (".original_module.weight", ".modules_to_save.weight")
 
 _FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")

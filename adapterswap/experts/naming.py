@@ -120,7 +120,7 @@ class ModelNames:
         if moved is not None:
             yield from (moved, self._renamed(moved))
         last = module.rpartition(".")[2]
-        if last in EMBEDDINGS | HEADS:  # it lies beside the layers, under a prefix of its own
+        if last in EMBEDDINGS | HEADS:  # it is next to the layers, under a prefix of its own
             ends = [name for name in self._shapes if name.rpartition(".")[2] == last]
             yield from ends if len(ends) == 1 else ()
 

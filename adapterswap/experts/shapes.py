@@ -1,7 +1,7 @@
 """The shapes of two experts' modules, or of an expert's and its base's, compared: one cause makes one message.
 
 Experts of two bases differ in nearly every module. What they differ in is said once: by the hidden size where that can
-be told, else by the first module and the number of others. Knows names and shapes in words.
+be reported, else by the first module and the number of others. Knows names and shapes in words.
 """
 
 from __future__ import annotations

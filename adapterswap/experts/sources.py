@@ -196,7 +196,7 @@ def _download(wanted: HubId, files: Sequence[str], what: str, parameter: str | N
 
 
 def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError], folder: Path | None = None) -> None:
-    """In the Hub's cache a snapshot's files are links to blobs; whoever filled the cache may have linked elsewhere.
+    """In the Hub's cache a snapshot's files are links to blobs; the cache may hold others, which lead elsewhere.
 
     Args:
         snapshot: the commit's folder.
@@ -297,7 +297,7 @@ def _plain_name(base: str) -> str:
 
 
 def is_hub_id(reference: str) -> bool:
-    """Whether `find_source` would look for this base on the Hub: it has the form of an id, and is no path here."""
+    """Whether `find_source` would look for this base on the Hub: it has the form of an id, and is not a local path."""
     wanted = parse_hub_id(reference)
     return wanted is not None and wanted.subfolder is None
 

@@ -243,7 +243,7 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
         if isinstance(content, dict) and isinstance(step, int):
             step = [key for key, value in content.items() if value is not None][step]
         if step == "parameters" and isinstance(content, Mapping) and step not in content:
-            continue  # the parameters of a method stand beside it (`planning.parameters`)
+            continue  # the parameters of a method are next to it (`planning.parameters`)
         written.append(step)
         try:
             content = content[step]

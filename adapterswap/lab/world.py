@@ -82,7 +82,7 @@ class WordProblem:
     def part(self) -> str:
         """`train`, `development` or `test`: a fixed function of `facts`, whatever the aside and the language.
 
-        So no problem of one part can stand in another, in any language, whoever draws it.
+        So no problem of one part can stand in another, in any language, whichever seed draws it.
         """
         return _PARTS[zlib.crc32(self.story("en", aside=False).encode()) % len(_PARTS)]
 

@@ -85,7 +85,7 @@ def _own_weight(module: Any) -> Weight | None:
 
 
 def without_copies(adapter: Adapter) -> Adapter:
-    """The adapter as it is for whoever has the base."""
+    """The adapter as it is for a reader who has the base."""
     return replace(adapter, modules={name: replace(module, base=None) for name, module in adapter.modules.items()})
 
 

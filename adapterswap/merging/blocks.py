@@ -88,7 +88,7 @@ class Block:
 class Entered:
     """What of each expert went into the result, by expert and name: tensors copied, and those that were computed with.
 
-    A copied tensor stands in the result byte for byte, so the result itself says what it was, and it is not hashed:
+    A copied tensor is in the result byte for byte, so the result itself says what it was, and it is not hashed:
     that would take longer than copying it. Of the others, nothing but their SHA-256 would be left.
     """
 
@@ -99,7 +99,7 @@ class Entered:
         """How many tensors and bytes of an expert were copied; how many were computed with, and one hash of them all.
 
         It is the SHA-256 over, in the order of their names, each tensor's name, dtype, shape and own SHA-256, in text,
-        a line each: whoever has the checkpoint can compute it again. It says nothing of other tensors.
+        a line each: with the checkpoint you can compute it again. It says nothing of other tensors.
         """
         copied = [tensor for (owner, _), tensor in self.copied.items() if owner == expert]
         own = sorted((name, *found) for (owner, name), found in self.computed.items() if owner == expert)

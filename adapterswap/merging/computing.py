@@ -192,7 +192,7 @@ def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     assert block.base is not None
     base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
     total: Delta | None = None
-    with np.errstate(all="ignore"):  # what overflows is told of by `finite_bytes`
+    with np.errstate(all="ignore"):  # what overflows is reported by `finite_bytes`
         weights = [
             (term.coefficient, _merged(term, tensors, base, slot))
             for term, tensors in zip(slot.opaque, block.opaque, strict=True)

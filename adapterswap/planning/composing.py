@@ -268,7 +268,7 @@ def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None)
 
 
 def read_composition(recipe: str | Path) -> Composition:
-    """Read a recipe of a composition. Experts that lie beside the recipe are found there.
+    """Read a recipe of a composition. Experts that are next to the recipe are found there.
 
     Args:
         recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`.

@@ -1,4 +1,4 @@
-"""The parameters of methods as keys of recipes: they stand beside `method`, and their method says what they may be.
+"""The parameters of methods as keys of recipes: they are next to `method`, and their method says what they may be.
 
 Compositions, rules and the families of a sweep are `MethodFields`. The registry (`methods`) is the table that their
 keys come from, so no parameter is named here. Knows nothing of what parameters mean.

@@ -89,7 +89,7 @@ def bars(target: Target) -> list[Bars]:
 
 
 def heatmaps(grids: Sequence[ZoneGrid], higher_is_better: Mapping[str, bool]) -> list[Heatmap]:
-    """The landscapes as tables, all of a task and family on one scale; `higher_is_better` is told of each task."""
+    """The landscapes as tables, all of a task and family on one scale; `higher_is_better` is given for each task."""
     means: dict[tuple[str, str], list[float]] = {}
     for grid in grids:
         means.setdefault((grid.task, grid.family), []).extend(cell.mean for cell in grid.cells)

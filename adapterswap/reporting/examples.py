@@ -1,7 +1,7 @@
 """Documents on which two methods disagree, with what each wrote: both ways round, picked by rule and not by taste.
 
 Reads a sweep's prompts and samples. What they hold was written by models and strangers: it is handed on as text, and
-whoever shows it must escape it. Knows nothing of statistics and pages.
+callers that show it must escape it. Knows nothing of statistics and pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST = 1500  # characters of a text that is shown
 class Output:
     """What a method made of a document: its text, what filters took from it, and its primary score.
 
-    Where a task asks for likelihoods, they stand in the place of a text, and there is nothing to take from them.
+    Where a task asks for likelihoods, they take the place of a text, and there is nothing to take from them.
     """
 
     method: str

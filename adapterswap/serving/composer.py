@@ -47,7 +47,7 @@ class NamedComposer:
     a folder of another name. An expert on the Hub is looked up once.
 
     Args:
-        manifest: the experts, and what may be asked of them.
+        manifest: the experts, and what may be requested of them.
         base_model: the folder or Hub id of the base that is served. The experts are taken to be of this base.
         cache: where the adapters are written.
         max_lora_rank: no adapter may have a higher rank; None: no limit.

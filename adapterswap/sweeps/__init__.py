@@ -1,4 +1,4 @@
-"""Sweeps: many compositions judged over one loaded base, in a folder that can be gone on with and read back.
+"""Sweeps: many compositions judged over one loaded base, in a folder that can be resumed and read back.
 
 `sweep` runs a recipe, `read_run` reads its folder, `summarize` makes a few rows of it. Imports neither torch nor
 lm-evaluation-harness until something is evaluated.

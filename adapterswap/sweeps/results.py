@@ -209,7 +209,7 @@ def _check_files(
 
 
 def files_of(folder: Path, cell: Cell) -> dict[str, Path]:
-    """What lies beside a cell's line: its samples, and the prompts of its tasks; by their names in the folder."""
+    """What belongs to a cell's line: its samples, and the prompts of its tasks; by their names in the folder."""
     paths = (samples_file(folder, cell), *(prompts_file(folder, task) for task in cell.tasks))
     return {path.relative_to(folder).as_posix(): path for path in paths}
 

@@ -1,6 +1,6 @@
 """Run a sweep: cell after cell is judged, here, by several processes or over Ray, and each is recorded when finished.
 
-Cells are recorded in the order in which they are asked for, whoever judges them. Knows how a sweep's parts work
+Cells are recorded in the order of the requests, whichever process judges them. Knows how a sweep's parts work
 together, and nothing of models, searches or clusters themselves. Prints nothing.
 """
 
@@ -143,7 +143,7 @@ def sweep(
 
 
 class _Completion:
-    """A sweep that is being completed: what is not recorded yet is judged and recorded, and progress is told."""
+    """A sweep that is being completed: what is not recorded yet is judged and recorded, and progress is reported."""
 
     def __init__(self, prepared: PreparedSweep, record: Recording, tell: Tell) -> None:
         self._prepared, self._record, self._found, self._tell = prepared, record, record.found, tell

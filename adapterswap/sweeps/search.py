@@ -3,7 +3,7 @@
 A search (optuna) asks for configurations of a family, one after the other. A trial is a configuration judged with every
 pair, and its value the mean of the target tasks' primary scores on the documents to choose on: the same number by which
 the table chooses, so no document that is reported on is looked at. A search that halves judges a trial on few of them
-first, then on more, and gives it up where others did better. What a folder already holds is told to the sampler in the
+first, then on more, and gives it up where others did better. What a folder already holds is given to the sampler in the
 order in which it asks, so a sweep that was killed asks the same questions again and gets the same answers.
 
 Knows prepared sweeps and results; knows nothing of models or folders.

@@ -53,7 +53,7 @@ class Row:
 
 
 def cell_value(result: CellResult, tasks: Mapping[str, TaskInfo]) -> float | None:
-    """The mean of a cell's primary scores over its target tasks, on all documents; None where one is no number."""
+    """The mean of a cell's primary scores over its target tasks, on all documents; None where one is not a number."""
     return _mean(result.results[task.name].value for task in _targets(result, tasks))
 
 

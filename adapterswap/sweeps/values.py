@@ -72,7 +72,7 @@ class TaskValue:
     """The scores of one cell on one task.
 
     Attributes:
-        value: the primary score over all documents; None where it is no number.
+        value: the primary score over all documents; None where it is not a number.
         stderr: its standard error; None where it is not known.
         scores: every score, by `metric,filter`.
         docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++).

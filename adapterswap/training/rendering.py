@@ -43,7 +43,7 @@ Reader = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
 
 
 def choose_reader(source: DatasetSource) -> Reader:
-    """How rows of `source` are read, for whoever judges their text and not their form."""
+    """How rows of `source` are read, for code that judges their text and not their form."""
     if source.text is not None:
         template = Template(source.text)
         return lambda row: [("", template.fill(row) or "")]

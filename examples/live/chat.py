@@ -106,7 +106,7 @@ def talk(chat: Chat, max_new_tokens: int) -> None:
         elif command == "/language":
             try:
                 chat.speak(rest)
-            except AdapterswapError as error:  # an unknown language is told, and the conversation goes on
+            except AdapterswapError as error:  # an unknown language is reported, and the conversation goes on
                 print(error, file=sys.stderr)
         elif line:
             chat.answer(line, max_new_tokens)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from tolerances import near, tolerance
+from writing.test_blends import deltas
 
 import adapterswap
 from adapterswap import AdapterswapError
@@ -22,7 +23,6 @@ from adapterswap.arithmetic.outputs import Form
 from adapterswap.checking.verifying import verify
 from adapterswap.errors import OutputError
 from adapterswap.writing import prepare, write_prepared
-from writing.test_blends import deltas
 
 WEIGHTS, RECORD = "adapter_model.safetensors", "adapterswap.json"
 WIDTH, RANK = 24, 8

@@ -1,6 +1,6 @@
 """Answers as models write them, each with the gold answer and whether a careful reader would call it right.
 
-Made by hand for these tests, after the forms seen in MGSM's exemplars and in models' outputs. Whoever adds a row judges
+Made by hand for these tests, after the forms seen in MGSM's exemplars and in models' outputs. If you add a row, judge
 it before looking at what any scorer says.
 """
 

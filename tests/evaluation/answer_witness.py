@@ -1,6 +1,6 @@
-"""A third collection of answers, labelled after the score was last mended, and never used to mend it.
+"""A third collection of answers, labelled after the score was last corrected, and never used to correct it.
 
-What the score makes of these is the honest figure: rows are added with new mends in mind, never mends with these rows.
+What the score makes of these is the honest figure: rows are added with corrections in mind, never the reverse.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from adapterswap.processes import Processes, joined, leave
 
 
 def judge(folder: Path, out: Path, processes: Processes | None = None) -> dict[str, Any]:
-    """Evaluate the cases; case → how often the model was called, and what was told of progress."""
+    """Evaluate the cases; case → how often the model was called, and what was reported of progress."""
     told: dict[str, Any] = {}
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)

@@ -41,7 +41,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
 def test_another_base_is_refused(options: dict[str, Any], byte_base: Path, tmp_path: Path) -> None:
-    """Of every kind: the second one is no adapter that can be composed."""
+    """Of every kind: the second one is not an adapter that can be composed."""
     other = base_model(byte_base)
     other.get_input_embeddings().weight.data += 0.01
     foreign = find_adapter(str(carrying(other, tmp_path / "foreign", **options)))

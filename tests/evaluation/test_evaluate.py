@@ -75,7 +75,7 @@ def test_a_batch_gives_what_single_prompts_give(byte_model: Model) -> None:
 
 @pytest.fixture(scope="module")
 def memorizer() -> Model:
-    """A model that has learnt the first two answers of mgsm_direct_sw by heart, and to go on with a question."""
+    """A model that has learnt the first two answers of mgsm_direct_sw by heart, and to continue with a question."""
     task, tokenizer = mgsm_task("mgsm_direct_sw"), byte_tokenizer()
     model = pico_model(layers=2, spread=0.05).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -303,7 +303,7 @@ def test_a_base_without_all_its_weights(run: Run, tmp_path: Path, byte_base: Pat
 
 
 def test_a_base_whose_config_is_of_another(byte_base: Path, tmp_path: Path) -> None:
-    """In a process of its own, whose stderr is no terminal: after transformers' report one line is told, and no bar."""
+    """In a process of its own, whose stderr is no terminal: after transformers' report one line, and no bar."""
     shutil.copytree(byte_base, tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))

@@ -36,7 +36,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def error(done: subprocess.CompletedProcess[str]) -> str:
-    """The one error that was told."""
+    """The one error that was printed."""
     assert done.returncode == 1
     assert done.stdout == ""
     told = [line for line in done.stderr.splitlines() if line.startswith("Error:")]
@@ -122,7 +122,7 @@ def test_the_command_prints_once_and_writes_one_folder(folder: Path, run: Callab
 @pytest.mark.slow
 def test_an_error_of_one_or_of_all_is_told_once(folder: Path) -> None:
     told = error(launch(HERE / "in_processes.py", folder, "failing"))
-    assert told == "Error: process 1 fails. Mend it."
+    assert told == "Error: process 1 fails. Correct it."
     assert not (folder / "failing").exists()
     asked = [*EVALUATE, "--base-model", folder / "model", "--tasks", "mgsm_direct_sw", "--adapter", folder / "none"]
     assert "none" in error(launch("-m", "adapterswap", *asked))

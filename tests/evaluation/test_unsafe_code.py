@@ -1,4 +1,4 @@
-"""Tasks that run the model's code: refused unasked, before any of them is loaded, and run where that is confirmed."""
+"""Tasks that run the model's code: refused before any is loaded, and run where that is confirmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings and heads as PEFT saves them beside a LoRA (`save_embedding_layers`): what opens, and that mends mend."""
+"""Embeddings and heads as PEFT saves them beside a LoRA (`save_embedding_layers`): what opens, that remedies work."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_trained_weights_are_never_dropped_and_naming_them_mends_it(
         adapterswap.open_adapter(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": modules}))
-    mended = PeftModel.from_pretrained(load_base(base("llama")), folder)
-    close(logits(mended), expected, depth=LAYERS)
-    with mended.disable_adapter():
-        assert torch.equal(logits(mended), logits(load_base(base("llama"))))
+    loaded = PeftModel.from_pretrained(load_base(base("llama")), folder)
+    close(logits(loaded), expected, depth=LAYERS)
+    with loaded.disable_adapter():
+        assert torch.equal(logits(loaded), logits(load_base(base("llama"))))
     merged = adapterswap.merge(folder, base("llama"), out_path=tmp_path / "merged")
     close(logits(load_base(merged)), expected, depth=LAYERS)

@@ -214,7 +214,7 @@ def test_an_expert_is_found_once(kind: str, cache: Path, tmp_path: Path, monkeyp
 def test_links_out_of_the_cache_are_not_followed(
     file: str, math: Path, run: Callable[..., Result], tmp_path: Path
 ) -> None:
-    """Whoever filled the cache cannot make us read, and publish, another file of this machine."""
+    """A cache filled by others cannot make us read, and publish, another file of this machine."""
     secret = tmp_path / "newer" / file
     (math / file).unlink()
     (math / file).symlink_to(secret)
@@ -286,7 +286,7 @@ def test_the_same_base_by_two_paths(tmp_path: Path) -> None:
 
 
 def test_a_note_of_the_base_leads_to_its_config_alone(tmp_path: Path, run: Callable[..., Result]) -> None:
-    """A stranger's adapter may name any path as its base: only config.json is read there, and none of it is told."""
+    """A stranger's adapter may name any path as its base: only config.json is read there, and none of it is printed."""
     secret = tmp_path / "secrets"
     secret.mkdir()
     (secret / "config.json").write_text("password: hunter2")

@@ -33,7 +33,7 @@ LOST = {
 
 @pytest.mark.parametrize("architecture", CUT)
 def test_peft_gives_the_fine_tunes_weights_back(architecture: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """At full rank: what was cut is the fine-tune's, everything else the base's, and the difference is told."""
+    """At full rank: what was cut is the fine-tune's, everything else the base's, and the difference is reported."""
     full, base = checkpoint(architecture, 1), checkpoint(architecture)
     found = extract(full, base, tmp_path / "out", rank=48)
     assert len(found.modules) == CUT[architecture]
@@ -130,7 +130,7 @@ def test_extracted_experts_compose(checkpoint: Checkpoint, tmp_path: Path) -> No
 
 
 def test_some_layers_and_modules_only(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """The rest is told as not selected, and the adapter is a slice: composing asks it for nothing else."""
+    """The rest is reported as not selected, and the adapter is a slice: composing asks it for nothing else."""
     full, base = checkpoint("llama", 1), checkpoint("llama")
     found = extract(full, base, tmp_path / "out", rank=2, layers="0-1,5", modules=["attention", "down_proj"])
     assert {module.layer for module in found.modules} == {0, 1, 5}

@@ -67,7 +67,7 @@ def test_what_was_extracted_is_as_recorded(
 
 
 def test_files_alone(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -> None:
-    """Without what it was cut out of, and with the base alone; what is not compared is told."""
+    """Without what it was cut out of, and with the base alone; what is not compared is reported."""
     out, _, base = cut
     for options, missing, told in (
         ([], ["full", "base"], "Pass --expert full=PATH and --base-model."),

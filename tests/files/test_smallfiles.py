@@ -1,4 +1,4 @@
-"""JSON as it is written: the bytes on the disk, whoever writes them."""
+"""JSON as it is written: the bytes on the disk, on every machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: YAML read safely and within bounds, every mistake told with its key, its value and its mend."""
+"""Recipes: YAML read safely and within bounds, every mistake reported with its key, its value and its remedy."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_progress_is_told_in_order(run: Run) -> None:
 
 
 def made_up(seeds: int) -> Study:
-    """A study of made-up answers, to see how many seeds are told."""
+    """A study of made-up answers, to see how many seeds are reported."""
     rng = np.random.default_rng(0)
     found = []
     for number in range(seeds):

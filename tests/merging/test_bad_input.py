@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, lie or do not belong together: an error with its mend, and nothing written."""
+"""Checkpoints that are damaged, lie or do not belong together: an error with its remedy, and nothing written."""
 
 from __future__ import annotations
 

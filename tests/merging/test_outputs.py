@@ -1,4 +1,4 @@
-"""What lies beside the weights, what the command line says, and that the same inputs give the same bytes."""
+"""What is next to the weights, what the command line says, and that the same inputs give the same bytes."""
 
 from __future__ import annotations
 

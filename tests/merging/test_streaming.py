@@ -33,7 +33,7 @@ def test_every_item_is_done_once(items: list[int], workers: int) -> None:
 
 
 def test_the_first_error_ends_all() -> None:
-    """However many items there would be, and those at work are told to give up; no thread is left."""
+    """However many items there would be, and those at work are stopped; no thread is left."""
     before = threading.active_count()
     gave_up = threading.Event()
 

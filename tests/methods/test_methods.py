@@ -363,8 +363,8 @@ def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[.
         save_file(tensors, tmp_path / "changed.safetensors", metadata={"format": "pt"})
         (tmp_path / "changed.safetensors").rename(folder / "adapter_model.safetensors")
     plain = expert(seed=2)
-    for language, mend in ((both[1], None), (plain, "--base-model")):
-        if mend:
+    for language, remedy in ((both[1], None), (plain, "--base-model")):
+        if remedy:
             with refused(
                 BaseModelError, "base_model", match=r"lm_head is to be averaged .* Give the base's folder with `base"
             ):

@@ -1,4 +1,4 @@
-"""What is asked for: zones, defaults, names, weights, recipes; all mistakes told together."""
+"""What is asked for: zones, defaults, names, weights, recipes; all mistakes reported together."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Small stand-ins for what the shipped recipes name: bases of the same family, rows of the same columns.
 
-What a row looks like is taken from the recipe itself, so that ids and columns stand in the data fragments alone.
+What a row looks like is taken from the recipe itself, so that ids and columns are in the data fragments alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`adapterswap recipes`: what it lists is there, what it copies works alone, what it checks is told."""
+"""`adapterswap recipes`: what it lists is there, what it copies works alone, what it checks is reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_shipped_recipe_is_right(name: str) -> None:
 
 
 def test_an_entry_point_is_short_and_says_no_ids() -> None:
-    """Ids, columns and rates stand in the fragments: a change is made in one place."""
+    """Ids, columns and rates are in the fragments: a change is made in one place."""
     for name in WHOLE:
         text = shipped_recipes()[name].read_text(encoding="utf-8")
         assert len(text.splitlines()) <= (20 if name.startswith("sweep/") else 12), name

@@ -1,4 +1,4 @@
-"""`extends:` — what is merged, whose paths are whose, and which file a mistake is told of."""
+"""`extends:` — what is merged, whose paths are whose, and which file a mistake is reported for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that lack cells, splits, pairs or differences: what can be told is told, and nothing is NaN."""
+"""Runs that lack cells, splits, pairs or differences: what can be reported is reported, and nothing is NaN."""
 
 from __future__ import annotations
 

@@ -230,8 +230,8 @@ def test_the_plugin_is_registered_and_costs_nothing_unasked() -> None:
         "heavy = {'vllm', 'torch', 'transformers', 'numpy', 'adapterswap.serving.resolver'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    unasked = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTERSWAP_")}
-    done = subprocess.run([sys.executable, "-c", script], env=unasked, capture_output=True, text=True)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("ADAPTERSWAP_")}
+    done = subprocess.run([sys.executable, "-c", script], env=plain, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The folder of a sweep: what it is gone on with, what it refuses, what is mended."""
+"""The folder of a sweep: what resumes it, what it refuses, what is repaired."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ CURVES: dict[str, list[float]] = {
 
 @pytest.mark.parametrize("regime", CURVES)
 def test_loss_curves_are_what_they_were(tmp_path: Path, make_recipe: MakeRecipe, regime: str) -> None:
-    """Numbers of this test's first run, with torch 2.13 on a CPU: whoever changes them should know why."""
+    """Numbers of this test's first run, with torch 2.13 on a CPU: know why before you change them."""
     changes: dict[str, dict[str, Any]] = {
         "lora": {"training": {"schedule": "warmup_stable_decay", "warmup": 2, "weight_decay": 0.1, "max_steps": 8}},
         "turns": {

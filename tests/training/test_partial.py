@@ -60,7 +60,7 @@ def test_each_side_has_its_modules(make_recipe: MakeRecipe, partition: str) -> N
 
 
 def test_only_the_sides_modules_get_an_adapter(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    """Partition A, whose language side PEFT is told of by whole names."""
+    """Partition A, whose language side PEFT gets by whole names."""
     experts = {}
     for side, wanted in (("language", LANGUAGE["A"]), ("task", ALL - LANGUAGE["A"])):
         recipe = make_recipe(adapter={"partition": "A", "side": side}, training={"max_steps": 2})

@@ -1,4 +1,4 @@
-"""Bad input through the real command line: one line that says what and how to mend it, exit 1, nothing left behind."""
+"""Bad input through the real command line: one line that says what is wrong, the fix, exit 1, nothing left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture
 def refused(run: Callable[..., Result], tmp_path: Path) -> Callable[..., None]:
-    """`refused("what is told", "compose", …)` runs a command that must fail, and looks at all that it did."""
+    """`refused("what is printed", "compose", …)` runs a command that must fail, and looks at all that it did."""
 
     def check(told: str, *arguments: object) -> None:
         before = snapshot(tmp_path)
@@ -160,7 +160,7 @@ def without(name: str) -> dict[str, Any]:
     return {key: tensor for key, tensor in tensors().items() if key != name}
 
 
-# What the tensors are, whether the config has modules_to_save, what is told.
+# What the tensors are, whether the config has modules_to_save, what is printed.
 WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no lora_B": (without(f"{Q0}.lora_B.weight"), {}, "q_proj has no lora_B"),
     "no lora_A": (without(f"{Q0}.lora_A.weight"), {}, "q_proj has no lora_A"),
@@ -392,7 +392,7 @@ def test_other_kinds_of_files(
 
 
 def test_things_that_are_no_files(pair: tuple[Path, Path], refused: Callable[..., None], tmp_path: Path) -> None:
-    """A pipe would wait for ever, a device never end; a folder is no file."""
+    """A pipe would wait for ever, a device never end; a folder is not a file."""
     for file, damage in ((WEIGHTS, os.mkfifo), (CONFIG, os.mkfifo), (CONFIG, os.mkdir), (WEIGHTS, os.mkdir)):
         content = (pair[1] / file).read_bytes()
         (pair[1] / file).unlink()
@@ -522,7 +522,7 @@ def test_recipes_that_are_none(recipe: bytes, told: str, refused: Callable[..., 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_terminals_that_cannot_show_all(encoding: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """What is printed holds α and √; a path may hold bytes that are no text at all."""
+    """What is printed holds α and √; a path may hold bytes that are not text at all."""
     out = os.fsencode(tmp_path) + b"/out-\xff"
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     program = [sys.executable, "-m", "adapterswap"]

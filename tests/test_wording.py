@@ -1,0 +1,67 @@
+"""The checks of wording and spelling in `make lint`: what they find, what they leave alone, and that all is clean."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wording() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("wording", ROOT / "scripts" / "wording.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_everything_tracked_is_free_of_them(wording: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(wording.tracked()) > 300
+    assert wording.main(wording.tracked()) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("A mistake is told with its file.", ["is told"]),
+        ("All of them are told together.", ["are told", "told together"]),
+        ("x is no folder here", ["is no folder"]),
+        ("There is no folder of that name.", []),
+        ("It Goes on with the last checkpoint.", ["Goes on with"]),
+        ("Whoever reads it can mend it.", ["Whoever", "mend"]),
+        ("The word `mend` itself.  # wording: ok", []),
+        ("Recommended amendments; a toldo.", []),
+        ("Its record stands beside the weights.", ["stands beside"]),
+    ],
+)
+def test_what_is_found(wording: ModuleType, line: str, words: list[str]) -> None:
+    found = list(wording.mistakes(f"first\n{line}\n"))
+    assert [text for _, text, _ in found] == words
+    assert {number for number, _, _ in found} <= {2}
+    assert all(instead for _, _, instead in found)
+
+
+def test_it_names_the_place_and_fails(wording: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "page.md").write_text("Fine.\nIt is told here.\n", encoding="utf-8")
+    assert wording.main([tmp_path / "page.md"]) == 1
+    assert f"{tmp_path / 'page.md'}:2: 'is told'. Better: " in capsys.readouterr().out
+
+
+def test_the_spelling() -> None:
+    pytest.importorskip("codespell_lib")
+    done = subprocess.run([sys.executable, "-m", "codespell_lib"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lint_runs_both() -> None:
+    lint = (ROOT / "Makefile").read_text(encoding="utf-8").split("\nlint:")[1].split("\n\n")[0]
+    assert "codespell" in lint
+    assert "scripts/wording.py" in lint
