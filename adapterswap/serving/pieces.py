@@ -50,19 +50,19 @@ class Piece:
 class PieceComposer(NamedComposer):
     """Turns names into scales of pieces, for one base and one manifest. May be used from several threads.
 
-        Experts are opened once, since llama.cpp loads them once.
+    Experts are opened once, since llama.cpp loads them once.
 
-        Args:
-                manifest: the experts, and which names are allowed.
-                base_model: the folder or Hub id of the base, of which the config is read.
-            cache: where the pieces are kept.
-            outtype: their number format; see `adapterswap.export`.
+    Args:
+            manifest: the experts, and which names are allowed.
+            base_model: the folder or Hub id of the base, of which the config is read.
+        cache: where the pieces are kept.
+        outtype: their number format; see `adapterswap.export`.
 
-        Attributes:
-            pieces: all of them, in the order in which the engine loads them: a piece's place is its id.
+    Attributes:
+        pieces: all of them, in the order in which the engine loads them: a piece's place is its id.
 
-        Raises:
-            AdapterswapError: an expert cannot be opened or exported, with all that are wrong; see `adapterswap.export`.
+    Raises:
+        AdapterswapError: an expert cannot be opened or exported, with all that are wrong; see `adapterswap.export`.
     """
 
     engine = "llama.cpp"
