@@ -102,6 +102,7 @@ class Architecture:
         layer: the modules in a layer that llama.cpp applies LoRA to, by their names in it.
         embedding, head: their full names.
         tied: whether the head is the embedding where the config does not say.
+        always_tied: llama.cpp has no head apart from the embedding, whatever the config says.
         own_head_size: the config's class has a width of heads that does not follow from the model's width.
         wrappers: model types of multimodal models whose language model llama.cpp reads as this architecture.
     """
@@ -113,6 +114,7 @@ class Architecture:
     embedding: str
     head: str
     tied: bool = False
+    always_tied: bool = False
     own_head_size: bool = False
     wrappers: tuple[str, ...] = ()
 
@@ -190,9 +192,11 @@ ARCHITECTURES = (
     Architecture("QWEN2", ("qwen2",), layer=_separate(False) | _GATED, **_STANDARD),
     Architecture("QWEN3", ("qwen3",), layer=_separate(False) | _GATED, own_head_size=True, **_STANDARD),
     Architecture("QWEN3MOE", ("qwen3_moe",), layer=_separate(False), own_head_size=True, **_STANDARD),
-    Architecture("GEMMA2", ("gemma2",), layer=_separate(False) | _GATED, tied=True, own_head_size=True, **_STANDARD),
     Architecture(
-        "GEMMA3", ("gemma3_text",), layer=_separate(False) | _GATED, tied=True, own_head_size=True,
+        "GEMMA2", ("gemma2",), layer=_separate(False) | _GATED, always_tied=True, own_head_size=True, **_STANDARD,
+    ),
+    Architecture(
+        "GEMMA3", ("gemma3_text",), layer=_separate(False) | _GATED, always_tied=True, own_head_size=True,
         wrappers=("gemma3",), **_STANDARD,
     ),
     Architecture(

@@ -210,7 +210,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     gguf = load_gguf()
     problems = Problems(UnsupportedError)
     sizes = architecture.sizes(config)
-    tied = config.get("tie_word_embeddings", architecture.tied)
+    tied = architecture.always_tied or config.get("tie_word_embeddings", architecture.tied)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.num_layers)
     for saved in plan.saved.values():
         if saved.terms:

@@ -95,7 +95,7 @@ def test_a_shell_and_a_core_are_a_swap_at_request_time(
     same(Engine(gguf, files).answer(PROMPTS[0]), reference(model, PROMPTS[0]), name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "neox"])
+@pytest.mark.parametrize("name", PICOS)
 def test_pieces_are_any_layer_swap_or_blend_at_request_time(
     name: str, bases: Bases, experts: Experts, tmp_path: Path
 ) -> None:
@@ -134,11 +134,14 @@ def test_a_portable_composition_and_a_truncated_one(bases: Bases, experts: Exper
         same(Engine(gguf, [exported.path]).answer(PROMPTS[0]), reference(adapted(base, folder), PROMPTS[0]))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "neox", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "neox", "phi3", "falcon-40b"]
+)
 def test_an_embedding_and_a_head(name: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
-    base, gguf = bases(name)
-    ends = ["embed_in", "lm_head"] if name == "neox" else ["embed_tokens", "lm_head"]
-    expert = experts(name, target_modules=[*PICOS[name].targets, *ends], r=4)
+    untied = {"tie_word_embeddings": False}
+    base, gguf = bases(name, **untied)
+    embedding = {"neox": "embed_in", "falcon-40b": "word_embeddings"}.get(name, "embed_tokens")
+    expert = experts(name, target_modules=[*PICOS[name].targets, embedding, "lm_head"], r=4, base_options=untied)
     exported = asw.export(expert, tmp_path / "math.gguf")
     pieces = asw.export(expert, tmp_path / "pieces", pieces=True)
     assert [file.path.name for file in pieces.files] == [
