@@ -95,7 +95,7 @@ def test_the_metadata_is_the_record(math: Path, base: Path, tmp_path: Path) -> N
     assert values["adapterswap.version"] == asw.__version__
     record = json.loads(values["adapterswap.record"])
     assert record["composition"]["bottom"] == 1
-    assert record["output"] == {"format": "gguf", "outtype": "f16"}
+    assert record["output"].items() >= {"format": "gguf", "outtype": "f16"}.items()
     for name, folder in (("math", math), ("swahili", swahili)):
         hashed = hashlib.sha256((folder / crafting.WEIGHTS).read_bytes()).hexdigest()
         assert record["experts"][name]["sha256"][crafting.WEIGHTS] == hashed
