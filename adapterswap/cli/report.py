@@ -114,6 +114,9 @@ def _print(report: Report) -> None:
             note(f"{target.task}: no intervals (–) where two {varying} vary, fewer than {MIN_LEVELS}")
     for remark in report.remarks if report.kind == "sweep" else ():
         note(remark)
+    if report.preregistration is not None:
+        differences = "; ".join(report.preregistration.differences)
+        note(f"Registered before the run: {f'not kept to: {differences}' if differences else 'kept to'}")
     if report.missing:
         note(f"{sum(report.missing.values())} of {report.cells} cells are not finished")
 

@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 )
 @click.option("--trust-task-code", is_flag=True, help="Let the files in include_path run their own Python code.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks run code that the model wrote (MBPP).")
+@click.option("--freeze", is_flag=True, help="Judge nothing: register what will be compared and chosen, hashed.")
+@click.option(
+    "--reference", metavar="METHOD", help="With --freeze: what others will be compared with.  [default: soup]"
+)
+@click.option("--methods", multiple=True, metavar="METHOD", help="With --freeze: those that will be tested.  [all]")
 @click.option("--overwrite", is_flag=True, help="Replace the sweep that the folder holds.")
 @click.option("--dry-run", is_flag=True, help="Check everything and count; load no weights, write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -61,6 +66,9 @@ def command(
     workers: int | None,
     trust_task_code: bool,
     confirm_run_unsafe_code: bool,
+    freeze: bool,
+    reference: str | None,
+    methods: tuple[str, ...],
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -80,11 +88,25 @@ def command(
 
     if workers is not None and ray is None:
         raise click.UsageError("--workers goes with --ray.")
+    if not freeze and (reference is not None or methods):
+        raise click.UsageError("--reference and --methods go with --freeze; later they are options of `report`.")
+    if freeze and overwrite:
+        raise click.UsageError("--freeze replaces nothing: it goes before the sweep.")
     short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     chosen = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
     with working("reading experts and tasks", shown=is_first()):
         prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
+    if freeze:
+        from adapterswap.sweeps.freezing import freeze as register
+
+        found_methods = list(methods) or None
+        if is_first():
+            content = register(prepared, out_path, reference=reference, methods=found_methods, dry_run=dry_run)
+            summary = {**content["comparison"], "cells": len(content["sweep"]["cells"]), "sha256": content["sha256"]}
+            print_json({"dry_run": dry_run, **summary}) if as_json else click.echo(content["sha256"])
+            note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
+        return
     if dry_run:
         choose_device(device)
         found = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)

@@ -15,6 +15,7 @@ from adapterswap.reporting.headline import Target, resampled
 from adapterswap.reporting.ranks import Ranks
 from adapterswap.reporting.relations import Ranking
 from adapterswap.reporting.statistics import MIN_UNITS
+from adapterswap.sweeps.freezing import Preregistration
 
 __all__ = ["methods_paragraph"]
 
@@ -23,7 +24,7 @@ _HASH = 12  # digits of a SHA-256 that a reader compares
 
 def methods_paragraph(
     described: Mapping[str, Any], kind: str, units: str, reference: str, targets: Sequence[Target],
-    ranking: Ranking | None, *, draws: int, seed: int,
+    ranking: Ranking | None, *, draws: int, seed: int, registered: Preregistration | None = None,
 ) -> str:  # fmt: skip
     """The paragraph.
 
@@ -35,12 +36,14 @@ def methods_paragraph(
         targets: the tables.
         ranking: the tests, if there are any.
         draws, seed: of the bootstrap.
+        registered: what was registered before the run.
     """
     sentences = [
         *(_models(described) if kind == "sweep" else _lab(described)),
         *(_evaluation(described, targets) if kind == "sweep" else ()),
         *_selection(described, kind, units, targets),
         *_statistics(units, reference, targets, ranking, draws, seed),
+        *_registered(registered),
         *_versions(described),
     ]
     return " ".join(sentences)
@@ -163,6 +166,13 @@ def _tests(ranks: Ranks, ranking: Ranking) -> list[str]:
         "correlations as effect sizes."
     )
     return found
+
+
+def _registered(registered: Preregistration | None) -> list[str]:
+    if registered is None:
+        return []
+    kept = "and kept to" if not registered.differences else f"and changed since: {'; '.join(registered.differences)}"
+    return [f"Comparisons and selection were registered before the run (SHA-256 {registered.sha256}) {kept}."]
 
 
 def _versions(described: Mapping[str, Any]) -> list[str]:

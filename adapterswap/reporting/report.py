@@ -31,14 +31,14 @@ from adapterswap.reporting.relations import (
 )
 from adapterswap.reporting.selection import SelectionCurve, Truncations, selection_curves, truncations
 from adapterswap.sweeps import Run
+from adapterswap.sweeps.freezing import Preregistration, default_reference, read_frozen
 
-__all__ = ["DRAWS", "REPORT_FORMAT", "Report", "default_reference", "make_report"]
+__all__ = ["DRAWS", "REPORT_FORMAT", "Report", "make_report"]
 
 DRAWS = 10_000
 REPORT_FORMAT = "adapterswap-report/1"
 _LIBRARIES = ("jinja2", "matplotlib", "scipy")
 _LEADS = ("layer_swap", "layer swap")
-_REFERENCES = ("soup", "task expert", "math expert", "base")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Report:
         commands: to run it again.
         compositions: (row, command to compose, command to judge) for each selected cell of the lead.
         draws, seed: of the bootstrap.
+        preregistration: what was registered before the run, and what was not kept to; None where nothing was.
         paragraph: the methods, for a paper; see `methods_paragraph`.
         experts, recipe, settings, versions: as the run describes them.
     """
@@ -86,6 +87,7 @@ class Report:
     compositions: tuple[tuple[str, str, str], ...]
     draws: int
     seed: int
+    preregistration: Preregistration | None
     paragraph: str
     experts: Mapping[str, Any]
     recipe: Mapping[str, Any]
@@ -103,12 +105,6 @@ class Report:
             {key: value for key, value in each.items() if key != "examples"} for each in content["disagreements"]
         ]
         return {"format": REPORT_FORMAT, "adapterswap_version": __version__, **content}
-
-
-def default_reference(run: Run) -> str:
-    """What methods are compared with by default: soup, else the task expert, else the base, else the first."""
-    families = list(dict.fromkeys(result.cell.family for result in run.results))
-    return next((family for family in _REFERENCES if family in families), families[0])
 
 
 def make_report(
@@ -132,14 +128,14 @@ def make_report(
 
     Raises:
         ArgumentError: the run has no such family or unit, or fewer than two methods are left.
-        DataError: the run has no finished target task, or a damaged file of samples.
+        DataError: the run has no finished target task, or a damaged file of samples or pre-registration.
         DependencyError: the `report` extra is not installed.
     """
     _require_libraries()
     source = replace(source, run=with_units(source.run, units))
     run = source.run
     families = list(dict.fromkeys(result.cell.family for result in run.results))
-    reference = default_reference(run) if reference is None else reference
+    reference = default_reference(families) if reference is None else reference
     if reference not in families:
         raise ArgumentError(
             f"the run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
@@ -159,6 +155,9 @@ def make_report(
         landscapes.append(_development(source))
     apart = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
     described = run.described
+    registered = None
+    if source.kind == "sweep":
+        registered = read_frozen(run.folder, described, reference, ranked, units)
     ranks = ranking(run, targets, reference, ranked)
     return Report(
         source.name,
@@ -181,7 +180,18 @@ def make_report(
         tuple(_compositions(run, tables, lead)),
         draws,
         seed,
-        methods_paragraph(described, source.kind, source.units, reference, tables, ranks, draws=draws, seed=seed),
+        registered,
+        methods_paragraph(
+            described,
+            source.kind,
+            source.units,
+            reference,
+            tables,
+            ranks,
+            draws=draws,
+            seed=seed,
+            registered=registered,
+        ),
         described.get("experts", {}),
         described.get("recipe", {}),
         described.get("settings", {}),

@@ -24,6 +24,7 @@ from adapterswap.files.sealing import sealed
 from adapterswap.files.smallfiles import exists, expand, read_json
 from adapterswap.sweeps.results import (
     CELLS,
+    PREREGISTRATION,
     PROMPTS,
     RUNGS,
     SAMPLES,
@@ -39,7 +40,8 @@ from adapterswap.sweeps.values import CellResult, Findings, RungResult
 __all__ = ["Recording", "check_out_path", "recording"]
 
 _LOCK, _TMP = "sweep.lock", ".tmp"
-_BEFORE = {_LOCK, SWEEP + _TMP}  # what a sweep may leave that is killed before it is known as one
+# What may be there before the folder is known as a sweep: what a killed one left, and what was registered.
+_BEFORE = {_LOCK, SWEEP + _TMP, PREREGISTRATION, PREREGISTRATION + _TMP}
 
 
 def check_out_path(
@@ -239,7 +241,7 @@ def _strangers(folder: Path) -> list[str]:
     prompts = ["*.jsonl"]
     with suppress(AdapterswapError, TypeError, AttributeError):
         prompts = [prompts_file(folder, name).name for name in read_json(folder / SWEEP).get("tasks", {})]
-    files = [f"{SAMPLES}/{'[0-9a-f]' * 12}.jsonl", *(f"{PROMPTS}/{name}" for name in prompts), SWEEP]
+    files = [f"{SAMPLES}/{'[0-9a-f]' * 12}.jsonl", *(f"{PROMPTS}/{name}" for name in prompts), SWEEP, PREREGISTRATION]
     return strangers(folder, None, names=[_LOCK, CELLS, RUNGS, *files, *(file + _TMP for file in files)])
 
 
@@ -255,9 +257,9 @@ def _mend(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a sweep; sweep.json, by which it is known as one, goes last."""
+    """Remove a sweep; sweep.json, by which it is known as one, goes last. What was registered before it stays."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == SWEEP):
-        if path.name == _LOCK:
+        if path.name in (_LOCK, PREREGISTRATION):
             continue
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

@@ -25,6 +25,7 @@ from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValu
 __all__ = [
     "CELLS",
     "FORMAT",
+    "PREREGISTRATION",
     "PROMPTS",
     "RUNGS",
     "SAMPLES",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
+PREREGISTRATION = "preregistration.json"
 FORMAT = 1
 _REMEDY = "Pass the folder that `adapterswap sweep` wrote"
 _MEANS = ("exact_match", "acc", "acc_norm")  # metrics that are the mean over documents

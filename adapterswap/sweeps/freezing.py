@@ -1,0 +1,184 @@
+"""Pre-registration: what a sweep will compare and choose, written before anything is judged, and compared afterwards.
+
+`freeze` writes preregistration.json into the folder that the sweep will fill: everything that `prepare` knows (experts
+with hashes, tasks, cells, documents to choose on), and what a report will compare. Its hash can be published before the
+run. `kept` compares it with what was run. A guard against forgetting and drift; who wants to cheat can write the file
+afterwards, unless the hash was published.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap import __version__
+from adapterswap.errors import ArgumentError, DataError, OutputError, RunError, did_you_mean
+from adapterswap.files.folders import check_place, replacing
+from adapterswap.files.sealing import SEAL, is_sealed, sealed
+from adapterswap.files.smallfiles import exists, expand, read_json
+from adapterswap.sweeps.preparing import PreparedSweep
+from adapterswap.sweeps.results import CELLS, PREREGISTRATION, RUNGS, SWEEP
+
+__all__ = ["PREREGISTRATION_FORMAT", "REFERENCES", "Preregistration", "default_reference", "freeze", "read_frozen"]
+
+PREREGISTRATION_FORMAT = "adapterswap-preregistration/1"
+REFERENCES = ("soup", "task expert", "math expert", "base")
+_COMPARED = ("base_model", "experts", "num_layers", "tasks", "task_files", "settings", "cells")
+_REMEDY = "Restore it, or delete it and say that the run was not pre-registered"
+
+
+@dataclass(frozen=True)
+class Preregistration:
+    """What was said before a run, beside what was run.
+
+    Attributes:
+        sha256: of what was said.
+        reference, methods: what a report was to compare; None for methods where all were.
+        differences: what was run or compared otherwise, in words; empty where all was kept to.
+    """
+
+    sha256: str
+    reference: str
+    methods: tuple[str, ...] | None
+    differences: tuple[str, ...]
+
+
+def default_reference(families: Sequence[str]) -> str:
+    """What methods are compared with by default: soup, else the task expert, else the base, else the first."""
+    return next((family for family in REFERENCES if family in families), families[0])
+
+
+def freeze(
+    prepared: PreparedSweep,
+    out_path: str | Path,
+    *,
+    reference: str | None = None,
+    methods: Sequence[str] | None = None,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Write what a sweep will compare and choose into the folder that it will fill; judge nothing.
+
+    Args:
+        prepared: from `prepare`.
+        out_path: the folder.
+        reference: the method that the others will be compared with; by default soup, as in a report.
+        methods: the methods that will be ranked and tested; by default all.
+        dry_run: check everything, write nothing.
+
+    Returns:
+        The file's content; `sha256` is its hash.
+
+    Raises:
+        ArgumentError: the recipe has no such method, or `methods` names fewer than two.
+        OutputError: the folder holds something else, another pre-registration, or cannot be written.
+        RunError: it holds a sweep that has begun, so that nothing can be said beforehand.
+    """
+    families = list(dict.fromkeys(cell.family for cell in prepared.grid.cells))
+    for parameter, names in (("reference", [reference] if reference is not None else []), ("methods", methods or [])):
+        for name in names:
+            if name not in families:
+                remedy = did_you_mean(name, families, f"Use one of: {', '.join(families)}")
+                raise ArgumentError(f"the recipe has no method {name!r}", remedy, parameter=parameter)
+    if methods is not None and len(set(methods)) < 2:
+        raise ArgumentError(
+            f"`methods` names {len(set(methods))} method, and a comparison needs two", "Name two or more",
+            parameter="methods",
+        )  # fmt: skip
+    chosen = reference if reference is not None else default_reference(families)
+    content = sealed(
+        {
+            "format": PREREGISTRATION_FORMAT, "adapterswap_version": __version__,
+            "sweep": dict(prepared.described),
+            "comparison": {"reference": chosen, "methods": None if methods is None else list(methods)},
+            "selection": "for each pair by itself, the best configuration on the documents to choose on; of equals the "
+            "default, then the first; reported on the other documents",
+        }
+    )  # fmt: skip
+    folder = expand(out_path)
+    check_place(folder, prepared.inputs)
+    if any(exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
+        raise RunError(
+            f"{folder} holds a sweep that has begun, so nothing can be registered before it",
+            "Choose another path", parameter="out_path",
+        )  # fmt: skip
+    path = folder / PREREGISTRATION
+    if exists(path):
+        if _read(path) == content:
+            return content
+        raise OutputError(
+            f"{path} already exists and registers something else", "Choose another path, or delete it",
+            parameter="out_path",
+        )  # fmt: skip
+    if exists(folder) and any(folder.iterdir()):
+        raise OutputError(f"{folder} already exists and is not empty", "Choose another path", parameter="out_path")
+    if not dry_run:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path, path.with_name(path.name + ".tmp")) as building:
+                text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+                building.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise OutputError(
+                f"{folder} cannot be written: {error.strerror}", "Choose another path", parameter="out_path"
+            ) from None
+    return content
+
+
+def read_frozen(
+    folder: Path,
+    described: Mapping[str, Any],
+    reference: str,
+    methods: Sequence[str],
+    units: Sequence[str] | None = None,
+) -> Preregistration | None:  # fmt: skip
+    """What was registered for a run, and whether it was kept to; None where nothing was.
+
+    Args:
+        folder: the run's.
+        described: its sweep.json.
+        reference, methods: what a report compares.
+        units: those that it is restricted to; None for all.
+
+    Raises:
+        DataError: the file is damaged, or was changed after it was written.
+    """
+    path = folder / PREREGISTRATION
+    if not exists(path):
+        return None
+    content = _read(path)
+    registered, comparison = content["sweep"], content["comparison"]
+    differences = [name for key in _COMPARED for name in _differing(key, registered.get(key), described.get(key))]
+    if comparison["reference"] != reference:
+        differences.append(f"methods are compared with {reference}, not with {comparison['reference']}")
+    wanted = comparison["methods"]
+    asked = wanted or list(dict.fromkeys(cell["family"] for cell in registered["cells"]))
+    if set(asked) != set(methods):
+        differences.append(f"the methods that are tested are {', '.join(methods)}, not {', '.join(asked)}")
+    if units is not None:
+        differences.append(f"everything is computed over {', '.join(units)} only")
+    return Preregistration(
+        content[SEAL], comparison["reference"], None if wanted is None else tuple(wanted), tuple(differences)
+    )
+
+
+def _differing(key: str, before: Any, after: Any) -> list[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        # What the model adds to the settings (its dtype) is not known beforehand.
+        names = before if key == "settings" else before.keys() | after.keys()
+        return [f"{key}.{name} differs" for name in sorted(names) if before.get(name) != after.get(name)]
+    if key == "cells" and isinstance(before, list) and isinstance(after, list):
+        old, new = ({cell["cell"] for cell in cells} for cells in (before, after))
+        lines = [f"registered compositions that are missing: {len(old - new)}"] * bool(old - new)
+        return lines + [f"compositions that were not registered: {len(new - old)}"] * bool(new - old)
+    return [] if before == after else [f"{key} differs"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = read_json(path, _REMEDY)
+    whole = content.get("format") == PREREGISTRATION_FORMAT and is_sealed(content)
+    if not whole or not isinstance(content.get("sweep"), dict) or not isinstance(content.get("comparison"), dict):
+        raise DataError(f"{path} is not as `freeze=True` wrote it", _REMEDY, parameter="run")
+    return content

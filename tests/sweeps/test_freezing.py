@@ -1,0 +1,88 @@
+"""Pre-registration: written before, compared after; what was changed since is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+
+from adapterswap.errors import ArgumentError, DataError, OutputError, RunError
+from adapterswap.files.sealing import is_sealed
+from adapterswap.reporting import make_report, open_source
+from adapterswap.sweeps import SweepRecipe, prepare, sweep
+from adapterswap.sweeps.freezing import freeze
+
+Recipe = Callable[..., SweepRecipe]
+FAMILIES = [{"bottom": [1, 2], "top": 1}]
+
+
+def test_what_was_registered_is_kept_to_or_not(recipe: Recipe, tmp_path: Path) -> None:
+    asked = recipe(compositions=FAMILIES, baselines=["base", "soup"])
+    content = freeze(prepare(asked), tmp_path / "run", reference="soup")
+    written = json.loads((tmp_path / "run" / "preregistration.json").read_text())
+    assert written == content
+    assert is_sealed(written)
+    assert written["sweep"]["experts"]["math1"]["sha256"]
+    assert freeze(prepare(asked), tmp_path / "run", reference="soup") == content  # the same again changes nothing
+    sweep(asked, tmp_path / "run", device="cpu")
+    source = open_source(tmp_path / "run")
+    report = make_report(source, draws=50)
+    assert report.preregistration is not None
+    assert report.preregistration.sha256 == content["sha256"]
+    assert report.preregistration.differences == ()
+    assert f"{content['sha256']}) and kept to" in report.paragraph
+    other = make_report(source, draws=50, reference="base", methods=["base", "soup"], units=["sw1"]).preregistration
+    assert other is not None
+    assert len(other.differences) == 3
+    with pytest.raises(RunError) as caught:  # afterwards is too late
+        freeze(prepare(asked), tmp_path / "run")
+    assert caught.value.parameter == "out_path"
+
+    changed = recipe(compositions=[{"bottom": [1], "top": 1}], baselines=["base", "soup"])
+    sweep(changed, tmp_path / "run", device="cpu", overwrite=True)
+    assert json.loads((tmp_path / "run" / "preregistration.json").read_text()) == content  # what was said stays
+    later = make_report(open_source(tmp_path / "run"), draws=50).preregistration
+    assert later is not None
+    assert later.differences == ("registered compositions that are missing: 1",)
+
+    content["comparison"]["reference"] = "base"
+    (tmp_path / "run" / "preregistration.json").write_text(json.dumps(content))
+    with pytest.raises(DataError):
+        make_report(open_source(tmp_path / "run"), draws=50)
+
+
+def test_what_cannot_be_registered(recipe: Recipe, tmp_path: Path) -> None:
+    prepared = prepare(recipe(compositions=FAMILIES))
+    for options, parameter in (
+        ({"reference": "soup"}, "reference"), ({"methods": ["ties"]}, "methods"), ({"methods": ["base"]}, "methods")
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError) as caught:
+            freeze(prepared, tmp_path / "run", **options)  # type: ignore[arg-type]
+        assert caught.value.parameter == parameter
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(OutputError):
+        freeze(prepared, tmp_path / "mine")
+    freeze(prepared, tmp_path / "run", reference="base")
+    with pytest.raises(OutputError):
+        freeze(prepared, tmp_path / "run", reference="layer_swap")
+
+
+def test_the_command(run: Callable[..., Result], content: Callable[..., dict[str, object]], tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(content(compositions=FAMILIES)))
+    told = run("sweep", file, "-o", tmp_path / "run", "--freeze", "--reference", "base", "--json")
+    assert told.exit_code == 0, told.stderr
+    summary = json.loads(told.stdout)
+    assert (summary["reference"], summary["methods"], summary["cells"]) == ("base", None, 5)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["preregistration.json"]
+    dry = run("sweep", file, "-o", tmp_path / "dry", "--freeze", "--dry-run")
+    assert dry.exit_code == 0
+    assert not (tmp_path / "dry").exists()
+    assert run("sweep", file, "-o", tmp_path / "x", "--reference", "base", "--dry-run").exit_code == 2
+    assert run("sweep", file, "-o", tmp_path / "x", "--freeze", "--overwrite").exit_code == 2
