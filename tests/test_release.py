@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
 SEMANTIC = r"\d+\.\d+\.\d+"
+SECTIONS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def read(path: Path) -> Any:
@@ -52,6 +53,20 @@ def test_one_version() -> None:
     assert str(read(ROOT / "CITATION.cff")["version"]) == adapterswap.__version__
     (newest, *_) = re.findall(rf"^## ({SEMANTIC})", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest == adapterswap.__version__
+
+
+def test_the_change_log_keeps_its_form() -> None:
+    """Versions with a date or `unreleased`, newest first; every change in one of the sections of Keep a Changelog."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert all(re.fullmatch(rf"{SEMANTIC} \((unreleased|\d{{4}}-\d\d-\d\d)\)", head) for head in heads), heads
+    versions = [tuple(map(int, head.split()[0].split("."))) for head in heads]
+    assert versions == sorted(versions, reverse=True)
+    for part in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:]:
+        before, *sections = re.split(r"^### (.*)$", part, flags=re.MULTILINE)
+        assert not before.strip(), before[:200]
+        assert set(sections[::2]) <= SECTIONS
+        assert len(set(sections[::2])) == len(sections[::2])
 
 
 def test_continuous_integration_runs_what_there_is() -> None:
