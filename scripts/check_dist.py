@@ -87,7 +87,7 @@ def check(artefact: Path, python: str, borrow: Path | None) -> str:
             (packages,) = environment.glob("lib/python*/site-packages")
             (others,) = borrow.resolve().glob("lib/python*/site-packages")
             (packages / "borrowed.pth").write_text(f"{others}\n")
-            run([*pip, "--no-deps", "--no-build-isolation", str(artefact)])
+            run([*pip, "--no-deps", "--no-build-isolation", "--ignore-installed", str(artefact)])
         place = Path(folder, "elsewhere")
         place.mkdir()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_"))}
