@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from measuring import side_by_side
@@ -76,30 +75,34 @@ def functions() -> None:
     import numpy as np
     from shapes import llama_projections
 
-    from adapterswap.arithmetic.spectral import align, iso_c, iso_cts, tsv
     from adapterswap.arithmetic.threads import one_blas_thread
-    from adapterswap.changes.deltas import Factors
+    from adapterswap.methods.method import Settings
+    from adapterswap.methods.registry import find_method
+    from adapterswap.methods.spectral import CoreMethod
 
     shapes = list(llama_projections(4096, 14336, 1024).values())
     random = np.random.default_rng(0)
 
-    def expert(out: int, into: int) -> Factors:
+    def expert(out: int, into: int) -> tuple[np.ndarray, np.ndarray]:
         a, b = random.standard_normal((64, into)) / into**0.5, random.standard_normal((out, 64)) * 0.04
-        return Factors(a.astype(np.float32), b.astype(np.float32))
+        return b.astype(np.float32), a.astype(np.float32)
 
-    methods: tuple[Callable[..., object], ...] = (tsv, iso_c, iso_cts, align)
+    weights = {"math": 1.0, "swahili": 1.0}
     with one_blas_thread():
-        for method in methods:
+        for name in ("tsv", "iso_c", "iso_cts", "knots_ties", "core_ties"):
+            method = find_method(name)
+            assert isinstance(method, CoreMethod)
+            settings = Settings({parameter.name: parameter.default for parameter in method.parameters})
             total = 0.0
             for out, into in set(shapes):
-                changes = [expert(out, into), expert(out, into)]
+                pairs = {side: expert(out, into) for side in weights}
                 times = []
                 for _ in range(4):
                     start = time.process_time()
-                    method(changes)
+                    method.combine_factors(pairs, weights, settings)
                     times.append(time.process_time() - start)
                 total += 32 * shapes.count((out, into)) * statistics.median(times[1:])
-            print(f"{method.__name__:8} {total:5.2f} CPU s of {FUNCTION_ALLOWED} allowed for 224 modules")
+            print(f"{name:11} {total:5.2f} CPU s of {FUNCTION_ALLOWED} allowed for 224 modules")
 
 
 if __name__ == "__main__":

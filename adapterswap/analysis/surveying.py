@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.analysis.deltas import Matrix, Reader, delta_reader, matrices
-from adapterswap.arithmetic.joint import Joint
 from adapterswap.arithmetic.lowrank import cosine
 from adapterswap.arithmetic.threads import map_in_threads
 from adapterswap.changes.deltas import Delta, Factors, finite
+from adapterswap.changes.joint import Joint
 from adapterswap.errors import ExpertError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.joint import Joint, Spectrum, mixed
 from adapterswap.changes.deltas import Factors
+from adapterswap.changes.joint import Joint, Spectrum, mixed
 
 __all__ = ["Truncated", "concatenate", "cosine", "cut", "kept", "smallest_rank", "truncate"]
 

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.approximation import approximate
-from adapterswap.arithmetic.joint import Joint, blocks_of, mixed
 from adapterswap.arithmetic.layout import blend_scale, total_rank, uses_rslora
 from adapterswap.arithmetic.lowrank import Truncated, concatenate, cut, kept
 from adapterswap.arithmetic.outputs import Form, OutputTensor, Reduced
@@ -24,6 +23,7 @@ from adapterswap.arithmetic.resolving import Resolved, side_factors
 from adapterswap.arithmetic.spooling import Spool
 from adapterswap.arithmetic.threads import map_in_threads
 from adapterswap.changes.deltas import Factors
+from adapterswap.changes.joint import Joint, blocks_of, mixed
 from adapterswap.changes.reading import FactorReader, factor_reader
 from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapters import LoraModule

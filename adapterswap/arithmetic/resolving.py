@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.joint import Joint
 from adapterswap.arithmetic.lowrank import concatenate
 from adapterswap.arithmetic.magnitudes import sides_magnitudes
 from adapterswap.changes.deltas import Factors, row_magnitudes
+from adapterswap.changes.joint import Joint
 from adapterswap.changes.reading import FactorReader, factor_reader
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.plan import Plan

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.arithmetic.joint import Joint
 from adapterswap.arithmetic.lowrank import cosine
 from adapterswap.arithmetic.threads import map_in_threads
+from adapterswap.changes.joint import Joint
 from adapterswap.changes.reading import read_factors
 from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
 from adapterswap.experts.adapters import Adapter

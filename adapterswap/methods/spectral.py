@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from adapterswap.changes.joint import Joint
+
     Array = npt.NDArray[np.float32]
     Core = npt.NDArray[np.float64]
     Cores = Mapping[str, Core]
-    Pairs = Mapping[str, tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]]
+    Pair = tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]
+    Pairs = Mapping[str, Pair]
 
 __all__ = ["CoreDareTies", "CoreMethod", "CoreTies", "IsoC", "IsoCts", "KnotsDareTies", "KnotsTies", "Tsv"]
 
-# Parts of the largest singular value below which a direction counts as none: of dense ΔW, which are rounded to float32,
-# and of factors, whose products are taken in float64.
+# Parts of the largest singular value below which a direction counts as none: of ΔW, which may be rounded to float32,
+# and of factors alone.
 _NONE, _NONE_OF_FACTORS = 1e-6, 1e-10
 
 
@@ -66,7 +69,7 @@ class CoreMethod(Method, ABC):
         shape = (len(left), len(right))
         return np.asarray(left @ self._core(cores, shape, weights, settings) @ right.T, np.float64)
 
-    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> tuple[Core, Core]:
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> Pair:
         """The factors B (out×k) and A (k×in) of the merged ΔW, from those of each side's; no dense ΔW is formed.
 
         Args:
@@ -74,10 +77,9 @@ class CoreMethod(Method, ABC):
             weights: w_i of all sides.
             settings: see `Settings`.
         """
-        pairs = _complete(pairs, weights)
-        left, right = _spaces(pairs)
-        cores = {name: (left.T @ b) @ (a @ right) for name, (b, a) in pairs.items()}
-        return left @ self._core(cores, (len(left), len(right)), weights, settings), right.T
+        joint, cores = _joint(pairs, weights)
+        merged = joint.factors(self._core(cores, joint.shape, weights, settings))
+        return merged.b, merged.a
 
     def _core(self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings) -> Core:
         import numpy as np
@@ -109,24 +111,17 @@ def _directions(matrix: Core, none: float = _NONE) -> Core:
     return np.asarray(u[:, sigma > none * (sigma[0] if len(sigma) else 0)], np.float64)
 
 
-def _complete(pairs: Pairs, weights: Mapping[str, float]) -> Pairs:
-    """All sides in their order, in float64; those that change nothing have factors of rank 0."""
+def _joint(pairs: Pairs, weights: Mapping[str, float]) -> tuple[Joint, Cores]:
+    """The joint space of the sides, and the core of each; that of a side that changes nothing is zero."""
     import numpy as np
 
-    b, a = next(iter(pairs.values()))
-    none = np.zeros((len(b), 0)), np.zeros((0, a.shape[1]))
-    found = {side: pairs.get(side, none) for side in weights}
-    return {side: (b.astype(np.float64), a.astype(np.float64)) for side, (b, a) in found.items()}
+    from adapterswap.changes.deltas import Factors
+    from adapterswap.changes.joint import Joint
 
-
-def _spaces(pairs: Pairs) -> tuple[Core, Core]:
-    """The left singular vectors of all B side by side, and the right ones of all A."""
-    import numpy as np
-
-    return (
-        _directions(np.concatenate([b for b, _ in pairs.values()], axis=1), _NONE_OF_FACTORS),
-        _directions(np.concatenate([a.T for _, a in pairs.values()], axis=1), _NONE_OF_FACTORS),
-    )
+    joint = Joint([Factors(a, b) for b, a in pairs.values()])
+    cores = {side: joint.core_of(index) for index, side in enumerate(pairs)}
+    none = np.zeros_like(next(iter(cores.values())))
+    return joint, {side: cores.get(side, none) for side in weights}
 
 
 def _svd(matrix: Core, count: int, cores: Cores) -> tuple[Core, Core, Core]:
@@ -253,18 +248,16 @@ class _Knots(CoreMethod):
         shape = next(iter(deltas.values())).shape
         return np.asarray(left @ self._core(parts, (shape[0], shape[1]), weights, settings), np.float64)
 
-    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> tuple[Core, Core]:
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> Pair:
         import numpy as np
 
         # The left singular vectors of the ΔW side by side are those of the cores: the basis of A is orthonormal.
-        pairs = _complete(pairs, weights)
-        left, right = _spaces(pairs)
-        cores = [(left.T @ b) @ (a @ right) for b, a in pairs.values()]
-        left = left @ _directions(np.concatenate(cores, axis=1))
+        joint, cores = _joint(pairs, weights)
+        left = _directions(np.concatenate(list(cores.values()), axis=1))
         if not left.shape[1]:  # no expert changes anything
-            return np.zeros((len(left), 1)), np.zeros((1, len(right)))
-        parts = {name: (left.T @ b) @ a for name, (b, a) in pairs.items()}
-        return left, self._core(parts, (len(left), len(right)), weights, settings)
+            return np.zeros((joint.shape[0], 1)), np.zeros((1, joint.shape[1]))
+        parts = {name: joint.right.expand(core.T @ left).T for name, core in cores.items()}
+        return joint.left.expand(left), self._core(parts, joint.shape, weights, settings)
 
 
 class _Core(CoreMethod):
@@ -274,6 +267,21 @@ class _Core(CoreMethod):
     notes = "The space is made of the factors A and B, so full checkpoints and vectors are refused. λ·s is part of B."
     normalizes = True
     needs_factors = True
+
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> Pair:
+        import numpy as np
+
+        from adapterswap.changes.joint import Basis
+
+        bases = Basis([b for b, _ in pairs.values()], 1), Basis([a for _, a in pairs.values()], 0)
+        left, right = (_directions(basis.coordinates, _NONE_OF_FACTORS) for basis in bases)
+        ends = np.cumsum([len(a) for _, a in pairs.values()])[:-1]
+        places = [np.split(basis.coordinates, ends, axis=1) for basis in bases]
+        cores = {side: (left.T @ b) @ (a.T @ right) for side, b, a in zip(pairs, *places, strict=True)}
+        none = np.zeros((left.shape[1], right.shape[1]))
+        (b, a), *_ = pairs.values()
+        core = self._core({side: cores.get(side, none) for side in weights}, (len(b), a.shape[1]), weights, settings)
+        return bases[0].expand(left @ core), bases[1].expand(right).T
 
     def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: Settings) -> Array:
         raise UnsupportedError(

@@ -248,7 +248,7 @@ class Rule(MethodFields):
         *,
         seed: int,
         module: str,
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    ) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
         """As `combine`, from the factors (B, A) of each side's ΔW to those of the result; see `on_cores`."""
         method = find_method(self.method)
         assert isinstance(method, CoreMethod)

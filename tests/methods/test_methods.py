@@ -26,12 +26,12 @@ from writing.test_blends import deltas, handmade
 import adapterswap
 from adapterswap import Composition
 from adapterswap.arithmetic.approximation import approximate
-from adapterswap.arithmetic.joint import Joint
 from adapterswap.arithmetic.lowrank import truncate
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.reduction import dense_delta
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.changes.deltas import Factors, row_magnitudes
+from adapterswap.changes.joint import Joint
 from adapterswap.changes.reading import factor_reader
 from adapterswap.errors import BaseModelError, UnsupportedError
 from adapterswap.methods.dense import drop_mask, keep_largest
