@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["PlannedFigure", "draw", "plan_figures"]
 
 _LINE = 0.125  # inches of a line of text
+_EQUAL = 1e-9  # scores that are closer are equal but for rounding
 _CHARACTER = 0.0585  # inches of a character of 7 points, on average
 
 
@@ -338,7 +339,7 @@ def _limits(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    room = 0.05 * (high - low) or 0.05 * max(abs(high), 0.2)
+    room = 0.05 * (high - low) if high - low > _EQUAL else 0.05 * max(abs(high), 0.2)
     first, last = low - room, high + room
     if not zero and low >= 0:
         first = max(first, 0.0)
@@ -507,7 +508,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
             )
         for values, axis_of, limit in ((xs, axes.xaxis, axes.set_xlim), (ys, axes.yaxis, axes.set_ylim)):
             low, high = min(values), max(values)
-            space = 0.12 * (high - low) or 0.01
+            space = 0.12 * (high - low) if high - low > _EQUAL else 0.01
             limit(low - space, high + space)
             _few_ticks(axis_of, low - space, high + space, 3)
         axes.set_title(title, loc="left", fontsize=NOTE + 0.5, linespacing=1.05)
@@ -567,7 +568,7 @@ def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
         low, high = _limits(errors, zero=False)
         axes.set_xlim(low, high if max(errors) <= 1 else max(errors) * 1.05)
         _few_ticks(axes.xaxis, *axes.get_xlim(), 5)
-    axes.set_xlabel(_wrapped_lines("largest relative error of a module's ΔW", width * 0.7))
+    axes.set_xlabel(_wrapped_lines("largest relative error of a module's ΔW", width * 0.8))
     axes.set_title(_wrapped_lines(data["axis"], width * 0.85), loc="left", fontsize=SMALL)
     low, high = axes.get_ylim()
     _few_ticks(axes.yaxis, low, high, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -276,3 +277,13 @@ def test_series_can_be_told_apart_without_colour() -> None:
     assert len({(look.marker, look.line) for look in looks(number)}) == number
     assert wrapped("swahili " * 20, 12).count("\n") == 2
     assert "U+0B95" in wrapped("க", 20)
+
+
+def test_scores_that_are_equal_but_for_rounding_have_a_scale(written: Written) -> None:
+    each = planned(written.report, "indicators")
+    panels = [{**panel, "points": [[name, x, 0.1 + 0.2 + place * 1e-17] for place, (name, x, _) in
+                                   enumerate(panel["points"])]} for panel in each.data["panels"]]  # fmt: skip
+    for axes in draw(replace(each, data={**each.data, "panels": panels}), 3.25).axes:
+        low, high = axes.get_ylim()
+        assert high - low > 0.01
+        assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) > 1
