@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
 
     from adapterswap.reporting import Report
     from adapterswap.reporting.headline import MethodRow, ScoreDifference, Target
+
+
+_WIDTH = 140  # where there is no terminal
+_LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the first to go on a narrow terminal
 
 
 @click.command("report")
@@ -92,7 +98,14 @@ def _names(options: tuple[str, ...]) -> list[str] | None:
 def _print(report: Report) -> None:
     from adapterswap.reporting.statistics import MIN_LEVELS, MIN_UNITS
 
-    print_table(*(_table(report, target) for target in report.targets), width=140)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    left_out: dict[str, None] = {}
+    for target in report.targets:
+        table, names = _table(report, target, width)
+        print_table(table, width=_WIDTH)
+        left_out |= dict.fromkeys(names)
+    if left_out:
+        note(f"Too wide for {width} characters: {', '.join(left_out)}; see tables.csv")
     ranks = report.ranking.ranks if report.ranking is not None else None
     if ranks is not None and ranks.p is not None:
         over = f"Friedman over {ranks.settings} settings and {len(ranks.mean_ranks)} methods"
@@ -121,22 +134,32 @@ def _print(report: Report) -> None:
         note(f"{sum(report.missing.values())} of {report.cells} cells are not finished")
 
 
-def _table(report: Report, target: Target) -> Table:
+def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]]:
+    """A target's table with the columns that fit, and the heads of those that do not: the least important go first."""
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
+    reduced = any(row.is_reduced for row in target.rows)
+    lines = [["method", report.units, "min", "mean", "max", f"minus {report.reference}", "95 %", "English", "all",
+              "papers' mean", *["ΔW error"] * reduced]]  # fmt: skip
+    lines += [[*_cells(row), *[_error(row)] * reduced] for row in target.rows]
+    columns = [list(column) for column in zip(*lines, strict=True)]
+    left_out = []
+    for place in _LEAST:
+        if sum(2 + max(map(cell_len, column)) for column in columns if column) <= width:
+            break
+        left_out.append(columns[place][0])
+        columns[place] = []
+    shown = [column for column in columns if column]
     table = Table(
         title=f"{target.task}, {target.report} documents", title_justify="left", box=None, header_style="bold"
     )
-    table.add_column("method")
-    heads = (report.units, "min", "mean", "max", f"minus {report.reference}", "95 %", "English", "all", "papers' mean")
-    reduced = any(row.is_reduced for row in target.rows)
-    for head in (*heads, *["ΔW error"] * reduced):
-        table.add_column(head, justify="right")
-    for row in target.rows:
-        error = [_error(row)] * reduced
-        table.add_row(*(Text(text) for text in (*_cells(row), *error)))
-    return table
+    for place, (head, *_) in enumerate(shown):
+        table.add_column(head, justify="right" if place else "left", overflow="fold")
+    for cells in zip(*(column[1:] for column in shown), strict=True):
+        table.add_row(*map(Text, cells))
+    return table, left_out
 
 
 def _cells(row: MethodRow) -> list[str]:

@@ -142,3 +142,19 @@ def test_a_damaged_lab_run(lab: Path) -> None:
     assert result.exit_code == 1
     assert "damaged" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_narrow_terminal_gets_fewer_columns(written: Written) -> None:
+    from rich.console import Console
+
+    from adapterswap.cli.report import _table
+
+    for width, gone in ((140, []), (80, ["papers' mean", "all", "English"])):
+        table, left_out = _table(written.report, written.report.targets[0], width)
+        assert left_out[: len(gone)] == gone
+        assert bool(left_out) == bool(gone)
+        with (console := Console(width=width, file=None)).capture() as captured:
+            console.print(table)
+        lines = [line for line in captured.get().splitlines() if line.strip()]
+        assert len(lines) == 2 + len(written.report.targets[0].rows)  # nothing wraps
+        assert max(map(len, lines)) <= width
