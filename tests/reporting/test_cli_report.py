@@ -136,6 +136,23 @@ def test_a_lab_run(lab: Path) -> None:
     strict(report)
 
 
+def test_a_lab_run_has_figures_and_a_paragraph(lab: Path, tmp_path: Path) -> None:
+    seeds = ["--units", "seed 0", "--units", "seed 1"]
+    result = call(lab, "-o", tmp_path / "report", "--figures", tmp_path / "figures", *seeds)
+    assert result.exit_code == 0, result.stderr
+    whole = call(lab, "-o", tmp_path / "whole", "--figures", tmp_path / "all")
+    assert whole.exit_code == 0, whole.stderr
+    content = json.loads((tmp_path / "all" / "figures.json").read_text())
+    assert {"scores", "differences", "landscape"} <= content["figures"].keys()
+    assert "4 settings are fewer than 5" in content["lacking"]["critical-difference"]
+    assert len(content["figures"]["landscape"]["data"]["cells"]) == 6
+    restricted = json.loads((tmp_path / "figures" / "figures.json").read_text())
+    assert "landscape" not in restricted["figures"]  # it is a mean over all seeds
+    text = (tmp_path / "whole" / "methods.txt").read_text(encoding="utf-8")
+    assert "development set" in text
+    assert 'scene "gap"' in text
+
+
 def test_a_damaged_lab_run(lab: Path) -> None:
     (lab / "answers.jsonl").write_text('{"seed": 0}\n')
     result = call(lab)
