@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from adapterswap.planning.compositions import Composition
     from adapterswap.planning.plan import Plan
 
-__all__ = ["any_plan_from_options", "composition_from_options", "composition_options", "plan_from_options"]
+__all__ = ["any_plan_from_options", "composition_from_options", "composition_options", "plan_from_options", "plan_of"]
 
 _LISTED = 5  # methods in the help of a parameter
 
@@ -177,6 +177,22 @@ def any_plan_from_options(options: dict[str, Any], *, recipe: str | None = None,
     from adapterswap.planning.composing import compose
 
     return compose(composition_from_options(options, recipe=recipe, base_model=base_model))
+
+
+def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None = None) -> Plan:
+    """The plan of the adapter at `path` alone, or of what a recipe at `path` or the options say to compose.
+
+    Raises:
+        click.UsageError: an adapter and options are given, or neither, or both options and a recipe.
+        AdapterswapError: see `adapter_plan` and `compose`.
+    """
+    from adapterswap.planning.composing import adapter_plan
+
+    if path is None or path.endswith((".yaml", ".yml")):
+        return any_plan_from_options(options, recipe=path, base_model=base_model)
+    if any(value not in (None, (), False) for value in options.values()):
+        raise click.UsageError("Give an adapter alone, or options that say what to compose.")
+    return adapter_plan(path, base_model)
 
 
 def composition_from_options(

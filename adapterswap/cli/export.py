@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.cli.composition_options import composition_options, plan_from_options
+from adapterswap.cli.composition_options import composition_options, plan_of
 from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, PATH
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from adapterswap.planning.plan import Plan
     from adapterswap.writing.gguf import Exported
     from adapterswap.writing.gguf_layout import PreparedGguf
 
@@ -70,7 +69,7 @@ def command(
     from adapterswap.writing.gguf_layout import prepare_gguf
 
     form = Form(max_rank=max_rank, max_error=max_error)
-    plan = _plan(path, base_model, options)
+    plan = plan_of(path, options, base_model=base_model)
     check_gguf(plan, out_path, pieces=pieces, overwrite=overwrite)
     with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
         prepared = prepare_gguf(plan, form, lambda name: advance())
@@ -79,16 +78,6 @@ def command(
         print_json(_as_json(prepared, exported, out_path, dry_run))
     else:
         _print(prepared, exported, out_path, dry_run)
-
-
-def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> Plan:
-    from adapterswap.planning.composing import adapter_plan
-
-    if path is None or path.endswith((".yaml", ".yml")):
-        return plan_from_options(options, recipe=path, base_model=base_model)
-    if any(value not in (None, (), False) for value in options.values()):
-        raise click.UsageError("Give an adapter alone, or options that say what to compose.")
-    return adapter_plan(path, base_model)
 
 
 def _as_json(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: bool) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from adapterswap.cli.composition_options import any_plan_from_options, composition_options
+from adapterswap.cli.composition_options import composition_options, plan_of
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.full_weights import write_full_weights
 from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, FOLDER
 from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
-    from adapterswap.planning.plan import Plan
+    pass
 
 
 @click.command("merge")
@@ -53,18 +53,8 @@ def command(
     push = Push.of(options)
     form = ModelForm(max_shard_size, dtype)
     write_full_weights(
-        _plan(path, base_model, options), form, out_path, base_model=base_model,
+        plan_of(path, options, base_model=base_model), form, out_path, base_model=base_model,
         device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json,
     )  # fmt: skip
     if not dry_run:
         push.upload(out_path)
-
-
-def _plan(path: str | None, base_model: str | None, options: dict[str, Any]) -> Plan:
-    from adapterswap.planning.composing import adapter_plan
-
-    if path is None or path.endswith((".yaml", ".yml")):
-        return any_plan_from_options(options, recipe=path, base_model=base_model)
-    if any(value not in (None, (), False) for value in options.values()):
-        raise click.UsageError("Give an adapter alone, or options that say what to compose.")
-    return adapter_plan(path, base_model)

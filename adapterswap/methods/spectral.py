@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from adapterswap.errors import UnsupportedError
 from adapterswap.methods.method import DENSITY, SCALE, SEED, Method, Parameter, Settings
@@ -291,67 +291,57 @@ class _Core(CoreMethod):
         )
 
 
-def _ties(parts: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
-    import numpy as np
+class _WithTies:
+    """The cores are merged by TIES, entry by entry."""
 
-    from adapterswap.methods.dense import keep_largest, sum_agreeing
+    parameters: ClassVar[tuple[Parameter, ...]] = (SCALE, DENSITY)
 
-    kept = {name: keep_largest(part.astype(np.float32), settings["density"]) for name, part in parts.items()}
-    return sum_agreeing(kept, weights, settings).astype(np.float64)
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
+        import numpy as np
 
+        from adapterswap.methods.dense import keep_largest, sum_agreeing
 
-def _dare_ties(parts: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
-    import numpy as np
-
-    from adapterswap.methods.dense import drop, sum_agreeing
-
-    single = {name: part.astype(np.float32) for name, part in parts.items()}
-    return sum_agreeing(drop(single, settings), weights, settings).astype(np.float64)
+        kept = {name: keep_largest(core.astype(np.float32), settings["density"]) for name, core in cores.items()}
+        return sum_agreeing(kept, weights, settings).astype(np.float64)
 
 
-class KnotsTies(_Knots):
+class _WithDareTies:
+    """The cores are merged by DARE and TIES' election of signs, entry by entry."""
+
+    parameters: ClassVar[tuple[Parameter, ...]] = (SCALE, DENSITY, SEED)
+
+    def combine_cores(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+    ) -> Core:
+        import numpy as np
+
+        from adapterswap.methods.dense import drop, sum_agreeing
+
+        single = {name: core.astype(np.float32) for name, core in cores.items()}
+        return sum_agreeing(drop(single, settings), weights, settings).astype(np.float64)
+
+
+class KnotsTies(_WithTies, _Knots):
     name = "knots_ties"
     title = "KnOTS with TIES (Stoica et al. 2025)"
     formula = "U·TIES(Uᵀ·ΔW_1, Uᵀ·ΔW_2, …), with U the left singular vectors of all ΔW side by side"
-    parameters = (SCALE, DENSITY)
-
-    def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
-    ) -> Core:
-        return _ties(cores, weights, settings)
 
 
-class KnotsDareTies(_Knots):
+class KnotsDareTies(_WithDareTies, _Knots):
     name = "knots_dare_ties"
     title = "KnOTS with DARE and TIES' election of signs (Stoica et al. 2025)"
     formula = "U·DARE-TIES(Uᵀ·ΔW_1, Uᵀ·ΔW_2, …), with U the left singular vectors of all ΔW side by side"
-    parameters = (SCALE, DENSITY, SEED)
-
-    def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
-    ) -> Core:
-        return _dare_ties(cores, weights, settings)
 
 
-class CoreTies(_Core):
+class CoreTies(_WithTies, _Core):
     name = "core_ties"
     title = "TIES in Core Space (Panariello et al. 2025)"
     formula = "U·TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"
-    parameters = (SCALE, DENSITY)
-
-    def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
-    ) -> Core:
-        return _ties(cores, weights, settings)
 
 
-class CoreDareTies(_Core):
+class CoreDareTies(_WithDareTies, _Core):
     name = "core_dare_ties"
     title = "DARE with TIES' election of signs in Core Space (Panariello et al. 2025)"
     formula = "U·DARE-TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"
-    parameters = (SCALE, DENSITY, SEED)
-
-    def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
-    ) -> Core:
-        return _dare_ties(cores, weights, settings)
