@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from adapterswap.files.numbers import decode, finite_bytes, too_large
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
-__all__ = ["dense_delta", "must_reduce", "reduce"]
+__all__ = ["dense_delta", "measurements", "must_reduce", "reduce"]
 
 
 def must_reduce(module: Slot, form: Form) -> bool:
@@ -61,6 +61,13 @@ def check_form(plan: Plan, form: Form) -> None:
             "Pass `max_rank` or `max_error`",
             parameter="max_rank",
         )
+
+
+def measurements(resolved: Resolved, reduced: Mapping[str, Reduced]) -> dict[str, Any]:
+    """What only the tensors say, for the record: magnitudes, shares of rows kept, ranks and errors of truncation."""
+    cut = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in reduced.items()}
+    found = {"magnitudes": dict(resolved.magnitudes), "kept_rows": resolved.kept_share(), "reduced": cut}
+    return {key: values for key, values in found.items() if values}
 
 
 def reduce(

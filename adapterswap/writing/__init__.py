@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from adapterswap.arithmetic.layout import lay_out
 from adapterswap.arithmetic.outputs import Form, Layout, Names, Reduced
-from adapterswap.arithmetic.reduction import reduce
+from adapterswap.arithmetic.reduction import measurements, reduce
 from adapterswap.arithmetic.resolving import Resolved, resolve
 from adapterswap.changes.copies import check_one_base
 from adapterswap.errors import CompositionError, check_type
@@ -57,12 +57,8 @@ class Prepared:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What only the tensors told: magnitudes, shares of rows that are kept, ranks and errors of truncation."""
-        reduced = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in self.reduced.items()}
-        measured = {
-            "magnitudes": dict(self.resolved.magnitudes), "kept_rows": self.resolved.kept_share(), "reduced": reduced,
-        }  # fmt: skip
-        return {key: values for key, values in measured.items() if values}
+        """See `measurements`."""
+        return measurements(self.resolved, self.reduced)
 
 
 def write_adapter(

@@ -18,7 +18,7 @@ from adapterswap.arithmetic.assembling import assemble
 from adapterswap.arithmetic.layout import lay_out
 from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.arithmetic.peft_config import most_common
-from adapterswap.arithmetic.reduction import reduce
+from adapterswap.arithmetic.reduction import measurements, reduce
 from adapterswap.arithmetic.resolving import Resolved, resolve
 from adapterswap.changes.copies import check_base, check_one_base
 from adapterswap.changes.locating import carried_copies
@@ -156,12 +156,8 @@ class PreparedGguf:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What only the tensors told; see `writing.Prepared`."""
-        reduced = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in self.reduced.items()}
-        measured = {
-            "magnitudes": dict(self.resolved.magnitudes), "kept_rows": self.resolved.kept_share(), "reduced": reduced,
-        }  # fmt: skip
-        return {key: values for key, values in measured.items() if values}
+        """See `measurements`."""
+        return measurements(self.resolved, self.reduced)
 
 
 def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
