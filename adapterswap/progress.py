@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-__all__ = ["Progress", "Row", "duration", "rate_text"]
+__all__ = ["Progress", "ProgressRow", "duration", "rate_text"]
 
 FIRST_LINE_S = 5.0
 LINE_EVERY_S = 10.0
@@ -37,7 +37,7 @@ def rate_text(per_second: float) -> str:
     return f"{per_second * 3600:.1f}/h"
 
 
-class Row:
+class ProgressRow:
     """One thing that is counted, or whose end is not known. Made by `Progress.row`."""
 
     def __init__(self, owner: Progress, name: str, total: int | None) -> None:
@@ -95,9 +95,9 @@ class Progress:
     """
 
     def __init__(self, *, shown: bool = True) -> None:
-        self._stream, self._rows = sys.stderr, list[Row]()
+        self._stream, self._rows = sys.stderr, list[ProgressRow]()
         self._bars: RichProgress | None = None
-        self._tasks: dict[Row, TaskID] = {}
+        self._tasks: dict[ProgressRow, TaskID] = {}
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._began = self._last = time.monotonic()
@@ -127,13 +127,13 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def row(self, name: str, total: int | None = None) -> Row:
+    def row(self, name: str, total: int | None = None) -> ProgressRow:
         """Another row."""
-        row = Row(self, name, total)
+        row = ProgressRow(self, name, total)
         self._rows.append(row)
         return row
 
-    def _changed(self, row: Row) -> None:
+    def _changed(self, row: ProgressRow) -> None:
         if self._bars is not None:
             if row not in self._tasks:
                 self._tasks[row] = self._bars.add_task(row.name, total=row.total, pace="")

@@ -76,7 +76,7 @@ def functions() -> None:
     from shapes import llama_projections
 
     from adapterswap.arithmetic.threads import one_blas_thread
-    from adapterswap.methods.method import Settings
+    from adapterswap.methods.method import MethodSettings
     from adapterswap.methods.registry import find_method
     from adapterswap.methods.spectral import CoreMethod
 
@@ -92,7 +92,7 @@ def functions() -> None:
         for name in ("tsv", "iso_c", "iso_cts", "knots_ties", "core_ties"):
             method = find_method(name)
             assert isinstance(method, CoreMethod)
-            settings = Settings({parameter.name: parameter.default for parameter in method.parameters})
+            settings = MethodSettings({parameter.name: parameter.default for parameter in method.parameters})
             total = 0.0
             for out, into in set(shapes):
                 pairs = {side: expert(out, into) for side in weights}

@@ -15,7 +15,7 @@ from adapterswap.changes.kinds import Whole
 from adapterswap.changes.reading import read_difference, read_factors
 from adapterswap.errors import ArgumentError, BaseModelError
 from adapterswap.experts.adapters import Adapter, LoraModule
-from adapterswap.experts.checkpoints import Checkpoint, Parameter
+from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.orientation import Orientation
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.numbers import open_files
@@ -44,7 +44,7 @@ class Matrix:
     layer: int | None
     part: str
     key: tuple[int, int, str]
-    source: LoraModule | Parameter
+    source: LoraModule | StoredTensor
 
 
 Reader = Callable[[Matrix], Delta]
@@ -57,7 +57,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
         ArgumentError: the expert is a full checkpoint and no base is given.
         BaseModelError: the base lacks a weight of it, or holds it in another shape.
     """
-    sources: dict[str, LoraModule | Parameter] = {}
+    sources: dict[str, LoraModule | StoredTensor] = {}
     if isinstance(expert, Adapter):
         expert.check_low_rank("`analyze` measures")
         sources.update({name: module for name, module in expert.modules.items() if not module.embedding})
@@ -86,7 +86,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
     return {matrix.name: matrix for matrix in sorted(found, key=lambda m: (-1 if m.layer is None else m.layer, m.key))}
 
 
-def _matrix(name: str, source: LoraModule | Parameter, container: str | None) -> Matrix:
+def _matrix(name: str, source: LoraModule | StoredTensor, container: str | None) -> Matrix:
     inside = name if source.layer is None else name[len(container or "") + 1 :].partition(".")[2]
     part = re.sub(r"\.\d+(?=\.|$)", "", inside)
     last = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
@@ -115,7 +115,7 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
             orientation = Orientation(expert)
 
             def read(matrix: Matrix) -> Delta:
-                assert isinstance(matrix.source, Parameter)
+                assert isinstance(matrix.source, StoredTensor)
                 found = (matrix.source, base.parameters[matrix.source.name])
                 ours, own = (Whole.of(parameter.path, parameter.tensor) for parameter in found)
                 delta = read_difference((expert.name, base.name), ours, own, files)

@@ -16,7 +16,7 @@ from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule
-from adapterswap.experts.checkpoints import Checkpoint, Parameter
+from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.layers import EMBEDDINGS, HEADS, language_config
 from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.shapes import and_more, compare_shapes
@@ -90,11 +90,11 @@ def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tupl
     return embedding, head or f"{next(iter(sorted(ends & HEADS)), 'lm_head')}.weight"
 
 
-def with_head(parameters: Mapping[str, Parameter], tied: TiedHead | None) -> dict[str, Parameter]:
+def with_head(parameters: Mapping[str, StoredTensor], tied: TiedHead | None) -> dict[str, StoredTensor]:
     """The stored tensors, and the tied head as one more right after its embedding."""
     if tied is None:
         return dict(parameters)
-    found: dict[str, Parameter] = {}
+    found: dict[str, StoredTensor] = {}
     for name, parameter in parameters.items():
         if name == tied.head:
             continue
@@ -106,7 +106,7 @@ def with_head(parameters: Mapping[str, Parameter], tied: TiedHead | None) -> dic
 
 def locate_all(
     adapters: Mapping[str, Adapter],
-    parameters: Mapping[str, Parameter],
+    parameters: Mapping[str, StoredTensor],
     where: str,
     model: Checkpoint,
     problems: Problems,
@@ -123,7 +123,7 @@ def locate_all(
 def locate(
     expert: str,
     adapter: Adapter,
-    parameters: Mapping[str, Parameter],
+    parameters: Mapping[str, StoredTensor],
     where: str,
     orientation: Orientation,
     problems: Problems,
@@ -224,7 +224,7 @@ def _locate_opaque(
     expert: str,
     part: OpaqueModule,
     adapter: Adapter,
-    parameters: Mapping[str, Parameter],
+    parameters: Mapping[str, StoredTensor],
     where: str,
     orientation: Orientation,
     stored_name: Callable[[str, str], str | None],
@@ -260,7 +260,7 @@ def _locate_opaque(
     return found
 
 
-def _renaming(adapter: Adapter, parameters: Mapping[str, Parameter]) -> Callable[[str, str], str | None]:
+def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:
     """A function from a module's name and a parameter's to the stored tensor's name; None if there is none."""
     adapted: dict[str, LoraModule | OpaqueModule] = {**adapter.modules, **adapter.opaque}
     layered = [module.name for module in adapted.values() if module.layer is not None]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter, FullModule, LoraModule, OpaqueModule
-from adapterswap.experts.checkpoints import Checkpoint, Parameter
+from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.smallfiles import exists
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Inspection", "inspect"]
 
-Part = LoraModule | OpaqueModule | FullModule | Parameter
+Part = LoraModule | OpaqueModule | FullModule | StoredTensor
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from adapterswap.experts.layers import format_layers, num_layers_in_config
 if TYPE_CHECKING:
     from adapterswap.checking.inspecting import Inspection
     from adapterswap.experts.adapters import Adapter, FullModule, OpaqueModule
-    from adapterswap.experts.checkpoints import Checkpoint, Parameter
+    from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 
 
 @click.command("inspect")
@@ -99,18 +99,18 @@ def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
     return [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in grouped.items()]
 
 
-def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Parameter]) -> Any:
+def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor]) -> Any:
     """A table of whole tensors; those that differ only by their layer share a row."""
     from rich.table import Table
 
-    from adapterswap.experts.checkpoints import Parameter
+    from adapterswap.experts.checkpoints import StoredTensor
 
     grouped: dict[tuple[str, ...], list[int]] = {}
     sizes: dict[tuple[str, ...], int] = {}
     for part in parts:
         tensors = (
             {f"{part.name}.{name}": tensor for name, tensor in part.tensors.items()}
-            if not isinstance(part, Parameter)
+            if not isinstance(part, StoredTensor)
             else {part.name: part.tensor}
         )
         for name, tensor in tensors.items():

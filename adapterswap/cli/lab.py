@@ -11,7 +11,7 @@ import click
 
 from adapterswap.cli.paths import FOLDER
 from adapterswap.cli.printing import is_quiet, note, note_dry_run, note_output, print_json, print_table
-from adapterswap.progress import Progress, Row
+from adapterswap.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
     from adapterswap.lab import LabPlan
@@ -91,7 +91,7 @@ def _print_plan(expected: LabPlan) -> None:
 def _progress(seeds: int) -> Iterator[Callable[[int, str, float], None]]:
     """A bar per seed on stderr; where that is no terminal, a line whenever a seed begins something else."""
     with Progress(shown=not is_quiet()) as bars:
-        rows: dict[int, Row] = {}
+        rows: dict[int, ProgressRow] = {}
         current: dict[int, str] = {}
 
         def tell(seed: int, what: str, done: float) -> None:

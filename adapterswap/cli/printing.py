@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from adapterswap.progress import Progress, Row
+from adapterswap.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +93,7 @@ def print_table(*tables: Any, width: int = 120) -> None:
 
 
 @contextmanager
-def working(what: str, *, shown: bool = True) -> Iterator[Row]:
+def working(what: str, *, shown: bool = True) -> Iterator[ProgressRow]:
     """Show that something goes on whose end is not known; nothing may be printed meanwhile.
 
     Args:

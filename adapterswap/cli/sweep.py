@@ -17,12 +17,10 @@ from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
 from adapterswap.cli.printing import is_quiet, note, note_dry_run, note_output, print_json, print_table, working
 from adapterswap.cli.together import one_voice, together
 from adapterswap.processes import is_first
-from adapterswap.progress import Progress as Bars
-from adapterswap.progress import Row, duration
+from adapterswap.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
-    from adapterswap.sweeps import Progress, Run
-    from adapterswap.sweeps import Row as SummaryRow
+    from adapterswap.sweeps import Row, Run, SweepProgress
     from adapterswap.sweeps.estimating import Estimate
 
 
@@ -138,14 +136,14 @@ def command(
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[Progress], None]]:
+def _progress(*, shown: bool) -> Iterator[Callable[[SweepProgress], None]]:
     """Cells with the best so far, and the requests of the current one; in a log also a line at every tenth."""
-    with Bars(shown=shown and not is_quiet()) as bars:
+    with Progress(shown=shown and not is_quiet()) as bars:
         cells = bars.row("preparing")
-        requests: Row | None = None
+        requests: ProgressRow | None = None
         tenths, name = 0, ""
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: SweepProgress) -> None:
             nonlocal requests, tenths, name
             best = "" if progress.best is None else f"best {progress.value:.3f} {progress.best.short}"
             if cells.total is None:
@@ -190,7 +188,7 @@ def _time_text(seconds: float | None) -> str:
     return "not estimated: no cell is finished yet" if seconds is None else f"about {duration(seconds)}"
 
 
-def _print(rows: list[SummaryRow], run: Run) -> None:
+def _print(rows: list[Row], run: Run) -> None:
     """A table of families on stdout, in full also where that is no terminal."""
     from rich.table import Table
 

@@ -27,7 +27,7 @@ __all__ = [
     "MODEL_WEIGHTS",
     "WEIGHT_FILES",
     "Checkpoint",
-    "Parameter",
+    "StoredTensor",
     "find_base_tensor",
     "open_checkpoint",
     "read_checkpoint",
@@ -48,7 +48,7 @@ WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.js
 
 
 @dataclass(frozen=True)
-class Parameter:
+class StoredTensor:
     """One stored tensor of a checkpoint.
 
     Attributes:
@@ -83,7 +83,7 @@ class Checkpoint:
     source: Source
     config: Mapping[str, Any]
     shards: tuple[TensorFile, ...]
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, StoredTensor]
     container: str | None
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ def _read_checkpoint(source: Source, what: str) -> Checkpoint:
             layer = layer_of(name, container)
             if layer is not None and depth is not None and layer >= depth:
                 layer = None  # a layer that predicts further tokens (DeepSeek, GLM), which follows the language model's
-            parameters[name] = Parameter(name, module, layer, kind_of(module), tensor, shard.path)
+            parameters[name] = StoredTensor(name, module, layer, kind_of(module), tensor, shard.path)
     return Checkpoint(source, config, shards, parameters, container)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 from adapterswap.changes.kinds import Whole
 from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.anatomy import AdaptableWeight, Anatomy, read_anatomy
-from adapterswap.experts.checkpoints import Checkpoint, Parameter
+from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
 from adapterswap.experts.shapes import compare_shapes
 from adapterswap.files.dtypes import FLOATS
@@ -188,7 +188,7 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
     return anatomies[1]
 
 
-def _named(checkpoint: Checkpoint, anatomy: Anatomy) -> Iterator[tuple[str, Parameter]]:
+def _named(checkpoint: Checkpoint, anatomy: Anatomy) -> Iterator[tuple[str, StoredTensor]]:
     """The stored tensors under the model's names; under their own where the model knows none.
 
     What is neither a parameter nor a floating point number is a buffer of an older version, such as a causal mask.
@@ -200,7 +200,7 @@ def _named(checkpoint: Checkpoint, anatomy: Anatomy) -> Iterator[tuple[str, Para
 
 
 def _check_names(
-    ours: Mapping[str, Parameter], theirs: Mapping[str, Parameter], full: Checkpoint, base: Checkpoint,
+    ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint, base: Checkpoint,
     anatomy: Anatomy, problems: Problems,
 ) -> None:  # fmt: skip
     known = set(anatomy.parameters.values())
@@ -257,7 +257,9 @@ def _check_tying(weight: AdaptableWeight) -> None:
         )
 
 
-def _check_numbers(one: Parameter, other: Parameter, full: Checkpoint, base: Checkpoint, problems: Problems) -> bool:
+def _check_numbers(
+    one: StoredTensor, other: StoredTensor, full: Checkpoint, base: Checkpoint, problems: Problems
+) -> bool:
     wrong = [
         (weight, checkpoint, parameter)
         for weight, checkpoint, parameter in ((one, full, "full"), (other, base, "base_model"))
@@ -273,7 +275,7 @@ def _check_numbers(one: Parameter, other: Parameter, full: Checkpoint, base: Che
     return not wrong
 
 
-def _reason(name: str, weight: AdaptableWeight | None, parameter: Parameter) -> Reason:
+def _reason(name: str, weight: AdaptableWeight | None, parameter: StoredTensor) -> Reason:
     if weight is not None:
         return "embeddings and heads" if weight.layer is None else "not selected"
     if name.endswith("bias"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.methods.method import Settings
+from adapterswap.methods.method import MethodSettings
 
 __all__ = [
     "drop",
@@ -32,13 +32,13 @@ Delta = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
 
-def weighted_sum(deltas: Mapping[str, Delta], weights: Mapping[str, float], settings: Settings) -> Delta:
+def weighted_sum(deltas: Mapping[str, Delta], weights: Mapping[str, float], settings: MethodSettings) -> Delta:
     """λ·Σ w_i·ΔW_i, divided by Σ w_i where weights are normalised."""
     total = _add([np.float32(weights[name]) * delta for name, delta in deltas.items()])
     return _scaled(total, np.asarray(sum(weights[name] for name in deltas), np.float32), settings)
 
 
-def sum_agreeing(deltas: Mapping[str, Delta], weights: Mapping[str, float], settings: Settings) -> Delta:
+def sum_agreeing(deltas: Mapping[str, Delta], weights: Mapping[str, float], settings: MethodSettings) -> Delta:
     """TIES' election: entry by entry, λ times the sum of what agrees with the sign of Σ w_i·ΔW_i.
 
     Divided by the sum of the agreeing weights where weights are normalised.
@@ -54,7 +54,7 @@ def sum_agreeing(deltas: Mapping[str, Delta], weights: Mapping[str, float], sett
     return _scaled(merged, divisor, settings)
 
 
-def _scaled(merged: Delta, divisor: Delta, settings: Settings) -> Delta:
+def _scaled(merged: Delta, divisor: Delta, settings: MethodSettings) -> Delta:
     if settings.normalize:
         merged = np.divide(merged, np.where(np.abs(divisor) < 1e-8, np.float32(1), divisor), dtype=np.float32)
     scale: float = settings["scale"]
@@ -68,7 +68,7 @@ def _add(deltas: Sequence[Delta]) -> Delta:
     return total
 
 
-def drop(deltas: Mapping[str, Delta], settings: Settings) -> dict[str, Delta]:
+def drop(deltas: Mapping[str, Delta], settings: MethodSettings) -> dict[str, Delta]:
     """DARE's drop and rescale: each entry is kept with the probability `density`, and then divided by it."""
     return {
         name: np.where(

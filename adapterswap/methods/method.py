@@ -16,7 +16,17 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, npt.NDArray[np.float32]]
 
-__all__ = ["DENSITY", "LARGEST", "SCALE", "SEED", "Method", "NonlinearMethod", "Parameter", "Settings", "SpanMethod"]
+__all__ = [
+    "DENSITY",
+    "LARGEST",
+    "SCALE",
+    "SEED",
+    "Method",
+    "MethodSettings",
+    "NonlinearMethod",
+    "Parameter",
+    "SpanMethod",
+]
 
 LARGEST = 1e9  # of weights and factors, so that no sum of them overflows
 
@@ -76,7 +86,7 @@ SEED = Parameter("seed", "seed of what is dropped", 0, ge=0, shared=True)
 
 
 @dataclass(frozen=True)
-class Settings:
+class MethodSettings:
     """What a method computes one module with. `settings["density"]` is a parameter's value.
 
     Attributes:
@@ -162,7 +172,7 @@ class NonlinearMethod(Method, ABC):
         self,
         deltas: Arrays,
         weights: Mapping[str, float],
-        settings: Settings,
+        settings: MethodSettings,
     ) -> npt.NDArray[np.float32]:
         """The merged ΔW of one module.
 
@@ -170,7 +180,7 @@ class NonlinearMethod(Method, ABC):
             deltas: the ΔW of each side (an expert, or the average of several), by name; float32, of one shape: out×in,
                 or that of a stored tensor of any number of axes. They must not be changed in place.
             weights: w_i, by the same names.
-            settings: see `Settings`.
+            settings: see `MethodSettings`.
 
         Returns:
             An array of the same shape, float32.
@@ -193,17 +203,19 @@ class SpanMethod(Method, ABC):
 
     @abstractmethod
     def coefficients(
-        self, gram: npt.NDArray[np.float64], weights: Sequence[float], settings: Settings
+        self, gram: npt.NDArray[np.float64], weights: Sequence[float], settings: MethodSettings
     ) -> Sequence[float]:
         """The coefficient of each side's ΔW.
 
         Args:
             gram: ⟨ΔW_i, ΔW_j⟩ of all sides, n×n.
             weights: w_i, in the same order.
-            settings: see `Settings`.
+            settings: see `MethodSettings`.
         """
 
-    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> npt.NDArray[np.float32]:
+    def combine(
+        self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings
+    ) -> npt.NDArray[np.float32]:
         """The same of dense ΔW; see `NonlinearMethod.combine`."""
         from adapterswap.methods.dense import gram_of, summed
 

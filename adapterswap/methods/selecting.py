@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from adapterswap.methods.method import NonlinearMethod, Parameter, Settings
+from adapterswap.methods.method import MethodSettings, NonlinearMethod, Parameter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ class Sce(NonlinearMethod):
     weighted = False
     counts_absent = True
 
-    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> Array:
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings) -> Array:
         import numpy as np
 
         stacked = np.stack(list(deltas.values()))
@@ -67,7 +67,7 @@ class NearSwap(NonlinearMethod):
     sides = (2, 2)
     counts_absent = True
 
-    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> Array:
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings) -> Array:
         import numpy as np
 
         one, other = deltas.values()
@@ -89,7 +89,7 @@ class ArceeFusion(NonlinearMethod):
     weighted = False
     sides = (2, 2)
 
-    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> Array:
+    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings) -> Array:
         import numpy as np
 
         one, other = deltas.values()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from adapterswap.methods.method import DENSITY, SCALE, SEED, NonlinearMethod, Parameter, Settings
+from adapterswap.methods.method import DENSITY, SCALE, SEED, MethodSettings, NonlinearMethod, Parameter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +39,7 @@ class Ties(NonlinearMethod):
     published: ClassVar[Mapping[str, Any]] = {"density": 0.2}  # the top 20 %, and λ = 1
     normalizes = True
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import keep_largest, sum_agreeing
 
         kept = {name: keep_largest(delta, settings["density"]) for name, delta in deltas.items()}
@@ -54,7 +54,7 @@ class DareLinear(NonlinearMethod):
     notes = "Divides by the density as in the paper; mergekit rescales to the L1 norm of the whole ΔW."
     parameters = (SCALE, DENSITY, SEED)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import drop, weighted_sum
 
         return weighted_sum(drop(deltas, settings), weights, settings)
@@ -68,7 +68,7 @@ class DareTies(NonlinearMethod):
     notes = DareLinear.notes
     parameters = (SCALE, DENSITY, SEED)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import drop, sum_agreeing
 
         return sum_agreeing(drop(deltas, settings), weights, settings)
@@ -81,14 +81,14 @@ class MagnitudePrune(NonlinearMethod):
     formula = "each ΔW keeps its largest entries; then λ·Σ w_i·ΔW_i"
     parameters = (SCALE, DENSITY)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import keep_largest, weighted_sum
 
         kept = {name: keep_largest(delta, settings["density"]) for name, delta in deltas.items()}
         return weighted_sum(kept, weights, settings)
 
 
-class _Della(NonlinearMethod):
+class _DellaBase(NonlinearMethod):
     reference = "Deep et al. 2024, arXiv:2406.11617"
     notes = (
         "An entry's chance to be kept grows evenly with its rank in its row, from density - ε to density + ε. mergekit "
@@ -104,7 +104,7 @@ class _Della(NonlinearMethod):
                 "between 0 and 1"
             )
 
-    def _kept(self, deltas: Deltas, settings: Settings) -> Deltas:
+    def _kept(self, deltas: Deltas, settings: MethodSettings) -> Deltas:
         from adapterswap.methods.dense import drop_mask, keep_ranked, ranked_chances
 
         if settings["density"] >= 1:
@@ -117,7 +117,7 @@ class _Della(NonlinearMethod):
         return kept
 
 
-class Della(_Della):
+class Della(_DellaBase):
     name = "della"
     title = "DELLA (Deep et al. 2024)"
     formula = (
@@ -125,18 +125,18 @@ class Della(_Della):
     )
     normalizes = True
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import sum_agreeing
 
         return sum_agreeing(self._kept(deltas, settings), weights, settings)
 
 
-class DellaLinear(_Della):
+class DellaLinear(_DellaBase):
     name = "della_linear"
     title = "DELLA without an election of signs (Deep et al. 2024)"
     formula = "entries are dropped at random, small ones of a row more often, and rescaled; then λ·Σ w_i·ΔW_i"
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import weighted_sum
 
         return weighted_sum(self._kept(deltas, settings), weights, settings)
@@ -150,7 +150,7 @@ class Breadcrumbs(NonlinearMethod):
     formula = "each ΔW loses its γ share of largest entries and keeps the density share below them; then λ·Σ w_i·ΔW_i"
     parameters = (SCALE, DENSITY, GAMMA)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import weighted_sum
 
         return weighted_sum(_between(deltas, settings), weights, settings)
@@ -166,13 +166,13 @@ class BreadcrumbsTies(NonlinearMethod):
     )
     parameters = (SCALE, DENSITY, GAMMA)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: Settings) -> Delta:
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import sum_agreeing
 
         return sum_agreeing(_between(deltas, settings), weights, settings)
 
 
-def _between(deltas: Deltas, settings: Settings) -> Deltas:
+def _between(deltas: Deltas, settings: MethodSettings) -> Deltas:
     from adapterswap.methods.dense import keep_between
 
     return {name: keep_between(delta, settings["density"], settings["gamma"]) for name, delta in deltas.items()}

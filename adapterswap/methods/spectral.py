@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from adapterswap.errors import UnsupportedError
-from adapterswap.methods.method import DENSITY, SCALE, SEED, Method, Parameter, Settings
+from adapterswap.methods.method import DENSITY, SCALE, SEED, Method, MethodSettings, Parameter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ class CoreMethod(Method, ABC):
     def exact_in_adapters(self, values: Mapping[str, Any]) -> bool:
         return True
 
-    def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: Settings) -> Array:
+    def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: MethodSettings) -> Array:
         """The merged ΔW of dense ones; of a stored tensor with more axes than two, matrix by matrix.
 
         A vector has no singular values; there the weighted mean is taken, times λ, as the authors do.
@@ -60,7 +60,7 @@ class CoreMethod(Method, ABC):
             merged[place] = self._combine_dense(matrices, weights, settings)
         return merged
 
-    def _combine_dense(self, deltas: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def _combine_dense(self, deltas: Cores, weights: Mapping[str, float], settings: MethodSettings) -> Core:
         import numpy as np
 
         left = _directions(np.concatenate(list(deltas.values()), axis=1))
@@ -69,19 +69,21 @@ class CoreMethod(Method, ABC):
         shape = (len(left), len(right))
         return np.asarray(left @ self._core(cores, shape, weights, settings) @ right.T, np.float64)
 
-    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> Pair:
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: MethodSettings) -> Pair:
         """The factors B (out×k) and A (k×in) of the merged ΔW, from those of each side's; no dense ΔW is formed.
 
         Args:
             pairs: (B, A) by side; a side that changes nothing is left out.
             weights: w_i of all sides.
-            settings: see `Settings`.
+            settings: see `MethodSettings`.
         """
         joint, cores = _joint(pairs, weights)
         merged = joint.factors(self._core(cores, joint.shape, weights, settings))
         return merged.b, merged.a
 
-    def _core(self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings) -> Core:
+    def _core(
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
+    ) -> Core:
         import numpy as np
 
         size = next(iter(cores.values())).shape
@@ -91,7 +93,7 @@ class CoreMethod(Method, ABC):
 
     @abstractmethod
     def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
     ) -> Core:
         """The merged core, λ included.
 
@@ -99,7 +101,7 @@ class CoreMethod(Method, ABC):
             cores: of the sides, p×q, float64.
             shape: of ΔW, (out, in).
             weights: w_i of the sides.
-            settings: see `Settings`.
+            settings: see `MethodSettings`.
         """
 
 
@@ -156,7 +158,7 @@ class Tsv(CoreMethod):
     weighted = False
 
     def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
     ) -> Core:
         import numpy as np
 
@@ -190,7 +192,7 @@ class IsoC(CoreMethod):
     weighted = False
 
     def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
     ) -> Core:
         import numpy as np
 
@@ -215,7 +217,7 @@ class IsoCts(CoreMethod):
     weighted = False
 
     def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
     ) -> Core:
         import numpy as np
 
@@ -240,7 +242,7 @@ class _Knots(CoreMethod):
     notes = "Shares are of a module's entries; the authors' code counts over all modules together."
     normalizes = True
 
-    def _combine_dense(self, deltas: Cores, weights: Mapping[str, float], settings: Settings) -> Core:
+    def _combine_dense(self, deltas: Cores, weights: Mapping[str, float], settings: MethodSettings) -> Core:
         import numpy as np
 
         left = _directions(np.concatenate(list(deltas.values()), axis=1))
@@ -248,7 +250,7 @@ class _Knots(CoreMethod):
         shape = next(iter(deltas.values())).shape
         return np.asarray(left @ self._core(parts, (shape[0], shape[1]), weights, settings), np.float64)
 
-    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> Pair:
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: MethodSettings) -> Pair:
         import numpy as np
 
         # The left singular vectors of the ΔW side by side are those of the cores: the basis of A is orthonormal.
@@ -268,7 +270,7 @@ class _Core(CoreMethod):
     normalizes = True
     needs_factors = True
 
-    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: Settings) -> Pair:
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: MethodSettings) -> Pair:
         import numpy as np
 
         from adapterswap.changes.joint import Basis
@@ -283,7 +285,7 @@ class _Core(CoreMethod):
         core = self._core({side: cores.get(side, none) for side in weights}, (len(b), a.shape[1]), weights, settings)
         return bases[0].expand(left @ core), bases[1].expand(right).T
 
-    def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: Settings) -> Array:
+    def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: MethodSettings) -> Array:
         raise UnsupportedError(
             f"{settings.module}: {self.name} works in the space of LoRA's factors, and an expert has whole weights",
             "Use the method of the same kind on ΔW, or cut adapters out of the checkpoints with `adapterswap extract`",
@@ -297,7 +299,7 @@ class _WithTies:
     parameters: ClassVar[tuple[Parameter, ...]] = (SCALE, DENSITY)
 
     def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
     ) -> Core:
         import numpy as np
 
@@ -313,7 +315,7 @@ class _WithDareTies:
     parameters: ClassVar[tuple[Parameter, ...]] = (SCALE, DENSITY, SEED)
 
     def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: Settings
+        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
     ) -> Core:
         import numpy as np
 

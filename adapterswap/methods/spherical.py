@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from adapterswap.errors import UnsupportedError
-from adapterswap.methods.method import Parameter, Settings, SpanMethod
+from adapterswap.methods.method import MethodSettings, Parameter, SpanMethod
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,7 @@ class Slerp(SpanMethod):
     normalizes = True
     sides = (2, 2)
 
-    def coefficients(self, gram: Gram, weights: Sequence[float], settings: Settings) -> tuple[float, float]:
+    def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> tuple[float, float]:
         """The straight line's 1-t and t where the two point (almost) the same or opposite ways, or one is zero."""
         t = weights[1] / (weights[0] + weights[1])
         norms = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
@@ -70,14 +70,16 @@ class NuSlerp(SpanMethod):
     def spans(self, values: Mapping[str, Any]) -> bool:
         return bool(values["nuslerp_flatten"])
 
-    def coefficients(self, gram: Gram, weights: Sequence[float], settings: Settings) -> tuple[float, float]:
+    def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> tuple[float, float]:
         t = weights[1] / (weights[0] + weights[1])
         norms = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
         cosine = max(-1.0, min(1.0, float(gram[0, 1]) / norms)) if norms else 0.0
         no_angle = _PARALLEL if cosine > 0 else _OPPOSITE
         return (1 - t, t) if 1 - cosine**2 <= no_angle**2 else _turned(t, cosine)
 
-    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> npt.NDArray[np.float32]:
+    def combine(
+        self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings
+    ) -> npt.NDArray[np.float32]:
         import numpy as np
 
         if self.spans(settings.values):
@@ -110,7 +112,7 @@ class MultiSlerp(SpanMethod):
     normalizes = True
     sides = (1, None)
 
-    def coefficients(self, gram: Gram, weights: Sequence[float], settings: Settings) -> list[float]:
+    def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> list[float]:
         """The tangent vectors at the mean's own direction cancel, so what mergekit adds of them is zero."""
         total = math.fsum(weights) if settings.normalize else 1.0
         shares = [weight / total for weight in weights]
@@ -150,7 +152,7 @@ class Karcher(SpanMethod):
     def spans(self, values: Mapping[str, Any]) -> bool:
         return False  # in ΔW: the base's weights are part of every W_i
 
-    def coefficients(self, gram: Gram, weights: Sequence[float], settings: Settings) -> list[float]:
+    def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> list[float]:
         import numpy as np
 
         tol, count = settings["tol"], len(weights)
@@ -208,13 +210,15 @@ class ModelStock(SpanMethod):
     def spans(self, values: Mapping[str, Any]) -> bool:
         return not values["filter_wise"]
 
-    def coefficients(self, gram: Gram, weights: Sequence[float], settings: Settings) -> list[float]:
+    def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> list[float]:
         import numpy as np
 
         share = float(_stock_share(gram[:, :, np.newaxis])[0])
         return [share / len(weights)] * len(weights)
 
-    def combine(self, deltas: Arrays, weights: Mapping[str, float], settings: Settings) -> npt.NDArray[np.float32]:
+    def combine(
+        self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings
+    ) -> npt.NDArray[np.float32]:
         import numpy as np
 
         if self.spans(settings.values):

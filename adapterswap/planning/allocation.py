@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_layers
 from adapterswap.files.yamlfiles import FieldMistake
-from adapterswap.methods.method import LARGEST, SEED, NonlinearMethod, Settings, SpanMethod
+from adapterswap.methods.method import LARGEST, SEED, MethodSettings, NonlinearMethod, SpanMethod
 from adapterswap.methods.registry import check_name, find_method, names_of
 from adapterswap.methods.spectral import CoreMethod
 from adapterswap.planning.parameters import MethodFields
@@ -240,7 +240,7 @@ class Rule(MethodFields):
             weights, zeros = self.blend or {}, 0 * next(iter(deltas.values()))
             deltas = {side: deltas.get(side, zeros) for side in weights}
         values = {**self.parameters, SEED.name: seed}
-        return method.combine(deltas, weights, Settings(values, self.normalizes, module))
+        return method.combine(deltas, weights, MethodSettings(values, self.normalizes, module))
 
     def combine_factors(
         self,
@@ -253,7 +253,7 @@ class Rule(MethodFields):
         method = find_method(self.method)
         assert isinstance(method, CoreMethod)
         values = {**self.parameters, SEED.name: seed}
-        return method.combine_factors(factors, self.blend or {}, Settings(values, self.normalizes, module))
+        return method.combine_factors(factors, self.blend or {}, MethodSettings(values, self.normalizes, module))
 
     @property
     def on_cores(self) -> bool:
@@ -269,7 +269,7 @@ class Rule(MethodFields):
         """The coefficients of the sides by a method that finds them from inner products, in the order of the blend."""
         method, blend = find_method(self.method), self.blend or {}
         assert isinstance(method, SpanMethod)
-        found = method.coefficients(gram, list(blend.values()), Settings(self.parameters, self.normalizes))
+        found = method.coefficients(gram, list(blend.values()), MethodSettings(self.parameters, self.normalizes))
         return dict(zip(blend, found, strict=True))
 
     @property

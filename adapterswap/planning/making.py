@@ -21,7 +21,7 @@ from adapterswap.errors import (
     check_type,
 )
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part, by_layer
-from adapterswap.experts.checkpoints import Checkpoint, Parameter, open_checkpoint
+from adapterswap.experts.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.experts.layers import num_layers_in_config
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.checks import (
@@ -279,7 +279,7 @@ def _filled(
     return filled
 
 
-def _stored_slot(parameter: Parameter, located: Iterable[Mapping[str, Located]], base: Checkpoint | None) -> Slot:
+def _stored_slot(parameter: StoredTensor, located: Iterable[Mapping[str, Located]], base: Checkpoint | None) -> Slot:
     """A stored tensor, which no rule has been applied to."""
     key = parameter.name
     module = next((found[key].module for found in located if key in found), parameter.module)

@@ -6,8 +6,8 @@ neither scipy nor jinja2.
 
 from __future__ import annotations
 
-from adapterswap.reporting.reading import Source, lab_source, open_source
+from adapterswap.reporting.reading import ReportSource, lab_source, open_source
 from adapterswap.reporting.report import Report, make_report
 from adapterswap.reporting.writing import write_files, write_report
 
-__all__ = ["Report", "Source", "lab_source", "make_report", "open_source", "write_files", "write_report"]
+__all__ = ["Report", "ReportSource", "lab_source", "make_report", "open_source", "write_files", "write_report"]

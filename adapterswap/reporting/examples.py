@@ -17,7 +17,7 @@ from adapterswap.reporting.choosing import Choice, Unit, matching, reported
 from adapterswap.sweeps import CellResult, Run, TaskInfo, read_samples
 from adapterswap.sweeps.results import SAMPLES, prompts_file, read_prompts
 
-__all__ = ["Disagreements", "Example", "Output", "disagreements"]
+__all__ = ["AnswerExample", "Disagreements", "Output", "disagreements"]
 
 _EACH_WAY = 3
 _LONGEST = 1500  # characters of a text that is shown
@@ -37,7 +37,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Example:
+class AnswerExample:
     """A document: the end of its prompt, the right answer, and the outputs."""
 
     doc_id: int
@@ -66,7 +66,7 @@ class Disagreements:
     other: str
     better: int
     worse: int
-    examples: tuple[Example, ...]
+    examples: tuple[AnswerExample, ...]
 
 
 def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagreements | None:
@@ -90,7 +90,7 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
     chosen = [*_spaced(better), *_spaced(worse)]
     folder = run.folder
     files = [folder / SAMPLES / f"{cell.cell.cell}.jsonl" for cell in cells]
-    examples: list[Example] = []
+    examples: list[AnswerExample] = []
     if chosen and all(map(exists, [*files, prompts_file(folder, task.name)])):
         try:
             prompts = read_prompts(folder, task.name)
@@ -140,7 +140,7 @@ def _spaced(documents: list[int]) -> list[int]:
 def _example(
     doc: int, prompt: str, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], cells: Sequence[CellResult],
     task: TaskInfo,
-) -> Example:  # fmt: skip
+) -> AnswerExample:  # fmt: skip
     outputs = tuple(
         Output(
             label,
@@ -150,7 +150,7 @@ def _example(
         )
         for label, row, cell in zip(labels, rows, cells, strict=True)
     )
-    return Example(doc, _question(prompt), _text(rows[0]["target"]), outputs)
+    return AnswerExample(doc, _question(prompt), _text(rows[0]["target"]), outputs)
 
 
 def _question(prompt: str) -> str:

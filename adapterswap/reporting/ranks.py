@@ -20,11 +20,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from adapterswap.reporting.statistics import MIN_UNITS
 
-__all__ = ["Comparison", "Ranks", "cliques", "holm", "rank"]
+__all__ = ["RankComparison", "Ranks", "cliques", "holm", "rank"]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RankComparison:
     """Two methods over all settings.
 
     Attributes:
@@ -68,7 +68,7 @@ class Ranks:
     p: float | None
     critical_difference: float | None
     agreement: float | None
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[RankComparison, ...]
     reference: str | None = None
 
 
@@ -104,7 +104,7 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
     corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
     wilcoxon = dict(zip(tested, corrected, strict=True))
     comparisons = [
-        Comparison(
+        RankComparison(
             methods[i],
             methods[j],
             float((table[:, i] - table[:, j]).mean()),

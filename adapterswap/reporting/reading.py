@@ -16,7 +16,7 @@ from adapterswap.errors import DataError, NotFoundError
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
 from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, read_run, remarks
 
-__all__ = ["RESULTS", "Source", "lab_source", "open_source"]
+__all__ = ["RESULTS", "ReportSource", "lab_source", "open_source"]
 
 RESULTS, ANSWERS = "results.json", "answers.jsonl"
 _LAB = "adapterswap-lab/1"
@@ -25,7 +25,7 @@ _REMEDY = "Pass the folder that `adapterswap sweep` or `adapterswap lab` wrote"
 
 
 @dataclass(frozen=True)
-class Source:
+class ReportSource:
     """A run, and what a report says of it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Source:
     development: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
-def open_source(folder: str | Path) -> Source:
+def open_source(folder: str | Path) -> ReportSource:
     """The sweep or lab run in `folder`.
 
     Raises:
@@ -62,7 +62,7 @@ def open_source(folder: str | Path) -> Source:
                 f"no cell of {folder} is finished", "Run the sweep again; it resumes where it stopped", parameter="run"
             )
         name = folder.resolve().name
-        return Source(
+        return ReportSource(
             run,
             "sweep",
             name,
@@ -97,7 +97,7 @@ def _searched(run: Run) -> Iterator[str]:
             )
 
 
-def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> Source:
+def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> ReportSource:
     try:
         rows = [json.loads(line) for line in answers.splitlines()]
         return lab_source(folder, content, rows, name=folder.resolve().name)
@@ -107,7 +107,9 @@ def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> Source
         ) from None
 
 
-def lab_source(folder: Path, content: Mapping[str, Any], answers: Iterable[Mapping[str, Any]], *, name: str) -> Source:
+def lab_source(
+    folder: Path, content: Mapping[str, Any], answers: Iterable[Mapping[str, Any]], *, name: str
+) -> ReportSource:
     """A lab run from the content of its results.json and the rows of its answers.jsonl; `name` is its folder's.
 
     Raises:
@@ -149,7 +151,7 @@ def lab_source(folder: Path, content: Mapping[str, Any], answers: Iterable[Mappi
     named = {task.name: task for task in tasks.values()}
     run = Run(folder, described, named, tuple(result.cell for result in results), tuple(results))
     grids = [{(cell["bottom"], cell["top"]): cell["xx"] for cell in s["development"]["grid"]} for s in content["seeds"]]
-    return Source(
+    return ReportSource(
         run,
         "lab",
         name,

@@ -19,7 +19,7 @@ from adapterswap.reporting.examples import Disagreements, disagreements
 from adapterswap.reporting.headline import Target, target_table
 from adapterswap.reporting.including import included_methods, is_single, with_units
 from adapterswap.reporting.paragraph import methods_paragraph
-from adapterswap.reporting.reading import Source
+from adapterswap.reporting.reading import ReportSource
 from adapterswap.reporting.relations import (
     GridCell,
     Indicator,
@@ -47,7 +47,7 @@ class Report:
 
     Attributes:
         name: of the run's folder.
-        kind, units, remarks: see `Source`.
+        kind, units, remarks: see `ReportSource`.
         reference: the family that the others are compared with.
         lead: the family whose landscape, indicators and examples are shown first.
         cells, finished: how many cells were asked for, and are there.
@@ -108,7 +108,7 @@ class Report:
 
 
 def make_report(
-    source: Source,
+    source: ReportSource,
     *,
     reference: str | None = None,
     methods: Sequence[str] | None = None,
@@ -209,7 +209,7 @@ def _require_libraries() -> None:
 
 
 def _command(
-    source: Source, reference: str, seed: int, methods: Sequence[str] | None, units: Sequence[str] | None
+    source: ReportSource, reference: str, seed: int, methods: Sequence[str] | None, units: Sequence[str] | None
 ) -> str:
     words = ["adapterswap", "report", source.name, "--reference", reference, "--seed", str(seed)]
     for option, names in (("--methods", methods), ("--units", units)):
@@ -217,7 +217,7 @@ def _command(
     return shlex.join(words)
 
 
-def _restricted(source: Source, units: Sequence[str] | None) -> Iterator[str]:
+def _restricted(source: ReportSource, units: Sequence[str] | None) -> Iterator[str]:
     if units is not None:
         yield f"Everything here is over some of the run's {source.units} only: {', '.join(units)}."
 
@@ -243,7 +243,7 @@ def _shown(found: list[Choice], lead: str, reference: str) -> list[Choice]:
     return [choice for choice in standing if choice is not None] if all(standing[:2]) else []
 
 
-def _development(source: Source) -> ZoneGrid:
+def _development(source: ReportSource) -> ZoneGrid:
     task = next(iter(source.run.tasks))
     votes = Counter(result.cell.configuration for result in source.run.results if result.cell.family in _LEADS)
     cells = tuple(

@@ -33,13 +33,13 @@ from adapterswap.serving.memo import content_hash
 from adapterswap.writing.gguf import check_outtype, write_gguf
 from adapterswap.writing.gguf_layout import PreparedGguf, prepare_gguf
 
-__all__ = ["Piece", "PieceComposer"]
+__all__ = ["LayerPiece", "PieceComposer"]
 
 _KEPT = 1000  # names whose scales are remembered
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerPiece:
     """One loaded file: what an expert does to one layer, or outside the layers (None)."""
 
     expert: str
@@ -80,7 +80,7 @@ class PieceComposer(NamedComposer):
                 plans[name] = adapter_plan(self._opened[name], base_model)
         problems.raise_if_any()
         self._prepared: dict[str, PreparedGguf] = {}  # by key in the cache
-        self.pieces: list[Piece] = []
+        self.pieces: list[LayerPiece] = []
         for name, plan in plans.items():
             with problems.collect():
                 self._prepare(name, plan)
@@ -175,7 +175,7 @@ class PieceComposer(NamedComposer):
         key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
         self._prepared[key] = prepared
         exported = write_gguf(prepared, self.cache.entry(key), outtype=self.outtype, pieces=True, dry_run=True)
-        self.pieces += [Piece(name, file.layer, file.path) for file in exported.files]
+        self.pieces += [LayerPiece(name, file.layer, file.path) for file in exported.files]
 
     def _write_pieces(self, prepared: PreparedGguf, folder: Path) -> None:
         write_gguf(prepared, folder, outtype=self.outtype, pieces=True)

@@ -10,17 +10,17 @@ from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.preparing import prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.results import Run, read_prompts, read_run, read_samples
-from adapterswap.sweeps.running import Progress, sweep
+from adapterswap.sweeps.running import SweepProgress, sweep
 from adapterswap.sweeps.summary import Row, best_of, remarks, summarize
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
 
 __all__ = [
     "Cell",
     "CellResult",
-    "Progress",
     "Row",
     "Run",
     "RungResult",
+    "SweepProgress",
     "SweepRecipe",
     "TaskInfo",
     "TaskValue",

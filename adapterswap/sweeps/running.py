@@ -25,11 +25,11 @@ from adapterswap.sweeps.search import batches, expected
 from adapterswap.sweeps.summary import better, cell_value
 from adapterswap.sweeps.values import CellResult, RungResult
 
-__all__ = ["Progress", "sweep"]
+__all__ = ["SweepProgress", "sweep"]
 
 
 @dataclass(frozen=True)
-class Progress:
+class SweepProgress:
     """How far a sweep is.
 
     Attributes:
@@ -49,7 +49,7 @@ class Progress:
     value: float | None = None
 
 
-Tell = Callable[[Progress], None]
+Tell = Callable[[SweepProgress], None]
 
 
 def sweep(
@@ -152,7 +152,7 @@ class _Completion:
         self._best: CellResult | None = None
         for result in self._found.results.values():
             self._best = better(self._best, result, prepared.tasks)
-        self._now = Progress(0, self._total)
+        self._now = SweepProgress(0, self._total)
 
     def run(self, opened: Callable[[], AbstractContextManager[Judge]]) -> None:
         """`opened` makes the judge, where there is something to judge."""
@@ -199,7 +199,7 @@ class _Completion:
         """Tell what is judged now; what was given up after some documents is done too."""
         undone = {assignment.cell.cell for assignment in pending} - self._found.results.keys()
         done = len(self._found.seen - undone)
-        self._now = Progress(done, self._total, judging)
+        self._now = SweepProgress(done, self._total, judging)
         if self._best is not None:
             value = cell_value(self._best, self._prepared.tasks)
             self._now = replace(self._now, best=self._best.cell, value=value)

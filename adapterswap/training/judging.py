@@ -28,7 +28,7 @@ from adapterswap.files.folders import replacing, sync_folder
 from adapterswap.files.sealing import is_sealed, sealed
 from adapterswap.files.smallfiles import read_json
 from adapterswap.processes import Processes
-from adapterswap.progress import Row
+from adapterswap.progress import ProgressRow
 from adapterswap.training.recipe import TrainRecipe
 from adapterswap.training.selection import (
     CheckpointSelection,
@@ -151,7 +151,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self, options: SelectionOptions, examination: Examination, tokenizer: Any, trainer: Any,
-        *, processes: Processes, bar: Row,
+        *, processes: Processes, bar: ProgressRow,
     ) -> None:  # fmt: skip
         if trainer.is_fsdp_enabled:
             raise UnsupportedError(

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from adapterswap.bases import Base
 from adapterswap.errors import RunError, UnsupportedError
 from adapterswap.processes import Processes
-from adapterswap.progress import Row
+from adapterswap.progress import ProgressRow
 from adapterswap.training.checkpoints import seal
 from adapterswap.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.training.schedule import choose_schedule, rows_a_step, steps_between
@@ -94,10 +94,10 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         """TRL tells its makers of each run over the network; training here works, and stays, offline."""
 
 
-class _Progress(TrainerCallback):  # type: ignore[misc]
+class _ProgressCallback(TrainerCallback):  # type: ignore[misc]
     """Drives the bar; has the loss recorded at the end, and at checkpoints, so that a resumed run reports the same."""
 
-    def __init__(self, bar: Row) -> None:
+    def __init__(self, bar: ProgressRow) -> None:
         self._bar = bar
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -143,7 +143,7 @@ def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig
 
 def build_trainer(
     recipe: TrainRecipe, base: Base, model: Any, targets: TrainingTargets, train: Any, parts: Sequence[int],
-    validation: Any, *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: Row,
+    validation: Any, *, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, bar: ProgressRow,
 ) -> ExpertTrainer:  # fmt: skip
     """A trainer ready to train.
 
@@ -164,7 +164,7 @@ def build_trainer(
         eval_dataset=validation,
         processing_class=base.tokenizer,
         peft_config=lora_config(recipe.adapter, targets) if adapted else None,
-        callbacks=[_Progress(bar)],
+        callbacks=[_ProgressCallback(bar)],
     )
     from transformers.trainer_callback import PrinterCallback
 

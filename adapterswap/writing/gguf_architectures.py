@@ -21,7 +21,15 @@ import numpy.typing as npt
 from adapterswap.errors import BaseModelError, DependencyError, UnsupportedError
 from adapterswap.experts.layers import language_config
 
-__all__ = ["ARCHITECTURES", "MERGE_REMEDY", "Architecture", "Projection", "Sizes", "find_architecture", "load_gguf"]
+__all__ = [
+    "ARCHITECTURES",
+    "MERGE_REMEDY",
+    "Architecture",
+    "ModelSizes",
+    "Projection",
+    "find_architecture",
+    "load_gguf",
+]
 
 MERGE_REMEDY = (
     "Merge the composition with `adapterswap merge` and convert the result with llama.cpp's convert_hf_to_gguf.py"
@@ -33,7 +41,7 @@ Size = Literal["hidden", "queries", "keys", "fused", "feed_forward", "gate_up", 
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """A base's dimensions, as far as its config states them.
 
     Attributes:
@@ -71,7 +79,7 @@ class Projection:
 
     out: Size
     into: Size
-    rows: Callable[[Sizes], Rows] | None = None
+    rows: Callable[[ModelSizes], Rows] | None = None
 
 
 def _rotated(heads: int | None, size: int | None) -> Rows:
@@ -81,7 +89,7 @@ def _rotated(heads: int | None, size: int | None) -> Rows:
     return np.arange(size).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def _grouped(sizes: Sizes) -> Rows:
+def _grouped(sizes: ModelSizes) -> Rows:
     """From groups of [queries of one key head, its key, its value] to all queries, all keys, all values."""
     assert sizes.heads is not None
     assert sizes.key_heads is not None
@@ -128,7 +136,7 @@ class Architecture:
             "lm_head": head,  # what transformers 5 calls every head in memory
         }
 
-    def sizes(self, config: Mapping[str, Any]) -> Sizes:
+    def sizes(self, config: Mapping[str, Any]) -> ModelSizes:
         """The dimensions that the language model's part of a config.json states.
 
         Raises:
@@ -156,7 +164,7 @@ class Architecture:
         head = number("head_dim") or (None if self.own_head_size or heads is None else hidden // heads)
         inner = {"FALCON": "ffn_hidden_size", "GPT2": "n_inner"}.get(self.name)
         feed_forward = number(inner or "intermediate_size") or (4 * hidden if inner else None)
-        return Sizes(hidden, heads, key_heads, head, feed_forward, number("vocab_size"))
+        return ModelSizes(hidden, heads, key_heads, head, feed_forward, number("vocab_size"))
 
 
 def _separate(rotated: bool) -> dict[str, Projection]:

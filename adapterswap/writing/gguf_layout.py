@@ -42,9 +42,9 @@ from adapterswap.planning.slots import Slot
 from adapterswap.writing.gguf_architectures import (
     MERGE_REMEDY,
     Architecture,
+    ModelSizes,
     Projection,
     Rows,
-    Sizes,
     find_architecture,
     load_gguf,
 )
@@ -279,7 +279,7 @@ def _is_text(name: str) -> bool:
     return set(name.split(".")[:-1]) <= _PREFIXES
 
 
-def _fits(lora: LoraModule, projection: Projection, sizes: Sizes) -> bool:
+def _fits(lora: LoraModule, projection: Projection, sizes: ModelSizes) -> bool:
     """Whether a module has the sizes that the base's config states."""
     pairs = ((lora.out_features, projection.out), (lora.in_features, projection.into))
     return all(sizes.of(size) in (None, actual) for actual, size in pairs)

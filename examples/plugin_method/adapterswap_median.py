@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.methods.method import SCALE, NonlinearMethod, Parameter, Settings
+from adapterswap.methods.method import SCALE, MethodSettings, NonlinearMethod, Parameter
 
 __all__ = ["Median"]
 
@@ -22,7 +22,7 @@ class Median(NonlinearMethod):
     counts_absent = True  # an expert that does not change a module has ΔW = 0 there
 
     def combine(
-        self, deltas: Mapping[str, npt.NDArray[np.float32]], weights: Mapping[str, float], settings: Settings
+        self, deltas: Mapping[str, npt.NDArray[np.float32]], weights: Mapping[str, float], settings: MethodSettings
     ) -> npt.NDArray[np.float32]:
         stacked = np.stack(list(deltas.values()))
         softness = settings["softness"]

@@ -26,7 +26,7 @@ import adapterswap
 from adapterswap.bases import quiet_peft
 from adapterswap.errors import BaseModelError
 from adapterswap.experts.anatomy import adaptable_weights
-from adapterswap.experts.checkpoints import Checkpoint, Parameter, read_shards
+from adapterswap.experts.checkpoints import Checkpoint, StoredTensor, read_shards
 from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.sources import Source
 from adapterswap.live import LiveComposer
@@ -260,7 +260,7 @@ def _opened(folder: Path) -> Checkpoint:
     """As `open_checkpoint`, which refuses models that have more than one list of layers."""
     shards = read_shards(folder)
     parameters = {
-        name: Parameter(name, name.rpartition(".")[0], None, "other", tensor, shard.path)
+        name: StoredTensor(name, name.rpartition(".")[0], None, "other", tensor, shard.path)
         for shard in shards
         for name, tensor in shard.tensors.items()
     }

@@ -17,7 +17,7 @@ from click.testing import Result
 from refusals import refused
 
 from adapterswap.errors import ArgumentError, DependencyError, RunError
-from adapterswap.sweeps import Progress, SweepRecipe, prepare, sweep
+from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, sweep
 from adapterswap.sweeps.cluster import _Cluster, over_ray
 
 from .conftest import plain
@@ -77,7 +77,7 @@ def test_two_workers_one_killed_write_what_one_process_writes(
     )
     clusters, pids, killed = watched(monkeypatch), {}, []
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: SweepProgress) -> None:
         import ray
 
         (cluster,) = clusters

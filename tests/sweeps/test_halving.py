@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adapterswap.sweeps import Progress, SweepRecipe, prepare, sweep
+from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, sweep
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
@@ -119,7 +119,7 @@ def prepared_from(content: dict[str, Any]) -> PreparedSweep:
 def test_what_goes_on_is_judged_as_in_the_grid(halving: Content, tmp_path: Path) -> None:
     prepared = prepared_from(halving())
     assert rungs(prepared) == (3, 6, 12)
-    told: list[Progress] = []
+    told: list[SweepProgress] = []
     run = sweep(prepared, tmp_path / "run", device="cpu", tell=told.append)
     assert (told[-1].done, told[-1].total) == (4 + 2 * 8, 4 + 2 * 8)
     assert [progress.done for progress in told] == sorted(progress.done for progress in told)

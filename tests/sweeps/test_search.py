@@ -13,7 +13,7 @@ import pytest
 from refusals import refused
 
 from adapterswap.errors import DataError, FieldError
-from adapterswap.sweeps import Progress, SweepRecipe, prepare, summarize, sweep
+from adapterswap.sweeps import SweepProgress, SweepRecipe, prepare, summarize, sweep
 from adapterswap.sweeps.estimating import estimate
 from adapterswap.sweeps.grid import Trial
 from adapterswap.sweeps.preparing import PreparedSweep
@@ -87,7 +87,7 @@ def test_a_search_judges_cells_of_the_grid(searching: Callable[..., SweepRecipe]
     assert estimate(prepared).families == {
         "base": 1, "task expert": 2, "language expert": 1, "swap": 2 * 5, "parts": 2 * 2,
     }  # fmt: skip
-    told: list[Progress] = []
+    told: list[SweepProgress] = []
     run = sweep(prepared, tmp_path / "run", device="cpu", tell=told.append)
     assert (told[-1].done, told[-1].total) == (18, 18)
     swaps = [result.cell for result in run.results if result.cell.family == "swap"]

@@ -17,8 +17,8 @@ from adapterswap.errors import ArgumentError, CompositionError, FieldError, Unsu
 from adapterswap.evaluation import EvaluationResult, evaluate
 from adapterswap.evaluation.subjects import find_adapter, load_subject
 from adapterswap.sweeps import (
-    Progress,
     Run,
+    SweepProgress,
     SweepRecipe,
     prepare,
     read_prompts,
@@ -144,7 +144,7 @@ def test_the_recipe_in_the_folder_can_be_run_again(swept: tuple[PreparedSweep, R
 
 def test_a_composition_in_two_families_is_judged_once(recipe: Recipe, tmp_path: Path) -> None:
     families = [{"bottom": [1, 2], "top": 1}, {"name": "mine", "bottom": 2, "top": 1}]
-    told: list[Progress] = []
+    told: list[SweepProgress] = []
     run = sweep(recipe(baselines=[], compositions=families), tmp_path / "run", device="cpu", tell=told.append)
     first, same = (r for r in run.results if r.cell.composition["bottom"] == 2)
     assert (first.cell.family, same.cell.family) == ("layer_swap", "mine")
