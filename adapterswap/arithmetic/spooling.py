@@ -10,6 +10,7 @@ import os
 import tempfile
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -52,16 +53,21 @@ class Stored:
 class _Unnamed:
     """A file without a name, closed when nothing refers to it."""
 
-    def __init__(self) -> None:
-        with tempfile.TemporaryFile(prefix="adapterswap-") as file:
+    def __init__(self, folder: Path | None) -> None:
+        with tempfile.TemporaryFile(prefix="adapterswap-", dir=folder) as file:
             self.number = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.number)
 
 
 class Spool:
-    """Keeps tensors; threads may add at once. Its file takes its space among temporary files, and goes with it."""
+    """Keeps tensors; threads may add at once. Its file goes with it.
 
-    def __init__(self) -> None:
+    Args:
+        folder: where the file takes its space; by default among temporary files.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._lock = Lock()
         self._file: _Unnamed | None = None
         self._held = self._written = 0
@@ -80,14 +86,15 @@ class Spool:
             self._written += data.size
             try:
                 if self._file is None:
-                    self._file = _Unnamed()
+                    self._file = _Unnamed(self._folder)
                 done = 0
                 while done < data.size:
                     done += os.pwrite(self._file.number, data[done:].data, offset + done)
             except OSError as error:
+                place, remedy = self._folder or tempfile.gettempdir(), "Set TMPDIR to a folder with free space"
                 raise OutputError(
-                    f"Cannot write temporary files to {tempfile.gettempdir()}: {error.strerror}",
-                    "Set TMPDIR to a folder with free space",
+                    f"Cannot write temporary files to {place}: {error.strerror}",
+                    "Free some space there" if self._folder else remedy,
                 ) from None
         return Stored(shape, data.size, None, self._file, offset)
 

@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.arithmetic.peft_config import check_base_name
+from adapterswap.arithmetic.spooling import Spool
 from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.errors import ArgumentError, ExpertError
 from adapterswap.experts.checkpoints import open_checkpoint
 from adapterswap.experts.identity import hashed
-from adapterswap.extracting.cutting import CutForm, cut, norm_of_change
+from adapterswap.extracting.cutting import Cut, CutForm, cut, norm_of_change
 from adapterswap.extracting.loadable import leave_out_unloadable
-from adapterswap.extracting.output import Spool, write_folder
+from adapterswap.extracting.output import write_folder
 from adapterswap.extracting.pairing import Selection, WeightPair, pair
 from adapterswap.extracting.result import Extracted, Extraction, Lost
 from adapterswap.files.dtypes import FLOAT_NAMES
@@ -92,14 +94,14 @@ def extract(
     selection = Selection(layers, tuple(modules), embeddings)
     matched = leave_out_unloadable(pair(*opened, selection))
     if dry_run:
-        return _carry_out(matched, form, None, progress)
+        return _carry_out(matched, form, progress)
     with (
         atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs) as folder,
         hashed(opened) as hashes,
-        Spool(folder) as spool,
     ):
-        found = _carry_out(matched, form, spool, progress)
-        write_folder(folder, matched, form, selection, found, spool, hashes(), expand_text(str(base_model)))
+        spool, tensors = Spool(folder), list[OutputTensor]()
+        found = _carry_out(matched, form, progress, lambda cut: tensors.extend(cut.stored(spool)))
+        write_folder(folder, matched, form, selection, found, tensors, hashes(), expand_text(str(base_model)))
     return found
 
 
@@ -116,7 +118,10 @@ def _device(name: str) -> Any:
 
 
 def _carry_out(
-    matched: WeightPair, form: CutForm, spool: Spool | None, progress: Callable[[int, int], None]
+    matched: WeightPair,
+    form: CutForm,
+    progress: Callable[[int, int], None],
+    keep: Callable[[Cut], None] = lambda cut: None,
 ) -> Extraction:
     names = (matched.full.name, matched.base.name)
     total = len(matched.matrices) + len(matched.left_out)
@@ -128,8 +133,7 @@ def _carry_out(
                 unchanged.append(matrix.weight.name)
             else:
                 extracted.append(Extracted.of(found))
-                if spool is not None:
-                    spool.add(found)
+                keep(found)
             progress(done, total)
         for done, left_out in enumerate(matched.left_out, start=len(matched.matrices) + 1):
             norm = norm_of_change(left_out, files, names)

@@ -16,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.approximation import approximate
+from adapterswap.arithmetic.outputs import OutputTensor
+from adapterswap.arithmetic.spooling import Spool
 from adapterswap.changes.deltas import Factors
 from adapterswap.changes.reading import read_difference
 from adapterswap.errors import ArgumentError, Problems
 from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.anatomy import AdaptableWeight
 from adapterswap.extracting.pairing import LeftOutWeight, WeightMatrix
-from adapterswap.files.numbers import decode, finite_bytes, read_elements
+from adapterswap.files.numbers import decode, encode, finite_bytes, read_elements
 
 __all__ = ["Cut", "CutForm", "cut", "measure", "name_tensors", "norm_of_change"]
 
@@ -89,6 +91,13 @@ class Cut:
     def tensors(self) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
         """See `name_tensors`."""
         return name_tensors(self.matrix.weight, *self.factors)
+
+    def stored(self, spool: Spool) -> Iterator[OutputTensor]:
+        """The tensors as they are written, kept in `spool` until then."""
+        for key, values in self.tensors():
+            rows, columns = values.shape
+            data = spool.add(encode(np.asarray(values, np.float32), self.dtype), (rows, columns))
+            yield OutputTensor(key, self.dtype, (rows, columns), None, data=data)
 
 
 def name_tensors(weight: AdaptableWeight, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:

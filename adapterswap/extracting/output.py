@@ -1,29 +1,25 @@
 """Write extracted factors as an adapter folder: weights, PEFT's config, the record, a model card.
 
-Ranks are known only when the last weight has been cut, and factors need not fit into memory, so they wait in a file
-beside the folder's own until the safetensors header can be written. Knows adapter folders; computes no factor.
+Ranks are known only when the last weight has been cut, so the factors wait in a spool until the safetensors header can
+be written. Knows adapter folders; computes no factor.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
+from typing import Any
 
 from adapterswap import __version__
+from adapterswap.arithmetic.outputs import OutputTensor
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import public_name
-from adapterswap.extracting.cutting import Cut, CutForm
+from adapterswap.extracting.cutting import CutForm
 from adapterswap.extracting.pairing import Selection, WeightPair
 from adapterswap.extracting.result import Extracted, Extraction, shortened
-from adapterswap.files.numbers import encode
 from adapterswap.files.smallfiles import write_json
-from adapterswap.files.tensorfile import header_bytes
 from adapterswap.files.yamltext import dump_yaml
 from adapterswap.records.cards import escaped, loading
 from adapterswap.records.licences import licence_of
@@ -36,67 +32,31 @@ from adapterswap.records.record import (
     SliceRecord,
     shards_source,
 )
-from adapterswap.writing.copying import write_at
 from adapterswap.writing.folder import CARD
+from adapterswap.writing.tensors import write_computed
 
-__all__ = ["Spool", "lost_lines", "write_folder"]
+__all__ = ["lost_lines", "write_folder"]
 
-_BUFFER = 4 * 2**20  # bytes copied at a time
 _NAMES = 8  # kinds of names that a line shows; adapterswap.json has all names
 
 
-class Spool:
-    """Factors on the disk, one after the other, until their places in the safetensors file are known."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "factors"
-        self._file = self._path.open("xb+", buffering=0)
-        self._size = 0
-        self._parts: dict[str, tuple[str, tuple[int, int], int]] = {}  # key → dtype, shape, offset
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-        self._path.unlink()
-
-    def add(self, cut: Cut) -> None:
-        for key, values in cut.tensors():
-            raw = encode(np.asarray(values, np.float32), cut.dtype)
-            write_at(self._file.fileno(), raw, self._size)
-            self._parts[key] = cut.dtype, (values.shape[0], values.shape[1]), self._size
-            self._size += raw.size
-
-    def write(self, path: Path) -> None:
-        """Write all factors to a safetensors file."""
-        header, places = header_bytes((key, dtype, shape) for key, (dtype, shape, _) in self._parts.items())
-        with path.open("xb", buffering=0) as output:
-            output.write(header)
-            for key, place in places.items():
-                start = self._parts[key][2]
-                for done in range(0, place.nbytes, _BUFFER):
-                    raw = os.pread(self._file.fileno(), min(_BUFFER, place.nbytes - done), start + done)
-                    write_at(output.fileno(), np.frombuffer(raw, np.uint8), place.start + done)
-
-
 def write_folder(
-    folder: Path, pair: WeightPair, form: CutForm, selection: Selection, found: Extraction, spool: Spool,
-    hashes: list[dict[str, str]], base_model: str,
+    folder: Path, pair: WeightPair, form: CutForm, selection: Selection, found: Extraction,
+    tensors: Sequence[OutputTensor], hashes: list[dict[str, str]], base_model: str,
 ) -> None:  # fmt: skip
     """Fill the empty `folder`.
 
     Args:
         pair, form, selection: what was asked for.
         found: what came of it.
-        spool: the factors.
+        tensors: the factors.
         hashes: the SHA-256 of the fine-tune's and of the base's shards.
         base_model: the base, as the user named it.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    spool.write(folder / WEIGHTS)
+    write_computed(tensors, folder / WEIGHTS)
     config = _config(pair, found, base_model)
     write_json(folder / CONFIG, config)
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)

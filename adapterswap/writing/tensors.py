@@ -7,7 +7,7 @@ time.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from adapterswap.files.tensorfile import Tensor, header_bytes
 from adapterswap.planning.plan import Plan
 from adapterswap.writing.copying import copy_and_hash, write_at
 
-__all__ = ["write_tensors"]
+__all__ = ["write_computed", "write_tensors"]
 
 
 def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -55,6 +55,19 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
         hashes = {name: future.result() for name, future in hashing.items()}
         list(workers.map(compute, computed))
     return hashes
+
+
+def write_computed(tensors: Sequence[OutputTensor], path: Path) -> None:
+    """Write a file of tensors whose bytes are known, at `path`, which must not exist.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    header, places = header_bytes((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors)
+    with path.open("xb", buffering=0) as output:
+        output.write(header)
+        for tensor in tensors:
+            write_at(output.fileno(), assemble(tensor, {}), places[tensor.key].start)
 
 
 def _copy_targets(plan: Plan, layout: Layout, places: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
