@@ -19,7 +19,7 @@ from adapterswap.experts.peft_kinds import DORA, KINDS, LORA, LORA_BIAS, REFUSED
 from adapterswap.experts.targets import Targets, read_targets
 from adapterswap.files.smallfiles import parse_json, read_small, shown
 
-__all__ = ["AdapterConfig", "check_written", "read_adapter_config", "scale"]
+__all__ = ["AdapterConfig", "check_written", "parse_adapter_config", "read_adapter_config", "scale"]
 
 # Keys that do not change what a trained LoRA computes (or do so only where the tensors show it).
 _HARMLESS = {
@@ -167,60 +167,68 @@ def read_adapter_config(path: str | Path) -> AdapterConfig:
     """Read an adapter_config.json.
 
     Raises:
-        ExpertError: the file is missing or not JSON, or a value has the wrong type.
+        ExpertError, UnsupportedError, AdapterswapError: the file is missing; see `parse_adapter_config`.
+    """
+    path = Path(path)
+    return parse_adapter_config(read_small(path, "Give a PEFT adapter: a folder with adapter_config.json"), str(path))
+
+
+def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
+    """Read the content of an adapter_config.json; messages call it `where`.
+
+    Raises:
+        ExpertError: it is not JSON, or a value has the wrong type.
         UnsupportedError: the adapter is not a LoRA, or is a variant of LoRA that cannot be composed exactly.
         AdapterswapError: both; all mistakes are reported together.
     """
-    path = Path(path)
-    raw = read_small(path, "Give a PEFT adapter: a folder with adapter_config.json")
-    content = parse_json(raw, str(path), "Save or download the adapter again")
+    content = parse_json(raw, where, "Save or download the adapter again")
     problems = Problems(ExpertError)
     sha256 = hashlib.sha256(raw).hexdigest()
     if content.get("peft_type") in KINDS:
-        config = _read_kind(content, path, sha256, problems)
+        config = _read_kind(content, where, sha256, problems)
     else:
         if content.get("peft_type") != LORA:
-            _refuse_kind(content, path, problems)
+            _refuse_kind(content, where, problems)
             if not problems:
-                problems.add(f"{path}: peft_type is {shown(content.get('peft_type'))}", "Give a PEFT adapter")
+                problems.add(f"{where}: peft_type is {shown(content.get('peft_type'))}", "Give a PEFT adapter")
             problems.raise_if_any()  # another method's keys are not judged by LoRA's rules
-        _refuse(content, path, problems)
-        config = _read(content, path, sha256, problems)
+        _refuse(content, where, problems)
+        config = _read(content, where, sha256, problems)
     problems.raise_if_any()
     return config
 
 
-def _refuse(content: dict[str, Any], path: Path, problems: Problems) -> None:
+def _refuse(content: dict[str, Any], where: str, problems: Problems) -> None:
     for key, reason in _REFUSED.items():
         if content.get(key):
-            problems.add(f"{path}: {key} is set: {reason}", _RETRAIN, kind=UnsupportedError)
-    _refuse_init(content.get("init_lora_weights", True), path, problems)
+            problems.add(f"{where}: {key} is set: {reason}", _RETRAIN, kind=UnsupportedError)
+    _refuse_init(content.get("init_lora_weights", True), where, problems)
     for key in _NOT_NULL:
         if key in content and content[key] is None:
-            problems.add(f"{path}: {key} is null, which PEFT cannot load", "Correct it, or save the adapter again")
+            problems.add(f"{where}: {key} is null, which PEFT cannot load", "Correct it, or save the adapter again")
 
 
-def _refuse_kind(content: dict[str, Any], path: Path, problems: Problems) -> None:
+def _refuse_kind(content: dict[str, Any], where: str, problems: Problems) -> None:
     """Whether the adapter's kind is made of modules at all."""
     kind = content.get("peft_type")
     if not isinstance(kind, str) or kind in (LORA, *KINDS):
         return
     if kind in REFUSED_KINDS:
         problems.add(
-            f"{path}: peft_type is {kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}",
+            f"{where}: peft_type is {kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}",
             f"Give LoRA adapters, or one of {', '.join(KINDS)}",
             kind=UnsupportedError,
         )
     else:
         problems.add(
-            f"{path}: peft_type is {shown(kind)}, of which it is not known whether its modules are independent of each "
+            f"{where}: peft_type is {shown(kind)}, of which it is not known whether modules are independent of each "
             "other",
             f"Give LoRA adapters, or one of {', '.join(KINDS)}",
             kind=UnsupportedError,
         )
 
 
-def _unknown(content: Mapping[str, Any], path: Path, problems: Problems) -> tuple[str, ...]:
+def _unknown(content: Mapping[str, Any], where: str, problems: Problems) -> tuple[str, ...]:
     """The keys that PEFT's class does not have, and drops with a warning when it loads the config.
 
     Trainers write keys of their own (ms-swift, LLaMA-Factory). A later PEFT than the one whose keys are known here may
@@ -232,7 +240,7 @@ def _unknown(content: Mapping[str, Any], path: Path, problems: Problems) -> tupl
     if version is not None and (int(version[1]), int(version[2])) > _PEFT:
         for key in found:
             problems.add(
-                f"{path}: the key {shown(key)} is unknown here, and may change what the adapter computes in PEFT "
+                f"{where}: the key {shown(key)} is unknown here, and may change what the adapter computes in PEFT "
                 f"{version[0]}",
                 "Remove the key if it does not, or use a version of adapterswap that knows it",
                 kind=UnsupportedError,
@@ -240,30 +248,30 @@ def _unknown(content: Mapping[str, Any], path: Path, problems: Problems) -> tupl
     return found
 
 
-def _refuse_init(init: Any, path: Path, problems: Problems) -> None:
+def _refuse_init(init: Any, where: str, problems: Problems) -> None:
     """Whether training began with the base's own weights: what an init did to A and B shows in the tensors."""
     text = init.lower() if isinstance(init, str) else ""
     if text.startswith(_CHANGING_INITS):
         problems.add(
-            f"{path}: init_lora_weights is {shown(init)}, which changed the base's weights",
+            f"{where}: init_lora_weights is {shown(init)}, which changed the base's weights",
             "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
             kind=UnsupportedError,
         )
     elif init and init is not True and init not in _PLAIN_INITS and text not in _PLAIN_INITS[:2]:
         problems.add(
-            f"{path}: init_lora_weights is {shown(init)}, which PEFT does not know",
+            f"{where}: init_lora_weights is {shown(init)}, which PEFT does not know",
             f"Correct it: true, false or one of {', '.join(_PLAIN_INITS)}",
         )
 
 
-def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) -> AdapterConfig:
+def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
     def value(key: str, default: Any, accept: Any, rule: str) -> Any:
         entry = content.get(key)
         if entry is None:
             return default
         if not accept(entry):
             problems.add(
-                f"{path}: {key} is {shown(entry)}, and must be {rule}", "Correct it, or save the adapter again"
+                f"{where}: {key} is {shown(entry)}, and must be {rule}", "Correct it, or save the adapter again"
             )
             return default
         return entry
@@ -273,11 +281,11 @@ def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) 
         try:
             return Patterns(entries)
         except ValueError as error:
-            problems.add(f"{path}: {key}: {error}", _SIMPLER)
+            problems.add(f"{where}: {key}: {error}", _SIMPLER)
             return Patterns()
 
     return AdapterConfig(
-        base_model=value("base_model_name_or_path", None, _is_text, "a printable path, a Hub id or null"),
+        base_model=value("base_model_name_or_path", None, _is_text, "a printable where, a Hub id or null"),
         revision=value("revision", None, _is_text, "a revision or null"),
         rank=value("r", 8, _is_rank, _RANK),
         alpha=value("lora_alpha", 8, _is_alpha, _ALPHA),
@@ -289,26 +297,26 @@ def _read(content: dict[str, Any], path: Path, sha256: str, problems: Problems) 
         modules_to_save=tuple(value("modules_to_save", [], _is_texts, "a list of names")),
         rank_pattern=patterns("rank_pattern", _is_rank, f"a mapping whose values are each {_RANK}"),
         alpha_pattern=patterns("alpha_pattern", _is_alpha, f"a mapping whose values are each {_ALPHA}"),
-        targets=read_targets(content, str(path), problems),
+        targets=read_targets(content, where, problems),
         sha256=sha256,
         dora=value("use_dora", False, _is_bool, "true or false"),
         lora_bias=value("lora_bias", False, _is_bool, "true or false"),
         bias=value("bias", "none", lambda v: v in ("none", "all", "lora_only"), "none, all or lora_only"),
         target_parameters=tuple(value("target_parameters", [], _is_texts, "a list of names")),
         peft_version=value("peft_version", None, _is_text, "a version or null"),
-        unknown=_unknown(content, path, problems),
+        unknown=_unknown(content, where, problems),
     )
 
 
-def _read_kind(content: dict[str, Any], path: Path, sha256: str, problems: Problems) -> AdapterConfig:
+def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
     """The config of another kind than LoRA: what all kinds have, and what the kind's modules read."""
     kind = KINDS[content["peft_type"]]
     shared = {key: content[key] for key in _NEUTRAL if key in content}
-    config = _read({**shared, "init_lora_weights": True}, path, sha256, problems)
+    config = _read({**shared, "init_lora_weights": True}, where, sha256, problems)
     bias = content.get("bias", "none")
     if bias != "none":
         problems.add(
-            f"{path}: bias is {shown(bias)}, and biases trained beside {kind.title} are not composed",
+            f"{where}: bias is {shown(bias)}, and biases trained beside {kind.title} are not composed",
             "Train it without them (bias: none)",
             kind=UnsupportedError,
         )
@@ -320,7 +328,7 @@ def _read_kind(content: dict[str, Any], path: Path, sha256: str, problems: Probl
                 raise ValueError(f"{shown(found)} is not a mapping")
             patterns[key] = Patterns(found)
         except ValueError as error:
-            problems.add(f"{path}: {pattern}: {error}", _SIMPLER)
+            problems.add(f"{where}: {pattern}: {error}", _SIMPLER)
     own = content.keys() - _NEUTRAL - kind.inert - {"bias", "init_weights", *kind.patterns, *kind.patterns.values()}
     return replace(
         config,

@@ -5,7 +5,7 @@ Knows PEFT's layers and configs. Changes nothing, and knows nothing of compositi
 
 from __future__ import annotations
 
-import tempfile
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,9 +13,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import AdapterswapError, ArgumentError, ExpertError, Problems, UnsupportedError
-from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
-from adapterswap.experts.adapters import CONFIG, Adapter, LoraModule, by_layer
+from adapterswap.errors import ArgumentError, ExpertError, Problems, UnsupportedError
+from adapterswap.experts.adapter_config import AdapterConfig, parse_adapter_config, scale
+from adapterswap.experts.adapters import Adapter, LoraModule, by_layer
 from adapterswap.experts.layers import kind_of, layer_container, layer_of
 from adapterswap.experts.sources import Source
 from adapterswap.files.tensorfile import Tensor, TensorFile
@@ -243,17 +243,8 @@ class Inventory:
 
     def _read_config(self, name: str) -> AdapterConfig:
         """The adapter's config, judged by the rules for adapter_config.json."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / CONFIG
-            self._configs[name].save_pretrained(folder)
-            try:
-                return read_adapter_config(path)
-            except AdapterswapError as error:
-                whose = f"the adapter {name!r}"
-                raise type(error)(
-                    (replace(problem, message=problem.message.replace(str(path), whose)) for problem in error.found),
-                    omitted=error.omitted,
-                ) from None
+        content = json.dumps(self._configs[name].to_dict(), default=sorted)  # sets, of module names, become lists
+        return parse_adapter_config(content.encode(), f"the adapter {name!r}")
 
 
 def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
