@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any Hugging Face library is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
 transformers.utils.logging.disable_progress_bar()
+# Shells start background jobs with Ctrl-C ignored, and so would be the tests that raise it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
