@@ -7,12 +7,14 @@ thread writes the lines, so that a step that takes minutes is not silent.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
@@ -20,6 +22,13 @@ __all__ = ["Progress", "ProgressRow", "duration", "rate_text"]
 
 FIRST_LINE_S = 5.0
 LINE_EVERY_S = 10.0
+_TERMINALS = {"FORCE_COLOR", "TTY_COMPATIBLE"}  # environment variables
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def duration(seconds: float) -> str:
@@ -106,10 +115,8 @@ class Progress:
     def __enter__(self) -> Self:
         if not self._shown:
             return self
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        if console.is_terminal:
+        # rich takes these for a terminal too. It costs as much as a small composition, so logs do without it.
+        if (self._stream.isatty() or _TERMINALS & os.environ.keys()) and (console := _console()).is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

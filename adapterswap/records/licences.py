@@ -50,7 +50,7 @@ def licence_of(folder: Path) -> Licence | None:
     except (AdapterswapError, UnicodeDecodeError):
         return None
     parts = text.replace("\r\n", "\n").split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip("\ufeff \n"):
+    if len(parts) < 3 or parts[0].strip("\ufeff \n") or "license" not in parts[1]:  # reading YAML takes milliseconds
         return None
     try:
         front = parse_yaml(parts[1])
