@@ -29,7 +29,7 @@ _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs",
              "confirm_run_unsafe_code")  # fmt: skip
 
 
-class _TaskNames(click.ParamType[str]):
+class _TaskList(click.ParamType[str]):
     """Names of tasks, separated by commas."""
 
     name = "text"
@@ -54,7 +54,7 @@ class _TaskNames(click.ParamType[str]):
 @click.option("--max-error", type=float, metavar="E", help="Likewise, as far as this relative error of ΔW.")
 @click.option(
     "--tasks",
-    type=_TaskNames(),
+    type=_TaskList(),
     required=True,
     metavar="TASKS",
     help="Tasks, separated by commas: mgsm_native_cot_sw, mgsm_*_te.",
