@@ -16,7 +16,7 @@ from threading import Lock
 import numpy as np
 
 from adapterswap.errors import OutputError
-from adapterswap.files.numbers import Bytes
+from adapterswap.files.numbers import Bytes, write_at
 
 __all__ = ["Spool", "Stored"]
 
@@ -87,9 +87,7 @@ class Spool:
             try:
                 if self._file is None:
                     self._file = _Unnamed(self._folder)
-                done = 0
-                while done < data.size:
-                    done += os.pwrite(self._file.number, data[done:].data, offset + done)
+                write_at(self._file.number, data, offset)
             except OSError as error:
                 place, remedy = self._folder or tempfile.gettempdir(), "Set TMPDIR to a folder with free space"
                 raise OutputError(

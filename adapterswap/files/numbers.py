@@ -33,6 +33,7 @@ __all__ = [
     "read_numbers",
     "row_ranges",
     "too_large",
+    "write_at",
 ]
 
 _NUMPY = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -109,6 +110,13 @@ def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
             raise ExpertError(f"{tensor.name} ends early", _AGAIN)
         done += count
     return raw
+
+
+def write_at(output: int, data: Bytes, offset: int) -> None:
+    """Write all of `data` at `offset`; one call may write less than asked for, on a disk that fills up for instance."""
+    done = 0
+    while done < data.size:
+        done += os.pwrite(output, data[done:].data, offset + done)
 
 
 def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:

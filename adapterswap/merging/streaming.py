@@ -15,14 +15,13 @@ from pathlib import Path
 from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.bases import choose_device
 from adapterswap.changes.kinds import Whole
-from adapterswap.files.numbers import open_files
+from adapterswap.files.numbers import open_files, write_at
 from adapterswap.files.tensorfile import TensorFile
 from adapterswap.merging.blocks import Entered, Work, read_blocks
 from adapterswap.merging.computing import Rows, compute, needs_torch
 from adapterswap.merging.shards import OutputShard
 from adapterswap.merging.workers import Stopped, work_off
 from adapterswap.planning.plan import Plan
-from adapterswap.writing.copying import write_at
 
 __all__ = ["choose_devices", "stream"]
 

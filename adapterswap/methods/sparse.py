@@ -6,6 +6,7 @@ Parameters are named as in mergekit (density, weight, normalize, lambda).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,7 +31,44 @@ RESCALE = Parameter(
 GAMMA = Parameter("gamma", "share of the largest entries that is dropped", 0.01, ge=0, lt=1)
 
 
-class Ties(NonlinearMethod):
+class _Sparse(NonlinearMethod):
+    """Each ΔW loses entries; what is left is added up, after TIES' election of signs where the method has one."""
+
+    elects: ClassVar[bool] = False
+
+    @abstractmethod
+    def kept(self, deltas: Deltas, settings: MethodSettings) -> Deltas:
+        """What is left of each ΔW."""
+
+    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
+        from adapterswap.methods.dense import sum_agreeing, weighted_sum
+
+        return (sum_agreeing if self.elects else weighted_sum)(self.kept(deltas, settings), weights, settings)
+
+
+class _Largest(_Sparse):
+    def kept(self, deltas: Deltas, settings: MethodSettings) -> Deltas:
+        from adapterswap.methods.dense import keep_largest
+
+        return {name: keep_largest(delta, settings["density"]) for name, delta in deltas.items()}
+
+
+class _Dropped(_Sparse):
+    def kept(self, deltas: Deltas, settings: MethodSettings) -> Deltas:
+        from adapterswap.methods.dense import drop
+
+        return drop(deltas, settings)
+
+
+class _Between(_Sparse):
+    def kept(self, deltas: Deltas, settings: MethodSettings) -> Deltas:
+        from adapterswap.methods.dense import keep_between
+
+        return {name: keep_between(delta, settings["density"], settings["gamma"]) for name, delta in deltas.items()}
+
+
+class Ties(_Largest):
+    elects = True
     name = "ties"
     title = "TIES merging (Yadav et al. 2023)"
     reference = "Yadav et al., NeurIPS 2023, arXiv:2306.01708"
@@ -39,14 +77,8 @@ class Ties(NonlinearMethod):
     published: ClassVar[Mapping[str, Any]] = {"density": 0.2}  # the top 20 %, and λ = 1
     normalizes = True
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-        from adapterswap.methods.dense import keep_largest, sum_agreeing
 
-        kept = {name: keep_largest(delta, settings["density"]) for name, delta in deltas.items()}
-        return sum_agreeing(kept, weights, settings)
-
-
-class DareLinear(NonlinearMethod):
+class DareLinear(_Dropped):
     name = "dare_linear"
     title = "DARE (Yu et al. 2024)"
     reference = "Yu et al., ICML 2024, arXiv:2311.03099"
@@ -54,13 +86,9 @@ class DareLinear(NonlinearMethod):
     notes = "Divides by the density as in the paper; mergekit rescales to the L1 norm of the whole ΔW."
     parameters = (SCALE, DENSITY, SEED)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-        from adapterswap.methods.dense import drop, weighted_sum
 
-        return weighted_sum(drop(deltas, settings), weights, settings)
-
-
-class DareTies(NonlinearMethod):
+class DareTies(_Dropped):
+    elects = True
     name = "dare_ties"
     title = "DARE with TIES' election of signs (Yu et al. 2024)"
     reference = "Yu et al., ICML 2024, arXiv:2311.03099"
@@ -68,27 +96,16 @@ class DareTies(NonlinearMethod):
     notes = DareLinear.notes
     parameters = (SCALE, DENSITY, SEED)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-        from adapterswap.methods.dense import drop, sum_agreeing
 
-        return sum_agreeing(drop(deltas, settings), weights, settings)
-
-
-class MagnitudePrune(NonlinearMethod):
+class MagnitudePrune(_Largest):
     name = "magnitude_prune"
     title = "magnitude pruning"
     reference = "Han et al., NeurIPS 2015, arXiv:1506.02626"
     formula = "each ΔW keeps its largest entries; then λ·Σ w_i·ΔW_i"
     parameters = (SCALE, DENSITY)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-        from adapterswap.methods.dense import keep_largest, weighted_sum
 
-        kept = {name: keep_largest(delta, settings["density"]) for name, delta in deltas.items()}
-        return weighted_sum(kept, weights, settings)
-
-
-class _DellaBase(NonlinearMethod):
+class _DellaBase(_Sparse):
     reference = "Deep et al. 2024, arXiv:2406.11617"
     notes = (
         "An entry's chance to be kept grows evenly with its rank in its row, from density - ε to density + ε. mergekit "
@@ -104,7 +121,7 @@ class _DellaBase(NonlinearMethod):
                 "between 0 and 1"
             )
 
-    def _kept(self, deltas: Deltas, settings: MethodSettings) -> Deltas:
+    def kept(self, deltas: Deltas, settings: MethodSettings) -> Deltas:
         from adapterswap.methods.dense import drop_mask, keep_ranked, ranked_chances
 
         if settings["density"] >= 1:
@@ -118,6 +135,7 @@ class _DellaBase(NonlinearMethod):
 
 
 class Della(_DellaBase):
+    elects = True
     name = "della"
     title = "DELLA (Deep et al. 2024)"
     formula = (
@@ -125,24 +143,14 @@ class Della(_DellaBase):
     )
     normalizes = True
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-        from adapterswap.methods.dense import sum_agreeing
-
-        return sum_agreeing(self._kept(deltas, settings), weights, settings)
-
 
 class DellaLinear(_DellaBase):
     name = "della_linear"
     title = "DELLA without an election of signs (Deep et al. 2024)"
     formula = "entries are dropped at random, small ones of a row more often, and rescaled; then λ·Σ w_i·ΔW_i"
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-        from adapterswap.methods.dense import weighted_sum
 
-        return weighted_sum(self._kept(deltas, settings), weights, settings)
-
-
-class Breadcrumbs(NonlinearMethod):
+class Breadcrumbs(_Between):
     name = "breadcrumbs"
     title = "Model Breadcrumbs (Davari & Belilovsky 2024)"
     notes = "As in mergekit: where gamma and the density are more than all together, fewer of the largest are dropped."
@@ -150,13 +158,9 @@ class Breadcrumbs(NonlinearMethod):
     formula = "each ΔW loses its γ share of largest entries and keeps the density share below them; then λ·Σ w_i·ΔW_i"
     parameters = (SCALE, DENSITY, GAMMA)
 
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-        from adapterswap.methods.dense import weighted_sum
 
-        return weighted_sum(_between(deltas, settings), weights, settings)
-
-
-class BreadcrumbsTies(NonlinearMethod):
+class BreadcrumbsTies(_Between):
+    elects = True
     name = "breadcrumbs_ties"
     title = "Model Breadcrumbs with TIES' election of signs"
     notes = Breadcrumbs.notes
@@ -165,14 +169,3 @@ class BreadcrumbsTies(NonlinearMethod):
         "each ΔW loses its γ share of largest entries, keeps the density share below them; TIES' election; times λ"
     )
     parameters = (SCALE, DENSITY, GAMMA)
-
-    def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-        from adapterswap.methods.dense import sum_agreeing
-
-        return sum_agreeing(_between(deltas, settings), weights, settings)
-
-
-def _between(deltas: Deltas, settings: MethodSettings) -> Deltas:
-    from adapterswap.methods.dense import keep_between
-
-    return {name: keep_between(delta, settings["density"], settings["gamma"]) for name, delta in deltas.items()}

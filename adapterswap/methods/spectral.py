@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from adapterswap.errors import UnsupportedError
-from adapterswap.methods.method import DENSITY, SCALE, SEED, Method, MethodSettings, Parameter
+from adapterswap.methods.method import SCALE, Method, MethodSettings, NonlinearMethod, Parameter
+from adapterswap.methods.sparse import DareTies, Ties
 
 if TYPE_CHECKING:
     import numpy as np
@@ -293,57 +294,47 @@ class _Core(CoreMethod):
         )
 
 
-class _WithTies:
-    """The cores are merged by TIES, entry by entry."""
+class _EntryByEntry:
+    """The cores are merged as `method` merges ΔW, entry by entry."""
 
-    parameters: ClassVar[tuple[Parameter, ...]] = (SCALE, DENSITY)
-
-    def combine_cores(
-        self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
-    ) -> Core:
-        import numpy as np
-
-        from adapterswap.methods.dense import keep_largest, sum_agreeing
-
-        kept = {name: keep_largest(core.astype(np.float32), settings["density"]) for name, core in cores.items()}
-        return sum_agreeing(kept, weights, settings).astype(np.float64)
-
-
-class _WithDareTies:
-    """The cores are merged by DARE and TIES' election of signs, entry by entry."""
-
-    parameters: ClassVar[tuple[Parameter, ...]] = (SCALE, DENSITY, SEED)
+    method: ClassVar[NonlinearMethod]
 
     def combine_cores(
         self, cores: Cores, shape: tuple[int, int], weights: Mapping[str, float], settings: MethodSettings
     ) -> Core:
         import numpy as np
-
-        from adapterswap.methods.dense import drop, sum_agreeing
 
         single = {name: core.astype(np.float32) for name, core in cores.items()}
-        return sum_agreeing(drop(single, settings), weights, settings).astype(np.float64)
+        return self.method.combine(single, weights, settings).astype(np.float64)
 
 
-class KnotsTies(_WithTies, _Knots):
+class KnotsTies(_EntryByEntry, _Knots):
+    method = Ties()
+    parameters = method.parameters
     name = "knots_ties"
     title = "KnOTS with TIES (Stoica et al. 2025)"
     formula = "U·TIES(Uᵀ·ΔW_1, Uᵀ·ΔW_2, …), with U the left singular vectors of all ΔW side by side"
 
 
-class KnotsDareTies(_WithDareTies, _Knots):
+class KnotsDareTies(_EntryByEntry, _Knots):
+    method = DareTies()
+    parameters = method.parameters
     name = "knots_dare_ties"
     title = "KnOTS with DARE and TIES' election of signs (Stoica et al. 2025)"
     formula = "U·DARE-TIES(Uᵀ·ΔW_1, Uᵀ·ΔW_2, …), with U the left singular vectors of all ΔW side by side"
 
 
-class CoreTies(_WithTies, _Core):
+class CoreTies(_EntryByEntry, _Core):
+    method = Ties()
+    parameters = method.parameters
     name = "core_ties"
     title = "TIES in Core Space (Panariello et al. 2025)"
     formula = "U·TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"
 
 
-class CoreDareTies(_WithDareTies, _Core):
+class CoreDareTies(_EntryByEntry, _Core):
+    method = DareTies()
+    parameters = method.parameters
     name = "core_dare_ties"
     title = "DARE with TIES' election of signs in Core Space (Panariello et al. 2025)"
     formula = "U·DARE-TIES(Uᵀ·ΔW_1·V, Uᵀ·ΔW_2·V, …)·Vᵀ, with U and V the singular vectors of all B, and of all A"

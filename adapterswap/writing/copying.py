@@ -7,16 +7,15 @@ nothing of plans.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from adapterswap.errors import ExpertError
-from adapterswap.files.numbers import check_finite, not_finite
+from adapterswap.files.numbers import check_finite, not_finite, write_at
 from adapterswap.files.tensorfile import TensorFile, open_tensors
 
-__all__ = ["copy_and_hash", "write_at"]
+__all__ = ["copy_and_hash"]
 
 _BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
 
@@ -67,10 +66,3 @@ def copy_and_hash(
                     write_at(output, view, place + done)
                 done += view.size
     return known or digest.hexdigest()
-
-
-def write_at(output: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int) -> None:
-    """Write all of `data` at `offset`; one call may write less than asked for, on a disk that fills up for instance."""
-    done = 0
-    while done < data.size:
-        done += os.pwrite(output, data[done:].data, offset + done)

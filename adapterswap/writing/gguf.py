@@ -28,13 +28,12 @@ from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.sources import is_hub_id
 from adapterswap.files.folders import OutputKind, atomic_file, atomic_folder, check_file, check_target
-from adapterswap.files.numbers import check_finite, encode, open_files
+from adapterswap.files.numbers import check_finite, encode, open_files, write_at
 from adapterswap.files.smallfiles import expand
 from adapterswap.planning.composing import adapter_plan
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.records.record import adapter_source, base_source, composition_record
-from adapterswap.writing.copying import write_at
 from adapterswap.writing.gguf_architectures import load_gguf
 from adapterswap.writing.gguf_layout import GgufTensor, PreparedGguf, prepare_gguf
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from adapterswap.arithmetic.assembling import assemble
 from adapterswap.arithmetic.outputs import Layout, OutputTensor
-from adapterswap.files.numbers import open_files
+from adapterswap.files.numbers import open_files, write_at
 from adapterswap.files.tensorfile import Tensor, header_bytes
 from adapterswap.planning.plan import Plan
-from adapterswap.writing.copying import copy_and_hash, write_at
+from adapterswap.writing.copying import copy_and_hash
 
 __all__ = ["write_computed", "write_tensors"]
 

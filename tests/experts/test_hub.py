@@ -185,7 +185,7 @@ def test_without_a_hub_the_folder_stays(run: Callable[..., Result], math: Path, 
     assert (tmp_path / "out" / "README.md").exists()
 
 
-def test_nothing_is_uploaded_unasked(hub: Hub, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+def test_nothing_is_uploaded_without_push(hub: Hub, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
     dry = run(
         "compose", "-t", math, "-l", "base", "-o", tmp_path / "x", "--bottom", 1, "--push-to-hub", "a/b", "--dry-run"
     )
