@@ -52,7 +52,7 @@ _DEPTH = 8  # generations of origins that are kept; JSON that nests deeper is re
 
 
 class _Written(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)  # most commands use few of these
 
     def content(self) -> dict[str, Any]:
         """The record as plain data, as it is written to the file."""
@@ -87,7 +87,7 @@ class SourceRecord(_Written):
 class Origin(BaseModel):
     """What an expert was itself made of: the keys of its own record that say so. Only what is shown is checked."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", defer_build=True)
 
     experts: dict[str, SourceRecord] = {}
     slice: SliceRecord | None = None
@@ -113,7 +113,7 @@ class SliceRecord(_Written):
 class ExtractionOrigin(BaseModel):
     """What an adapter was cut out of."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", defer_build=True)
 
     full: SourceRecord
 
@@ -136,7 +136,7 @@ class ConversionRecord(_Written):
 class RuleRecord(BaseModel):
     """A rule as it was applied: fields as for `Rule`. Only what is read again is checked."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", defer_build=True)
 
     layers: Any = None
     modules: Any = None
@@ -215,7 +215,7 @@ class CompositionRecord(_Written):
 class ExtractedModule(BaseModel):
     """A module of an extracted adapter: its relative error, and ‖ΔW‖ (Frobenius)."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
     rank: int
     relative_error: float = Field(ge=0)
@@ -225,7 +225,7 @@ class ExtractedModule(BaseModel):
 class LeftOut(BaseModel):
     """A change of the fine-tune that is not in the adapter: why, and ‖ΔW‖."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
     reason: str = ""
     norm: float = Field(gt=0)
@@ -234,7 +234,7 @@ class LeftOut(BaseModel):
 class ExtractionRequest(BaseModel):
     """What was asked of `extract`, and of what."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, defer_build=True)
 
     full: SourceRecord
     base: SourceRecord
