@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 
 VLLM := .venv-vllm/.installed
 
-.PHONY: demo test test-fast matrix numerics lint format dist bench peers vllm clean
+.PHONY: demo test test-fast matrix numerics lint format docs dist bench peers vllm clean
 
 demo: $(STAMP)  ## the whole story on a pico model: a table, a report page, pictures and results.json in lab-run/
 	$(BIN)/adapterswap lab --out-path lab-run --overwrite
@@ -42,6 +42,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## the site, in site/: open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 dist:  ## the wheel and the sdist in dist/: checked, installed into fresh environments without the checkout, and used there
 	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
@@ -83,4 +86,4 @@ $(VLLM): pyproject.toml requirements-vllm.txt
 	touch $(VLLM)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-peers .venv-dist dist .pytest_cache .mypy_cache .ruff_cache lab-run
+	rm -rf .venv .venv-vllm .venv-peers .venv-dist dist site .pytest_cache .mypy_cache .ruff_cache lab-run

@@ -43,6 +43,11 @@ def test_the_page_of_methods_is_what_the_registry_says() -> None:
     assert (ROOT / "docs" / "methods.md").read_text() == script.page(), "run python scripts/methods_page.py"
 
 
+def test_the_page_of_recipe_fields_is_what_the_models_say() -> None:
+    script = script_called("recipe_fields")
+    assert (ROOT / "docs" / "fields.md").read_text() == script.page(), "run python scripts/recipe_fields.py"
+
+
 def commands_shown() -> list[tuple[str, str]]:
     """Every `adapterswap …` line of a shell block in a page, continued lines joined."""
     found = []

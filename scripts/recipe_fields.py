@@ -1,0 +1,131 @@
+"""Write docs/fields.md from the models that recipes are read into; `--check` fails where the file has drifted."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from adapterswap.planning.compositions import Composition
+from adapterswap.serving.manifest import Manifest
+from adapterswap.sweeps.recipe import SweepRecipe
+from adapterswap.training.recipe import TrainRecipe
+
+PAGE = Path(__file__).parent.parent / "docs" / "fields.md"
+
+RECIPES: dict[type[BaseModel], str] = {
+    Composition: "Compositions: `adapterswap compose RECIPE`",
+    TrainRecipe: "Training: `adapterswap train RECIPE`",
+    SweepRecipe: "Sweeps: `adapterswap sweep RECIPE`",
+    Manifest: "Serving: `experts.yaml` in the folder of `adapterswap serve --experts`",
+}
+
+INTRODUCTION = """# Recipe fields
+
+Every key that a recipe may have. Written by `python scripts/recipe_fields.py` from the models that recipes are read
+into. [Recipes](recipes.md) shows them at work, and `adapterswap recipes validate FILE` checks a file.
+"""
+
+
+def page() -> str:
+    """The page: each kind of recipe, and below it the models that its fields hold."""
+    parts = [INTRODUCTION]
+    shown: set[type[BaseModel]] = set()
+    for model, title in RECIPES.items():
+        parts.append(f"## {title}\n")
+        parts += _sections(model, shown)
+    return "\n".join(parts)
+
+
+def _sections(model: type[BaseModel], shown: set[type[BaseModel]]) -> list[str]:
+    """A table of the model's fields, then those of the models that it holds and that no table shows yet."""
+    shown.add(model)
+    lines = [_summary(model), "", "| field | values | default | |", "|---|---|---|---|"]
+    inner: list[type[BaseModel]] = []
+    for name, field in model.model_fields.items():
+        inner += [held for held in _models(field.annotation) if held not in shown and held not in inner]
+        # A sweep's families have the fields of a composition, each with several values.
+        description = field.description or getattr(Composition.model_fields.get(name), "description", None) or ""
+        cells = (f"`{field.alias or name}`", _values(field), _default(field), _cell(description))
+        lines.append(f"| {' | '.join(cells)} |")
+    parts = ["\n".join(lines) + "\n"]
+    for held in inner:
+        if held not in shown:
+            parts += [f"### {held.__name__}\n", *_sections(held, shown)]
+    return parts
+
+
+def _summary(model: type[BaseModel]) -> str:
+    """The first paragraph of the model's docstring."""
+    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation names, also inside containers."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models(inner)]
+
+
+def _values(field: FieldInfo) -> str:
+    """What the field takes, with its bounds."""
+    text = _type(field.annotation)
+    for bound in field.metadata:
+        for name, sign in {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}.items():
+            if (value := getattr(bound, name, None)) is not None:
+                text += f", {sign} {_number(value)}"
+    return text
+
+
+def _type(annotation: Any) -> str:
+    """A type in words: `text`, `number`, `a` or `b`, a list or a mapping of these, or the section of a model."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_type(kind) for kind in inner if kind is not NoneType))
+    if origin in (list, tuple, set, frozenset) or (isinstance(origin, type) and origin.__name__ == "Sequence"):
+        return f"list of {_type(inner[0])}" if inner else "list"
+    if origin is dict or (isinstance(origin, type) and origin.__name__ == "Mapping"):
+        return f"mapping to {_type(inner[1])}"
+    if hasattr(annotation, "__metadata__"):
+        return _type(inner[0])
+    names = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`", Any: "anything"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True) if field.default is PydanticUndefined else field.default
+    if value is None or isinstance(value, BaseModel) or value in ((), {}, [], ""):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, list | tuple):
+        return ", ".join(f"`{item}`" for item in value)
+    return f"`{_number(value)}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value:,}"
+
+
+def _cell(text: str) -> str:
+    """Text that stays in one cell of a table."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    if "--check" not in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE.name} has drifted from the models: run python scripts/recipe_fields.py")
