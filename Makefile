@@ -43,7 +43,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## the site, in site/: open site/index.html
+docs: $(STAMP)  ## the site, in site/; `mkdocs serve` shows it with its search
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 dist:  ## the wheel and the sdist in dist/: checked, installed into fresh environments without the checkout, and used there

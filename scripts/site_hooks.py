@@ -34,7 +34,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Make links between files of the repository lead to pages of the site; those to other files become plain text."""
     elsewhere = pages_elsewhere()
     here = page.file.src_uri
-    source = next((source for source, place in elsewhere.items() if place == here), f"docs/{here}")
+    places = {place: source for source, place in elsewhere.items() if source != "README.md"}
+    source = places.get(here, f"docs/{here}")
 
     def link(match: re.Match[str]) -> str:
         picture, text, target, anchor = match.groups()

@@ -88,6 +88,8 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 def test_links_out_of_docs_lead_to_pages_of_the_site(site: Path) -> None:
     assert 'href="examples/plugin_method.html"' in (site / "compose.html").read_text()
+    assert 'href="concepts.html"' in (site / "index.html").read_text()
+    assert 'href="architecture.html"' in (site / "contributing.html").read_text()
     assert (site / "examples" / "plugin_method.html").is_file()
 
 
