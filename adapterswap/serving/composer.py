@@ -11,7 +11,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -81,8 +82,12 @@ class NamedComposer:
         self._lock = threading.Lock()
         self._allowed = None if manifest.allow is None else {self._rules(name) for name in manifest.allow}
 
-    def folder(self, name: str) -> Path:
+    def folder(self, name: str, composed: Callable[[float], object] = lambda seconds: None) -> Path:
         """The folder of the adapter that `name` means.
+
+        Args:
+            name: what the client asked for.
+            composed: called with the seconds that it took where the folder was not in the cache.
 
         Raises:
             UnknownNameError: it means nothing here, names an expert that does not exist, or is not allowed.
@@ -93,14 +98,24 @@ class NamedComposer:
             RunError: the limit on compositions is reached.
             OutputError: the cache cannot be written.
         """
+        begun, written = time.perf_counter(), False
+
+        def write(path: Path) -> None:
+            nonlocal written
+            self._write(plan, path)
+            written = True
+
         with self._hidden_paths():
             plan = self.plan(name)
             self._admit(name, _what(plan))
             try:
-                return self.cache.get(self.key(plan), lambda path: self._write(plan, path))
+                folder = self.cache.get(self.key(plan), write)
             except BaseException:
                 self.release(name)
                 raise
+        if written:
+            composed(time.perf_counter() - begun)
+        return folder
 
     def release(self, name: str) -> None:
         """Stop counting a name, because it was unloaded or could not be composed. Its folder stays until a restart.

@@ -60,8 +60,7 @@ class Proxy(ThreadingHTTPServer):
 
     def models(self) -> Sequence[str]:
         """The names that are listed: the base, and what is allowed, or else the experts."""
-        manifest = self.composer.manifest
-        return [self.base_name, *(manifest.allow if manifest.allow is not None else manifest.experts)]
+        return [self.base_name, *self.composer.manifest.names]
 
     def translated(self, raw: bytes) -> _Request:
         """A client's request as llama.cpp is to get it: with the scales that the model's name means.

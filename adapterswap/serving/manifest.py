@@ -35,6 +35,11 @@ class Manifest(StrictModel):
         description="How many compositions one server serves; each takes an adapter's space.",
     )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a server lists: those in `allow`, or else the experts."""
+        return self.allow if self.allow is not None else tuple(self.experts)
+
 
 def read_manifest(path: str | Path) -> Manifest:
     """Read `experts.yaml`, or list a folder: each folder in it that holds an adapter is an expert of that name.

@@ -5,6 +5,8 @@
   reached. Unloading by `POST /v1/unload_lora_adapter` stays: it is how a name is composed anew after an expert changed.
   What was unloaded no longer counts towards `max_compositions`.
 * vLLM answers as the base where a request names no model. Here every request for a model must name one, else a 400.
+* vLLM lists a composition under `/v1/models` only once somebody has asked for it. Here the experts are listed from the
+  start, or the names in `allow`.
 * The server starts to listen only after it has decoded a token; see `readiness`.
 
 A plain ASGI application; imports vLLM only to check that it can decode.
@@ -13,7 +15,7 @@ A plain ASGI application; imports vLLM only to check that it can decode.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
@@ -47,6 +49,8 @@ class ManifestOnly:
             await self._app(scope, receive, _checked(scope["app"], send))
         elif scope["type"] == "http" and _loads(scope["path"]):
             await _refuse(send, 403, "PermissionDeniedError", _NO_LOADING, None)
+        elif scope["type"] == "http" and scope.get("method") == "GET" and scope["path"].endswith("/v1/models"):
+            await self._app(scope, receive, _listing(send))
         elif scope["type"] == "http" and scope.get("method") == "POST":
             messages, body = await _read(receive)
             if _lacks_model(body, self._declares_model(scope)):
@@ -99,6 +103,36 @@ def _unloading(body: bytes, send: _Send) -> _Send:
         await send(message)
 
     return reported
+
+
+def _listing(send: _Send) -> _Send:
+    """`send`, which adds the names on offer to vLLM's list of models."""
+    from adapterswap.serving.plugin import offered
+
+    held: list[_Message] = []
+
+    async def listed(message: _Message) -> None:
+        held.append(message)
+        if message["type"] == "http.response.start" or message.get("more_body", False):
+            return
+        start, *parts = held
+        body = b"".join(part.get("body", b"") for part in parts)
+        if start["status"] == 200:
+            with suppress(ValueError, TypeError, KeyError, IndexError):  # not the list that vLLM 0.32 sends
+                body = json.dumps(_with_names(json.loads(body), offered())).encode()
+        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await send({"type": "http.response.body", "body": body})
+
+    return listed
+
+
+def _with_names(models: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """vLLM's list, whose first entry is the base, and an entry for each name that is not in it."""
+    base, listed = models["data"][0], {model["id"] for model in models["data"]}
+    card = {"object": "model", "created": base["created"], "owned_by": "adapterswap", "root": None}
+    more = [{"id": name, **card, "parent": base["id"]} for name in names if name not in listed]
+    return {**models, "data": [*models["data"], *more]}
 
 
 async def _read(receive: _Receive) -> tuple[list[_Message], bytes]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from adapterswap.serving.composer import NamedComposer
+    from adapterswap.serving.manifest import Manifest
 
-__all__ = ["BASE_MODEL", "CACHE", "EXPERTS", "MAX_LORA_RANK", "NAME", "register", "unloaded"]
+__all__ = ["BASE_MODEL", "CACHE", "EXPERTS", "MAX_LORA_RANK", "NAME", "offered", "register", "unloaded"]
 
 NAME = "adapterswap"  # the plugin's, as VLLM_PLUGINS names it, and the resolver's
 BASE_MODEL = "ADAPTERSWAP_BASE_MODEL"  # as adapterswap names it, with a revision; what vLLM has as --model if unset
@@ -24,6 +25,7 @@ MAX_LORA_RANK = "ADAPTERSWAP_MAX_LORA_RANK"  # what vLLM was given as --max-lora
 _VLLM_DEFAULT_RANK = 16
 
 _composer: NamedComposer | None = None  # of this process
+_manifest: Manifest | None = None  # likewise
 
 
 def register() -> None:
@@ -44,16 +46,34 @@ def register() -> None:
 
 def _start(base_model: str) -> NamedComposer:
     """The composer that the environment describes."""
-    from adapterswap.serving import Cache, NamedComposer, read_manifest
+    from adapterswap.serving import Cache, NamedComposer
     from adapterswap.serving.cache import default_cache
 
-    manifest = read_manifest(Path(os.environ[EXPERTS]))
     cache = Cache(os.environ.get(CACHE) or default_cache())
     cache.hold()
     rank = int(os.environ.get(MAX_LORA_RANK) or _VLLM_DEFAULT_RANK)
     global _composer
-    _composer = NamedComposer(manifest, os.environ.get(BASE_MODEL) or base_model, cache, rank)
+    _composer = NamedComposer(_read_manifest(), os.environ.get(BASE_MODEL) or base_model, cache, rank)
     return _composer
+
+
+def offered() -> tuple[str, ...]:
+    """The names that a client may ask for: those in `allow`, or else the experts; none where EXPERTS is not set.
+
+    Raises:
+        AdapterswapError: see `read_manifest`.
+    """
+    return _read_manifest().names if os.environ.get(EXPERTS) else ()
+
+
+def _read_manifest() -> Manifest:
+    """What the environment names, as it was when this process first read it."""
+    from adapterswap.serving import read_manifest
+
+    global _manifest
+    if _manifest is None:
+        _manifest = read_manifest(Path(os.environ[EXPERTS]))
+    return _manifest
 
 
 def unloaded(name: str) -> None:

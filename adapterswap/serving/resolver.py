@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,9 +53,10 @@ class CompositionResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not in
         return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=str(folder))
 
     def _compose(self, base_model: str, name: str) -> Path:
-        begun = time.perf_counter()
         with self._lock:
             self._composer = self._composer or self._start(base_model)
-        folder = self._composer.folder(name)
-        _log.info("%s is %s, found in %.0f ms", name, folder.name, 1000 * (time.perf_counter() - begun))
+        times: list[float] = []
+        folder = self._composer.folder(name, times.append)
+        how = f"composed in {1000 * times[0]:.0f} ms" if times else "composed before"
+        _log.info("%s: %s (%s)", name, how, folder.name)
         return folder

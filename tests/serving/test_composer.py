@@ -82,6 +82,14 @@ def test_the_same_composition_is_the_same_folder(composer: Compose) -> None:
     assert composer().folder("math+swahili@bottom=2,top=1") == first  # another server, the same cache
 
 
+def test_a_composition_is_reported_once_with_its_time(composer: Compose) -> None:
+    served, times = composer(), list[float]()
+    for name in ("math+swahili", "math+swahili", "math+swahili@bottom=1,top=0"):
+        served.folder(name, times.append)
+    assert len(times) == 1
+    assert times[0] > 0
+
+
 def test_the_folder_follows_the_content_not_the_place(
     composer: Compose, experts: Path, served_base: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -306,6 +306,7 @@ def test_an_unloaded_name_no_longer_counts(
     lines = "".join(f"  {name}: {experts / name}\n" for name in ("math", "swahili"))
     manifest.write_text(f"experts:\n{lines}max_compositions: 1\n")
     monkeypatch.setattr(plugin, "_composer", None)
+    monkeypatch.setattr(plugin, "_manifest", None)
     unload = b'{"lora_name": "math"}'
     ask("/v1/unload_lora_adapter", unload)  # nothing was served yet
     monkeypatch.setenv(plugin.EXPERTS, str(manifest))
@@ -346,3 +347,49 @@ def test_other_requests_are_handed_on_as_they_came(path: str, body: bytes) -> No
     sent, handed_on = ask(path, body[:3], body[3:])
     assert sent[0]["status"] == 200
     assert handed_on == body
+
+
+VLLMS_LIST = {"object": "list", "data": [{"id": "tiny", "created": 7, "root": "/base"}, {"id": "math", "root": "/a"}]}
+
+
+def listed(status: int, *parts: bytes) -> tuple[Any, Any]:
+    """The start and the body that the middleware sends where vLLM sends these parts for GET /v1/models."""
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, parts))).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for number, part in enumerate(parts, start=1):
+            await send({"type": "http.response.body", "body": part, "more_body": number < len(parts)})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/prefix/v1/models"}
+    asyncio.run(ManifestOnly(application)(scope, None, send))  # type: ignore[arg-type]
+    start, body = sent
+    assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+    return start, body["body"]
+
+
+@pytest.mark.parametrize("allow", [None, ["math", "math+swahili@bottom=2,top=1"]], ids=str)
+def test_the_list_of_models_has_what_may_be_asked(
+    allow: list[str] | None, experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = tmp_path / "experts.yaml"
+    content = {"experts": {name: str(experts / name) for name in ("math", "swahili")}}
+    manifest.write_text(json.dumps(content | ({} if allow is None else {"allow": allow})))  # JSON is YAML
+    monkeypatch.setattr(plugin, "_manifest", None)
+    monkeypatch.setenv(plugin.EXPERTS, str(manifest))
+    raw = json.dumps(VLLMS_LIST).encode()
+    for parts in ((raw,), (raw[:20], raw[20:])):
+        found = json.loads(listed(200, *parts)[1])
+        assert found["data"][:2] == VLLMS_LIST["data"]
+        assert [model["id"] for model in found["data"]] == ["tiny", "math", (allow or ["", "swahili"])[1]]
+        assert found["data"][2]["parent"] == "tiny"
+
+
+@pytest.mark.parametrize(("status", "body"), [(401, b'{"error": "Unauthorized"}'), (200, b"[]"), (200, b"not JSON")])
+def test_another_answer_to_the_list_of_models_stays(status: int, body: bytes) -> None:
+    start, sent = listed(status, body)
+    assert (start["status"], sent) == (status, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def folder(pristine: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     """Experts of which some will be damaged or changed under the live server."""
     folder = tmp_path_factory.mktemp("serving")
     shutil.copytree(pristine("llama"), folder / "experts")
-    for name in ("torn", "sick", "changing", "fading"):
+    for name in ("torn", "sick", "changing", "fading", "untouched"):
         shutil.copytree(pristine("llama") / "math", folder / "experts" / name)
     return folder
 
@@ -88,6 +89,16 @@ def test_200_requests_over_20_compositions_are_all_right(server: Server, referen
     status, models = server.get("/v1/models")
     assert status == 200
     assert {"tiny", *COMPOSITIONS} <= {model["id"] for model in models["data"]}
+    log = server.log.read_text()
+    for name in COMPOSITIONS:
+        assert len(re.findall(rf" {re.escape(name)}: composed in \d+ ms", log)) == 1, name
+
+
+def test_the_experts_are_listed_before_anybody_asks(server: Server, folder: Path) -> None:
+    """`untouched` is never asked for in this module."""
+    models = {model["id"]: model for model in server.get("/v1/models")[1]["data"]}
+    assert {"tiny", "math", "untouched"} <= models.keys()
+    assert (models["untouched"]["parent"], models["untouched"]["root"]) == ("tiny", None)
 
 
 @pytest.mark.parametrize(
