@@ -29,6 +29,10 @@ _PICKLE = "Read adapter_model.bin too, by torch.load(weights_only=True), which r
 @click.option("--rank", type=click.IntRange(1, 65536), metavar="R", help="Highest rank of a module.")
 @click.option("--max-error", type=float, metavar="E", help="Refuse a larger relative error of any module's ΔW.")
 @click.option(
+    "--saved-rank", type=click.IntRange(1, 65536), metavar="R",
+    help="Make LoRA of at most this rank of modules trained in full (modules_to_save).",
+)  # fmt: skip
+@click.option(
     "--base-model", type=EXPERT, metavar="PATH|ID", help="The base, where the adapter names none or elsewhere."
 )
 @click.option("--allow-pickle", is_flag=True, help=_PICKLE)

@@ -7,11 +7,10 @@ Of other kinds PEFT gives the dense ΔW, of which the truncated SVD is the best 
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +23,12 @@ from adapterswap.changes.deltas import Factors
 from adapterswap.checking.comparing import Difference, compare
 from adapterswap.converting.peft_deltas import CONVERTIBLE, load_with_base
 from adapterswap.converting.pickled import PICKLED, as_safetensors
+from adapterswap.converting.result import Conversion, ConvertedModule
+from adapterswap.converting.saved_modules import write_lowered
 from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, NotFoundError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import factor_key
 from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, open_adapter, read_adapter
-from adapterswap.experts.checkpoints import WEIGHT_FILES
+from adapterswap.experts.checkpoints import WEIGHT_FILES, open_checkpoint
 from adapterswap.experts.identity import sha256_of
 from adapterswap.experts.naming import renamed_adapter
 from adapterswap.experts.sources import Source, at_revision, find_source
@@ -52,52 +53,6 @@ _RESOLUTION = 5e-8  # of errors that are computed from inner products
 _CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
-@dataclass(frozen=True)
-class ConvertedModule:
-    """A module of a converted adapter.
-
-    Attributes:
-        name: its full name, as it is written.
-        rank: of its factors.
-        norm: ‖ΔW‖ before (Frobenius).
-        error: ‖ΔW - ΔW'‖ / ‖ΔW‖, with the factors as they are written; below 5e-8 it is 0.
-    """
-
-    name: str
-    rank: int
-    norm: float
-    error: float
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` wrote, or would write.
-
-    Attributes:
-        out_path: the folder.
-        peft_type: the kind that it was before, such as LORA, DORA or LOHA.
-        pickled: whether it was a pickle.
-        modules: its LoRA modules.
-    """
-
-    out_path: Path
-    peft_type: str
-    pickled: bool
-    modules: tuple[ConvertedModule, ...]
-
-    @property
-    def relative_error(self) -> float:
-        """‖ΔW - ΔW'‖ / ‖ΔW‖ over all modules together."""
-        norm = math.sqrt(math.fsum(module.norm**2 for module in self.modules))
-        apart = math.sqrt(math.fsum((module.norm * module.error) ** 2 for module in self.modules))
-        return apart / norm if norm else 0.0
-
-    @property
-    def worst(self) -> ConvertedModule:
-        """The module with the largest error."""
-        return max(self.modules, key=lambda module: module.error)
-
-
 def convert(
     adapter: str | Path,
     out_path: str | Path,
@@ -107,6 +62,7 @@ def convert(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     rank: int | None = None,
     max_error: float | None = None,
+    saved_rank: int | None = None,
     base_model: str | None = None,
     allow_pickle: bool = False,
     overwrite: bool = False,
@@ -128,7 +84,10 @@ def convert(
         rank: the highest rank of a module; other kinds than LoRA need this or `max_error`.
         max_error: no module may have a larger relative error of ΔW, rounding included, or the conversion is refused. Of
             other kinds than LoRA each module gets the smallest rank that is enough, up to `rank`.
-        base_model: the adapter's base, where it names none or another place. DoRA and the like need its weights.
+        saved_rank: make LoRA of at most this rank of every module trained in full (`modules_to_save`), by the
+            truncated SVD of W - W_base, so that engines that serve LoRA alone take the adapter. By default they stay.
+        base_model: the adapter's base, where it names none or another place. DoRA and the like need its weights, and so
+            does `saved_rank`.
         allow_pickle: read `adapter_model.bin`, by `torch.load(weights_only=True)` and nothing else.
         overwrite: replace the folder, if `convert` or its like wrote it.
         dry_run: compute and report everything, and write nothing.
@@ -144,7 +103,7 @@ def convert(
         ExpertError: it is damaged, or changes nothing.
         BaseModelError: its base is needed, and is not known or cannot be loaded.
         UnsupportedError: it is a pickle and `allow_pickle` is False; PEFT has no ΔW for its kind; an error is above
-            `max_error`.
+            `max_error`; `saved_rank` is given, and a module trained in full is a vector, such as a norm.
         OutputError: the folder exists (without `overwrite`), holds other files, overlaps the input, or cannot be
             written.
     """
@@ -152,6 +111,8 @@ def convert(
         raise ArgumentError(f"`names` is {names!r}", "Pass transformers4 or transformers5", parameter="names")
     if dtype is not None and dtype not in FLOAT_NAMES:
         raise ArgumentError(f"`dtype` is {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
+    if saved_rank is not None and (type(saved_rank) is not int or saved_rank < 1):
+        raise ArgumentError(f"`saved_rank` is {saved_rank!r}", "Pass a whole number above 0", parameter="saved_rank")
     stored = FLOAT_NAMES[dtype] if dtype else None
     form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[adapter, base_model])
@@ -173,13 +134,22 @@ def convert(
             own = _cut(folder, cut, form, base_model, progress)
             opened = read_adapter(replace(source, folder=cut))
             form = replace(form, max_rank=None, max_error=None)
+        lowers = saved_rank is not None and bool(opened.saved)
+        if saved_rank is not None and lowers:
+            lowered = Path(place) / "lowered"
+            lowered.mkdir()
+            base = open_checkpoint(_base_of(opened.config.base_model, opened.config.revision, base_model))
+            own |= write_lowered(
+                opened, base, lowered, rank=min(saved_rank, rank or saved_rank), error=max_error, dtype=stored
+            )
+            opened = read_adapter(replace(source, folder=lowered))
         expert = expert_name(adapter, {}, "expert")
         prepared = prepare(_plan_of(opened, expert, base_model), form)
         target = Path(place) / "written"
         original = {file: sha256_of(source.folder / file) for file in (PICKLED if pickled else WEIGHTS, CONFIG)}
 
         def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
-            if kind == "LORA" and not pickled:
+            if kind == "LORA" and not (pickled or lowers):
                 return record
             experts = {name: one.model_copy(update={"sha256": original}) for name, one in record.experts.items()}
             sha256 = {file: sha256_of(written / file) for file in (WEIGHTS, CONFIG)}
@@ -190,9 +160,12 @@ def convert(
                 rank=rank,
                 max_error=max_error,
                 sha256=sha256,
-                **({"relative_error": total.relative_error} if own else {}),
                 modules={m.name: {"rank": m.rank, "relative_error": m.error, "norm": m.norm} for m in own.values()},
             )
+            if own:
+                conversion = conversion.model_copy(update={"relative_error": total.relative_error})
+            if lowers:
+                conversion = conversion.model_copy(update={"saved_rank": saved_rank})
             return record.model_copy(update={"experts": experts, "conversion": conversion})
 
         trial = dry_run or max_error is not None  # errors are known once the files are
@@ -257,9 +230,7 @@ def _cut(
 
     config = read_json(folder / CONFIG)
     named = config.get("base_model_name_or_path")
-    reference = base_model or (at_revision(named, config.get("revision")) if isinstance(named, str) else None)
-    if reference is None:
-        raise BaseModelError("The adapter names no base model", "Pass `base_model`", parameter="base_model")
+    reference = _base_of(named, config.get("revision"), base_model)
     base = find_source(reference, WEIGHT_FILES, what="base model")
     loaded = load_with_base(folder, base.folder, reference)
     tensors: dict[str, Any] = {}
@@ -295,6 +266,14 @@ def _cut(
     return found
 
 
+def _base_of(named: object, revision: str | None, base_model: str | None) -> str:
+    """The base that the caller gave, or else the one that the adapter names."""
+    reference = base_model or (at_revision(named, revision) if isinstance(named, str) else None)
+    if reference is None:
+        raise BaseModelError("The adapter names no base model", "Pass `base_model`", parameter="base_model")
+    return reference
+
+
 def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
     """The plan that gives everything to the one expert. Where the base is out of reach, its depth does not matter."""
     composition = Composition(allocation=(Rule(expert=expert),), base_model=base_model)
@@ -312,16 +291,22 @@ def _least_depth(adapter: Adapter) -> int:
 def _measured(
     before: Adapter, after: Adapter, slots: Mapping[str, Any], own: Mapping[str, ConvertedModule]
 ) -> tuple[ConvertedModule, ...]:
-    """The modules with their errors: of a LoRA against its own factors, of other kinds against the dense ΔW."""
-    if own:
-        names = {slot.module: name for name, slot in slots.items()}
-        return tuple(replace(module, name=names.get(name, name)) for name, module in own.items())
-    new = {slot.module: name for name, slot in slots.items()}
-    renamed = renamed_adapter(before, {n: new.get(n, n) for n in (*before.modules, *before.saved)}, "", after.container)
-    return tuple(
-        ConvertedModule(one.name, after.modules[one.name].rank, one.norms[0], _error(one))
-        for one in compare(renamed, after)
-        if one.name in after.modules
+    """The modules with their errors: those in `own`, and the others against their factors before."""
+    names = {slot.module: name for name, slot in slots.items()}
+    known = [replace(module, name=names.get(name, name)) for name, module in own.items()]
+    if own.keys() >= before.modules.keys():
+        return tuple(known)
+    renamed = renamed_adapter(
+        before, {n: names.get(n, n) for n in (*before.modules, *before.saved)}, "", after.container
+    )
+    done = {module.name for module in known}
+    return (
+        *(
+            ConvertedModule(one.name, after.modules[one.name].rank, one.norms[0], _error(one))
+            for one in compare(renamed, after)
+            if one.name in after.modules and one.name not in done
+        ),
+        *known,
     )
 
 

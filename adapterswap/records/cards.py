@@ -278,11 +278,15 @@ def _size(layout: Layout) -> str:
 def _conversion(record: CompositionRecord) -> list[str]:
     """A line on where the numbers come from, if they were not those of a LoRA in a safetensors file."""
     found = record.conversion
-    if found is None or not found.modules:
-        return [] if found is None else ["converted from a pickled file (adapter_model.bin)"]
+    if found is None or not (found.modules or found.pickled):
+        return []
+    if not found.modules:
+        return ["converted from a pickled file (adapter_model.bin)"]
     ranks = sorted({module["rank"] for module in found.modules.values()})
     rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
     error = escaped(error_text(found.relative_error or 0.0))
+    if found.peft_type == "LORA":
+        return [f"modules trained in full were made LoRA of {rank}: the relative error of their ΔW is {error}"]
     return [f"converted from {escaped(found.peft_type)} to rsLoRA of {rank}: the relative error of ΔW is {error}"]
 
 

@@ -119,7 +119,8 @@ class ExtractionOrigin(BaseModel):
 
 
 class ConversionRecord(_Written):
-    """What was not a LoRA in a safetensors file before: where its numbers come from, and how near they are.
+    """What was not a LoRA in a safetensors file before, in whole or in part: where its numbers come from, and how near
+    they are.
 
     The last digits of a singular value decomposition are the machine's, so the result is known by its hash.
     """
@@ -128,7 +129,8 @@ class ConversionRecord(_Written):
     pickled: bool = False
     rank: int | None = None
     max_error: float | None = None
-    relative_error: float | None = Field(default=None, ge=0, description="Over all modules together.")
+    saved_rank: int | None = Field(default=None, description="Of modules that were trained in full before.")
+    relative_error: float | None = Field(default=None, ge=0, description="Over these modules together.")
     modules: dict[str, dict[str, int | float]] = Field(default={}, description="Rank, relative error and norm of ΔW.")
     sha256: dict[str, str] = Field(description="Of the adapter's own files.")
 

@@ -79,7 +79,7 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
     if adapter.saved:
         problems.add(
             f"{name} holds {', '.join(adapter.saved)} trained in full (modules_to_save), which {engine} does not serve",
-            "Merge it into full weights, or train it as LoRA",
+            "Make LoRA of them with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
             parameter="experts",
             kind=UnsupportedError,
         )

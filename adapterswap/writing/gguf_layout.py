@@ -211,7 +211,8 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     for saved in plan.saved.values():
         if saved.terms:
             problems.add(
-                f"{saved.name} was trained in full, and a LoRA in GGUF holds only low-rank changes", MERGE_REMEDY
+                f"{saved.name} was trained in full, and a LoRA in GGUF holds only low-rank changes",
+                f"Make LoRA of it with `adapterswap convert` and a `saved_rank`. {MERGE_REMEDY}",
             )
     found: dict[str, _Place] = {}
     orders: dict[Projection, Rows | None] = {}

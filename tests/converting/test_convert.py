@@ -266,3 +266,90 @@ def test_convert_on_the_command_line(math: Path, run: Callable[..., Result], tmp
     with refused(OutputError, "out_path"):
         adapterswap.convert(math, out)
     assert isinstance(adapterswap.convert(math, out, overwrite=True), Conversion)
+
+
+def with_saved(base: Path, folder: Path, saved: list[str], *, change: int = 3, **options: Any) -> Path:
+    """A LoRA beside whole modules, whose weights differ from the base's by a matrix of rank `change`."""
+    settings = {"r": 4, "use_rslora": True, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options
+    config = peft.LoraConfig(modules_to_save=saved, **settings)
+    model = get_peft_model(load_base(base), config)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or name.endswith("bias"):
+            continue
+        random = torch.randn(parameter.shape, generator=generator) * 0.1
+        if "lora_" in name or parameter.dim() == 1:
+            parameter.data = parameter.data + random
+        else:
+            u, sigma, v = torch.linalg.svd(random, full_matrices=False)
+            parameter.data = parameter.data + (u[:, :change] * sigma[:change]) @ v[:change]
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "saved"),
+    [
+        ("llama", ["embed_tokens", "lm_head"]),
+        ("gpt2", ["wte", "h.1.attn.c_proj"]),
+        ("llama", ["layers.0.mlp.gate_proj"]),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_modules_trained_in_full_become_lora(
+    architecture: str, saved: list[str], base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    options = {"target_modules": ["c_fc"], "fan_in_fan_out": True} if architecture == "gpt2" else {}
+    adapter = with_saved(base(architecture), tmp_path / "in", saved, **options)
+    own = PeftModel.from_pretrained(load_base(base(architecture)), adapter).eval()
+    found = adapterswap.convert(adapter, tmp_path / "out", saved_rank=3)
+    opened = adapterswap.open_adapter(tmp_path / "out")
+    assert not opened.saved
+    errors = {module.name: module.error for module in found.modules}
+    assert len(errors) == len(opened.modules)
+    for name in saved:
+        (module,) = (module for module in opened.modules.values() if module.name.endswith(name))
+        assert module.rank == 3
+        assert errors[module.name] < 1e-5
+    result = PeftModel.from_pretrained(load_base(base(architecture)), tmp_path / "out").eval()
+    assert not torch.allclose(logits(own), logits(load_base(base(architecture))), atol=1e-3)
+    close(logits(result), logits(own), depth=6)
+    assert adapterswap.verify(tmp_path / "out", {"in": adapter}).equal
+
+
+def test_the_error_of_a_lower_rank_is_that_of_the_best(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """Eckart and Young: the root of the sum of the squares of the singular values that are cut off."""
+    adapter = with_saved(base("llama"), tmp_path / "in", ["lm_head"], change=8)
+    key = "base_model.model.lm_head.weight"
+    delta = load_file(adapter / WEIGHTS)[key] - load_base(base("llama")).lm_head.weight.detach()
+    sigma = torch.linalg.svdvals(delta.double())
+    found = adapterswap.convert(adapter, tmp_path / "out", saved_rank=2)
+    (head,) = (module for module in found.modules if module.name == "lm_head")
+    assert head.error == pytest.approx(float((sigma[2:].square().sum() / sigma.square().sum()).sqrt()), rel=1e-4)
+    assert {module.error for module in found.modules if module is not head} == {0.0}
+    record = json.loads((tmp_path / "out" / "adapterswap.json").read_text())["conversion"]
+    assert record["saved_rank"] == 2
+    assert record["modules"]["lm_head"]["relative_error"] == head.error
+    with refused(UnsupportedError, "max_error"):
+        adapterswap.convert(adapter, tmp_path / "none", saved_rank=2, max_error=0.01)
+    small = adapterswap.convert(adapter, tmp_path / "small", saved_rank=40, max_error=0.01)
+    assert {module.rank for module in small.modules if module.name == "lm_head"} == {8}
+
+
+def test_modules_that_lora_cannot_hold(base: Callable[[str], Path], run: Callable[..., Result], tmp_path: Path) -> None:
+    adapter = with_saved(base("llama"), tmp_path / "norm", ["model.norm", "lm_head"])
+    with refused(UnsupportedError, "saved_rank"):
+        adapterswap.convert(adapter, tmp_path / "out", saved_rank=4)
+    content = load_file(adapter / WEIGHTS)
+    key = "base_model.model.model.norm.weight"
+    save_file(content | {key: load_base(base("llama")).model.norm.weight.detach()}, adapter / WEIGHTS)
+    result = run("convert", adapter, "-o", tmp_path / "out", "--saved-rank", 4)  # the norm is the base's own now
+    assert result.exit_code == 0, result.stderr
+    assert adapterswap.open_adapter(tmp_path / "out").saved == {}
+    grown = torch.zeros(100, content["base_model.model.lm_head.weight"].shape[1])
+    save_file(content | {"base_model.model.lm_head.weight": grown}, adapter / WEIGHTS)
+    with refused(BaseModelError, "base_model"):
+        adapterswap.convert(adapter, tmp_path / "grown", saved_rank=4)
+    with refused(ArgumentError, "saved_rank"):
+        adapterswap.convert(adapter, tmp_path / "grown", saved_rank=0)

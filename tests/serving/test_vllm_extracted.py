@@ -1,4 +1,5 @@
-"""An adapter cut out of a full fine-tune in vLLM's engine, against the fine-tune itself. Needs `make vllm`."""
+"""What was made LoRA, a full fine-tune or modules trained in full, in vLLM's engine against the original. Needs `make
+vllm`."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 
+from adapterswap.converting import convert
 from adapterswap.extracting import extract
 
 from .cases import LENGTH, PROMPTS
@@ -45,3 +47,29 @@ def test_the_engine_answers_as_the_fine_tune_does(served_base: Callable[[str], P
         assert alone["tokens"] == greedy(fine_tune, prompt)
         assert alone["tokens"] != mixed["tokens"]
     assert [answer["tokens"] for answer in answers["extracted"]] != [greedy(plain, prompt) for prompt in PROMPTS[:3]]
+
+
+def test_modules_trained_in_full_are_served_as_lora(served_base: Callable[[str], Path], tmp_path: Path) -> None:
+    """`modules_to_save` with a change of rank 4: LoRA of that rank is the same model."""
+    base = served_base("llama")
+    generator = torch.Generator().manual_seed(5)
+    settings = LoraConfig(r=8, target_modules=["q_proj", "up_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    model = get_peft_model(load(base), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        elif parameter.requires_grad:
+            rows, columns = parameter.shape
+            parameter.data += (
+                torch.randn(rows, 4, generator=generator) @ torch.randn(4, columns, generator=generator) * 0.3
+            )
+    model.save_pretrained(tmp_path / "trained")
+    found = convert(tmp_path / "trained", tmp_path / "experts" / "lora", saved_rank=4)
+    assert found.worst.error < 1e-5
+    told = answers_in_process(
+        base, tmp_path / "experts", tmp_path / "cache", names=["lora"], prompts=PROMPTS[:3], length=LENGTH
+    )
+    original = PeftModel.from_pretrained(load(base), tmp_path / "trained").eval()
+    tokens = [answer["tokens"] for answer in told["answers"]["lora"]]
+    assert tokens == [greedy(original, prompt) for prompt in PROMPTS[:3]]
+    assert tokens != [greedy(load(base), prompt) for prompt in PROMPTS[:3]]
