@@ -15,6 +15,7 @@ from adapterswap.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
     from adapterswap.lab import LabPlan
+    from adapterswap.lab.comparison import ComparisonPlan
 
 _SCENES = ("gap", "no-gap")
 _PARTS = 1000  # of a seed, for its bar
@@ -23,6 +24,14 @@ _PARTS = 1000  # of a seed, for its bar
 @click.command("lab")
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Bases, each with its two experts.")
 @click.option("--scene", type=click.Choice(_SCENES), default="gap", show_default=True, help="What the base lacks.")
+@click.option(
+    "--methods",
+    metavar="all|M,…",
+    help="Compare merge methods instead: all of the registry, or these. A folder that holds a part is continued.",
+)
+@click.option(
+    "--first-seed", type=click.IntRange(0), help="With --methods: where seeds begin. Default: 5, the first fresh one."
+)
 @click.option("--rebuild-base", is_flag=True, help="Pretrain the bases instead of using the shipped ones.")
 @click.option("-o", "--out-path", type=FOLDER, default="lab-run", show_default=True, help="Folder to write.")
 @click.option("--jobs", type=click.IntRange(1), help="Seeds at once, one thread each. Default: one to a core.")
@@ -32,6 +41,8 @@ _PARTS = 1000  # of a seed, for its bar
 def command(
     seeds: int,
     scene: str,
+    methods: str | None,
+    first_seed: int | None,
     rebuild_base: bool,
     out_path: str,
     jobs: int | None,
@@ -47,8 +58,17 @@ def command(
 
     Scenes: `gap`, in which the base hardly knows some words of xx; `no-gap`, in which it knows them all.
 
+    With --methods, every method chooses among eight configurations on a development set, and the chosen ones are
+    compared on a test set, with controls: random experts, reset, inverse, plain training on a few problems in xx.
+    docs/methods.md has the table of such a run.
+
     This is a constructed demonstration of a mechanism, not evidence for the papers' numbers.
     """
+    if methods is not None:
+        _compare(methods, seeds, scene, first_seed, rebuild_base, out_path, jobs, overwrite, dry_run, as_json)
+        return
+    if first_seed is not None:
+        raise click.UsageError("--first-seed goes with --methods.")
     from adapterswap.files.folders import check_target
     from adapterswap.lab import SCENES, plan_lab, run_lab
     from adapterswap.lab.run import LAB
@@ -59,7 +79,7 @@ def command(
         expected = plan_lab(chosen, seeds, rebuild_base=rebuild_base)
         print_json({"dry_run": True, **expected.to_json()}) if as_json else _print_plan(expected)
         return
-    with _progress(seeds) as tell:
+    with _progress() as tell:
         study = run_lab(
             chosen, seeds, out_path, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite, tell=tell
         )  # fmt: skip
@@ -71,6 +91,60 @@ def command(
         print_table(*tables(study))
         click.echo(CAVEAT)
     note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
+
+
+def _compare(
+    methods: str,
+    seeds: int,
+    scene: str,
+    first_seed: int | None,
+    rebuild_base: bool,
+    out_path: str,
+    jobs: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    from adapterswap.lab import SCENES, plan_comparison, run_comparison
+    from adapterswap.lab.comparison import FRESH_SEED
+
+    chosen, first = SCENES[scene], FRESH_SEED if first_seed is None else first_seed
+    if dry_run:
+        expected = plan_comparison(
+            chosen, methods, seeds, out_path, first_seed=first, rebuild_base=rebuild_base, overwrite=overwrite
+        )  # fmt: skip
+        print_json({"dry_run": True, **expected.to_json()}) if as_json else _print_comparison(expected)
+        return
+    with _progress() as tell:
+        found = run_comparison(
+            chosen, methods, seeds, out_path,
+            first_seed=first, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite, tell=tell,
+        )  # fmt: skip
+    from adapterswap.lab.comparison_table import comparison_tables
+    from adapterswap.lab.report import CAVEAT
+
+    if as_json:
+        print_json({"dry_run": False, **found})
+    else:
+        print_table(*comparison_tables(found))
+        click.echo(CAVEAT)
+    note_output(out_path, "results.json, each seed's answers and models")
+
+
+def _print_comparison(expected: ComparisonPlan) -> None:
+    few = ", ".join(map(str, expected.few))
+    pretrained = f"{len(expected.pretrained)} to pretrain" if expected.pretrained else "shipped"
+    sizes = expected.sizes
+    lines = {
+        "scene": expected.scene,
+        "seeds": f"{expected.seeds[0]} to {expected.seeds[-1]}; bases: {pretrained}",
+        "problems": f"{sizes.development:,} to choose on, or {few}; {sizes.test:,} to test on",
+        "methods": f"{', '.join(expected.methods)}; of each at most {expected.budget} configurations",
+        "controls": ", ".join(expected.controls),
+    }
+    for label, text in lines.items():
+        click.echo(f"{label:<12}{text}")
+    note_dry_run("trained")
 
 
 def _print_plan(expected: LabPlan) -> None:
@@ -88,7 +162,7 @@ def _print_plan(expected: LabPlan) -> None:
 
 
 @contextmanager
-def _progress(seeds: int) -> Iterator[Callable[[int, str, float], None]]:
+def _progress() -> Iterator[Callable[[int, str, float], None]]:
     """A bar per seed on stderr; where that is no terminal, a line whenever a seed begins something else."""
     with Progress(shown=not is_quiet()) as bars:
         rows: dict[int, ProgressRow] = {}

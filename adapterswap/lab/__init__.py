@@ -7,9 +7,13 @@ It demonstrates a mechanism, and is no evidence for the numbers of the papers. I
 
 from __future__ import annotations
 
+from adapterswap.lab.comparison import ComparisonPlan, plan_comparison, run_comparison
 from adapterswap.lab.run import LabPlan, plan_lab, run_lab
 from adapterswap.lab.scenes import SCENES, Scene
 from adapterswap.lab.seed import SeedResult, Sizes
 from adapterswap.lab.study import Study
 
-__all__ = ["SCENES", "LabPlan", "Scene", "SeedResult", "Sizes", "Study", "plan_lab", "run_lab"]
+__all__ = [
+    "SCENES", "ComparisonPlan", "LabPlan", "Scene", "SeedResult", "Sizes", "Study", "plan_comparison", "plan_lab",
+    "run_comparison", "run_lab",
+]  # fmt: skip

@@ -23,7 +23,7 @@ from adapterswap.lab.study import Study, Tell, run_study
 from adapterswap.reporting.writing import REPORT_FILES
 from adapterswap.writing.folder import ADAPTER_FILES, MODEL_FILES
 
-__all__ = ["LAB", "LabPlan", "plan_lab", "run_lab"]
+__all__ = ["LAB", "LabPlan", "plan_lab", "require_libraries", "run_lab"]
 
 _LIBRARIES = ("trl", "datasets", "matplotlib", "scipy", "jinja2")
 _RECORD = "results.json"
@@ -114,7 +114,7 @@ def run_lab(
         OutputError: `out_path` exists or cannot be written.
         AdapterswapError: a seed failed; see `run_study`.
     """
-    _require_libraries()
+    require_libraries()
     from adapterswap.lab.pictures import draw_pictures
     from adapterswap.lab.report import answers, results
     from adapterswap.reporting import lab_source, make_report, write_files
@@ -131,7 +131,8 @@ def run_lab(
     return study
 
 
-def _require_libraries() -> None:
+def require_libraries() -> None:
+    """Raise a `DependencyError` where the `lab` extra is not installed."""
     from importlib.util import find_spec
 
     if missing := [name for name in _LIBRARIES if find_spec(name) is None]:

@@ -15,7 +15,7 @@ from adapterswap.lab.lexicon import word
 from adapterswap.lab.tasks import LabRow
 from adapterswap.lab.world import WordProblem, draw_problem
 
-__all__ = ["SCENES", "Scene", "draw_problems", "language_rows", "math_rows", "pretraining_rows"]
+__all__ = ["SCENES", "Scene", "draw_problems", "language_rows", "math_rows", "pretraining_rows", "source_rows"]
 
 _Kind = Callable[[Random], LabRow]
 
@@ -110,10 +110,22 @@ def math_rows(scene: Scene, seed: int) -> list[LabRow]:
 
 def language_rows(scene: Scene, seed: int) -> list[LabRow]:
     """The language expert's rows: generic tasks in xx with its full vocabulary, and no word problem."""
-    rng = Random(f"{scene.name} language {seed}")
+    return _drawn(scene, scene.language, Random(f"{scene.name} language {seed}"))
+
+
+def source_rows(scene: Scene, seed: int) -> list[LabRow]:
+    """The rows of `language_rows` in English, for a reference expert; translation, which has no such, is left out."""
+    english = {
+        f"{name.removesuffix(' xx')} en": weight
+        for name, weight in scene.language.items()
+        if not name.startswith("translation")
+    }
+    return _drawn(scene, english, Random(f"{scene.name} source {seed}"))
+
+
+def _drawn(scene: Scene, weights: Mapping[str, float], rng: Random) -> list[LabRow]:
     kinds = _kinds(scene)
-    drawn = rng.choices(list(scene.language), list(scene.language.values()), k=scene.language_rows)
-    return [kinds[kind](rng) for kind in drawn]
+    return [kinds[kind](rng) for kind in rng.choices(list(weights), list(weights.values()), k=scene.language_rows)]
 
 
 def draw_problems(scene: Scene, part: str, number: int) -> list[WordProblem]:

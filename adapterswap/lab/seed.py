@@ -28,7 +28,7 @@ from adapterswap.planning.composing import layer_swap, soup, task_arithmetic
 from adapterswap.planning.plan import Plan
 from adapterswap.writing import write_adapter
 
-__all__ = ["METHODS", "SCALES", "ZONES", "SeedResult", "Sizes", "run_seed"]
+__all__ = ["LEARNING_RATES", "METHODS", "SCALES", "ZONES", "SeedResult", "Sizes", "run_seed", "train_expert"]
 
 # In the order of the table; the text is what each one is.
 METHODS = {
@@ -54,7 +54,7 @@ _TRAINING = {
     "adam_beta2": 0.99, "max_length": 128, "device": "cpu", "save_every_samples": None, "logging_steps": 50,
 }  # fmt: skip
 
-_LEARNING_RATE = {"math": 1.5e-3, "language": 8e-4}
+LEARNING_RATES = {"math": 1.5e-3, "language": 8e-4}
 
 Tell = Callable[[str, float], None]
 
@@ -154,20 +154,39 @@ def run_seed(
 
 def _train(folder: Path, name: str, rows: Iterable[LabRow], seed: int) -> float:
     """Train the expert `name` of the base in `folder`, and give its last training loss."""
+    return train_expert(folder / "base", folder / name, rows, seed, learning_rate=LEARNING_RATES[name])
+
+
+def train_expert(
+    base: Path, out_path: Path, rows: Iterable[LabRow], seed: int, *, learning_rate: float, **options: object
+) -> float:
+    """Train an expert as the lab does; its rows are kept beside it in NAME.jsonl.
+
+    Args:
+        base: the base's folder.
+        out_path: the folder to write.
+        options: of `TrainingOptions`, other than the lab's own.
+
+    Returns:
+        The last training loss.
+
+    Raises:
+        AdapterswapError: see `adapterswap.training.train`.
+    """
     from adapterswap.training import TrainRecipe, train
 
-    path = folder / f"{name}.jsonl"
+    path = out_path.with_name(f"{out_path.name}.jsonl")
     lines = (json.dumps({"prompt": row.prompt, "completion": row.completion}) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")
     recipe = TrainRecipe.model_validate(
         {
-            "base_model": str(folder / "base"),
+            "base_model": str(base),
             "adapter": _ADAPTER,
             "datasets": [{"path": str(path), "prompt": "{prompt}", "completion": " {completion}"}],
-            "training": {**_TRAINING, "learning_rate": _LEARNING_RATE[name], "seed": seed, "data_seed": seed},
+            "training": {**_TRAINING, "learning_rate": learning_rate, "seed": seed, "data_seed": seed, **options},
         }
     )
-    return train(recipe, out_path=folder / name, progress=False).train_losses[-1][1]
+    return train(recipe, out_path=out_path, progress=False).train_losses[-1][1]
 
 
 class _LoadedPair:

@@ -11,21 +11,24 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from adapterswap.errors import RunError
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, SeedResult, Sizes, run_seed
 from adapterswap.lab.statistics import PairedDifference, Summary, difference, summarize
 
-__all__ = ["Study", "run_study"]
+__all__ = ["Study", "run_seeds", "run_study"]
 
 Tell = Callable[[int, str, float], None]
+_Result = TypeVar("_Result")
+_Work = Callable[[int, Callable[[str, float], None]], _Result]
 _POLL_SECONDS = 0.2
 
 
@@ -83,22 +86,41 @@ def run_study(
         RunError: a seed's process died.
         AdapterswapError: see `run_seed`.
     """
+    work = partial(_run_one, scene, folder, rebuild_base, sizes)
+    return Study(scene, tuple(run_seeds(work, range(seeds), jobs=jobs, tell=tell)))
+
+
+def run_seeds(
+    work: _Work[_Result],
+    seeds: Sequence[int],
+    *,
+    jobs: int | None = None,
+    tell: Tell = lambda seed, what, done: None,
+) -> list[_Result]:
+    """What `work(seed, tell)` gives for each seed, each in a process of its own, on one thread.
+
+    Args:
+        work: can be pickled.
+        jobs, tell: as for `run_study`.
+
+    Raises:
+        RunError: a seed's process died.
+        AdapterswapError: whatever `work` raises.
+    """
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     news: Any = context.Queue()
-    workers = min(seeds, jobs or os.cpu_count() or 1)
+    workers = max(1, min(len(seeds), jobs or os.cpu_count() or 1))
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(news,)) as pool:
-        futures = [
-            pool.submit(_run, scene, seed, folder / f"seed-{seed}", rebuild_base, sizes) for seed in range(seeds)
-        ]
+        futures = {seed: pool.submit(_run, work, seed) for seed in seeds}
         try:
             _follow(futures, news, tell)
-            return Study(scene, tuple(future.result() for future in futures))
+            return [future.result() for future in futures.values()]
         except BrokenProcessPool:
             raise RunError(
                 "a seed's process was killed", "Free some memory, or use fewer `jobs`", parameter="jobs"
             ) from None
         finally:
-            for future in futures:
+            for future in futures.values():
                 future.cancel()
 
 
@@ -124,23 +146,29 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _run(scene: Scene, seed: int, folder: Path, rebuild_base: bool, sizes: Sizes) -> SeedResult:
+def _run(work: _Work[_Result], seed: int) -> _Result:
     def tell(what: str, done: float) -> None:
         _news.put((seed, what, done))
 
-    return run_seed(scene, seed, folder, rebuild_base=rebuild_base, sizes=sizes, tell=tell)
+    return work(seed, tell)
 
 
-def _follow(futures: list[Future[SeedResult]], news: Any, tell: Tell) -> None:
+def _run_one(
+    scene: Scene, folder: Path, rebuild_base: bool, sizes: Sizes, seed: int, tell: Callable[[str, float], None]
+) -> SeedResult:
+    return run_seed(scene, seed, folder / f"seed-{seed}", rebuild_base=rebuild_base, sizes=sizes, tell=tell)
+
+
+def _follow(futures: dict[int, Future[_Result]], news: Any, tell: Tell) -> None:
     """Pass on what the workers tell, until all are done or one has failed."""
-    pending = set(futures)
-    while pending and not any(future.done() and future.exception() for future in futures):
+    pending = set(futures.values())
+    while pending and not any(future.done() and future.exception() for future in futures.values()):
         _, pending = wait(pending, timeout=_POLL_SECONDS)
         while True:
             try:
                 tell(*news.get_nowait())
             except queue.Empty:
                 break
-    for seed, future in enumerate(futures):
+    for seed, future in futures.items():
         if future.done() and not future.exception():
             tell(seed, "done", 1.0)

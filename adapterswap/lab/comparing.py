@@ -1,0 +1,320 @@
+"""One seed of the comparison of all methods: experts, configurations, a development set, a test set.
+
+Every composition is written as full weights by `merge`, so all methods are exact, and its scores are those of the
+weights in float32. A method's configurations (`choices`) are judged on problems in xx of which the test set has none,
+and only the chosen ones are asked the test set. Knows nothing of other seeds, intervals and tables.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adapterswap.files.smallfiles import exists, read_json, write_json
+from adapterswap.lab.bases import write_base
+from adapterswap.lab.choices import SCALES, ZONES, Fields, choices
+from adapterswap.lab.pretraining import NUM_LAYERS
+from adapterswap.lab.scenes import Scene, draw_problems, language_rows, math_rows, source_rows
+from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.lab.seed import LEARNING_RATES, train_expert
+from adapterswap.lab.tasks import LabRow
+from adapterswap.methods.registry import find_method
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.composing import compose
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from adapterswap.lab.world import WordProblem
+
+__all__ = ["CONTROLS", "DEFAULT_SIZES", "FEW", "REFERENCE", "ComparisonSizes", "compare_seed", "trained"]
+
+REFERENCE = "layer_swap"
+
+FEW = (10, 30, 100)
+"""Numbers of problems in xx to choose on, or to train on instead."""
+
+
+def trained(number: int) -> str:
+    """The control that trains on so many problems in xx."""
+    return f"trained on {number}"
+
+
+CONTROLS = {
+    "base": "the pretrained model",
+    "math expert": "rsLoRA on English word problems",
+    "language expert": "rsLoRA on generic xx tasks",
+    "inverse swap": "the layer swap's b and u, experts exchanged",
+    "reset": "outer layers back to the base, b and u its own choice",
+    "random swap": "the layer swap with a random expert of the language expert's norms, b and u its own choice",
+    "random sum": "task arithmetic with that expert, λ its own choice",
+    **{
+        trained(number): f"the math expert, trained further on {number} worked problems in xx; steps and rate chosen"
+        for number in FEW
+    },
+}
+"""What is no method, and what it is; each with as many configurations as a method where it has any."""
+
+_TRAININGS: tuple[Fields, ...] = tuple(
+    {"learning_rate": rate, "max_steps": steps} for rate, steps in product((1.5e-3, 5e-4), (40, 10, 20, 80))
+)
+_BATCH = 10
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class ComparisonSizes:
+    """How many problems are asked.
+
+    Attributes:
+        development: in xx, to choose configurations on; `FEW` are further ones.
+        test: in xx.
+        english: of the test problems, how many are asked in English too.
+    """
+
+    development: int = 300
+    test: int = 1000
+    english: int = 300
+
+
+DEFAULT_SIZES = ComparisonSizes()
+
+
+def compare_seed(
+    scene: Scene,
+    methods: Sequence[str],
+    folder: Path,
+    rebuild_base: bool,
+    sizes: ComparisonSizes,
+    seed: int,
+    tell: Tell = lambda what, done: None,
+) -> dict[str, Any]:
+    """Train what is missing in `folder`/seed-N, judge everything, write `folder`/seed-N.json; or read it, if it exists.
+
+    Args:
+        methods: names of methods.
+        folder: where seeds go.
+        rebuild_base: pretrain the base, even if it is shipped.
+        sizes: how many problems are asked.
+        tell: called with what is being done, and with the share of the seed that is done.
+
+    Returns:
+        What seed-N.json says: `rows`, by method and control. A row has its `configurations`; `development`, the
+        accuracy of each; `chosen`, the place of the best, on all development problems (`all`) and on few; `xx`, by
+        place, and `en`, a character for each test problem, 1 where it was answered rightly.
+
+    Raises:
+        AdapterswapError: training or merging failed.
+    """
+    record = folder / f"seed-{seed}.json"
+    if exists(record):
+        return read_json(record)
+    place = folder / f"seed-{seed}"
+    place.mkdir(parents=True, exist_ok=True)
+    _experts(scene, seed, place, rebuild_base, tell)
+    few = draw_problems(scene, "development", sizes.development + max(FEW))[sizes.development :]
+    _trainings(few, seed, place, tell)
+    asked = _Asked(scene, few, sizes)
+    rows: dict[str, Any] = {}
+    jobs = _jobs(methods, place)
+    from adapterswap.training.isolation import isolated
+
+    with isolated(), TemporaryDirectory() as scratch:
+        judge = _Judge(place / "base", Path(scratch) / "merged")
+        for number, (name, configurations) in enumerate(jobs.items()):
+            tell("compositions", 0.5 + 0.5 * number / len(jobs))
+            if name == "inverse swap":  # choosing would be unfair: inverse(b, 0) is swap(0, L - b)
+                swap = rows[REFERENCE]
+                configurations = [configurations[swap["chosen"]["all"]]]
+            rows[name] = asked.row(judge, configurations, choose_on_few=not name.startswith("trained"))
+    found = {"seed": seed, "rows": rows}
+    building = record.with_suffix(".part")
+    write_json(building, found)
+    building.rename(record)
+    return found
+
+
+def _experts(scene: Scene, seed: int, place: Path, rebuild_base: bool, tell: Tell) -> None:
+    """The base and the experts that are not there yet."""
+    from adapterswap.lab.bases import shipped_file
+    from adapterswap.training.isolation import isolated
+
+    if not exists(place / "base"):
+        rebuild = rebuild_base or not shipped_file(scene, seed).exists()
+        with isolated(), _whole(place / "base") as folder:
+            write_base(
+                scene, seed, folder, rebuild=rebuild,
+                progress=lambda done, steps: tell("pretraining the base", 0.3 * done / steps),
+            )  # fmt: skip
+    for share, (name, rows) in enumerate({"math": math_rows, "language": language_rows, "source": source_rows}.items()):
+        if not exists(place / name):
+            tell(f"{name} expert", 0.3 + 0.03 * share)
+            rate = LEARNING_RATES["math" if name == "math" else "language"]
+            train_expert(place / "base", place / name, rows(scene, seed), seed, learning_rate=rate)
+    if not exists(place / "random"):
+        with _whole(place / "random") as folder:
+            _write_random(place / "language", folder, seed)
+
+
+def _trainings(few: Sequence[WordProblem], seed: int, place: Path, tell: Tell) -> None:
+    """The math expert merged into the base, and rsLoRA on top of it, trained on problems in xx."""
+    from adapterswap.merging import merge
+
+    if not exists(place / "math-merged"):
+        merge(place / "math", place / "base", out_path=place / "math-merged")
+    for number, options in product(FEW, _TRAININGS):
+        path = place / _training(number, options)
+        if not exists(path):
+            tell(f"training on {number}", 0.42)
+            rows = [LabRow(problem.prompt("xx"), problem.answer) for problem in few[:number]]
+            train_expert(place / "math-merged", path, rows, seed, batch_size=_BATCH, **options)
+
+
+def _training(number: int, options: Fields) -> str:
+    return f"trained-{number}-{options['learning_rate']:g}-{options['max_steps']}"
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A folder that gets its name when it is complete."""
+    building = target.with_name(f"{target.name}.part")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    yield building
+    building.rename(target)
+
+
+def _write_random(expert: Path, out_path: Path, seed: int) -> None:
+    """An adapter like `expert` with random factors; each module's ΔW has the norm that it has there."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(expert / "adapter_model.safetensors")
+    rng = np.random.default_rng(seed)
+    drawn: dict[str, NDArray[np.float32]] = {}
+    for name in sorted(tensors):
+        if "lora_A" not in name:
+            continue
+        partner = name.replace("lora_A", "lora_B")
+        a, b = (rng.standard_normal(tensors[key].shape).astype(np.float32) for key in (name, partner))
+        factor = np.linalg.norm(tensors[partner] @ tensors[name]) / np.linalg.norm(b @ a)
+        drawn[name], drawn[partner] = a, (b * factor).astype(np.float32)
+    save_file(drawn, out_path / "adapter_model.safetensors", metadata={"format": "pt"})
+    shutil.copy(expert / "adapter_config.json", out_path)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A configuration: what it says, and the plan of it; None is the base, a path an adapter on math-merged."""
+
+    fields: Fields
+    plan: Plan | Path | None
+
+
+def _jobs(methods: Sequence[str], place: Path) -> dict[str, list[_Job]]:
+    """Everything that is judged, by row. The layer swap comes before its inverse."""
+
+    def composed(method: str, fields: Fields, task: str = "math", language: str | list[str] = "language") -> _Job:
+        names = [name for name in (task, *([language] if isinstance(language, str) else language)) if name != BASE]
+        composition = Composition(
+            experts={name: str(place / name) for name in names}, base_model=str(place / "base"), num_layers=NUM_LAYERS,
+            method=method, task=task, language=language, **fields,
+        )  # fmt: skip
+        return _Job(fields, compose(composition))
+
+    jobs: dict[str, list[_Job]] = {}
+    for name in dict.fromkeys((REFERENCE, *methods)):
+        method = find_method(name)
+        language: str | list[str] = ["language", "source"] if method.sides[0] == 3 else "language"
+        jobs[name] = [composed(name, fields, language=language) for fields in choices(method)]
+    alone = {"bottom": 0, "top": 0}
+    jobs["base"] = [_Job({}, None)]
+    jobs["math expert"] = [composed(REFERENCE, alone, "math", BASE)]
+    jobs["language expert"] = [composed(REFERENCE, alone, "language", BASE)]
+    jobs["inverse swap"] = [composed(REFERENCE, zones, "language", "math") for zones in ZONES]
+    jobs["reset"] = [composed(REFERENCE, zones, "math", BASE) for zones in ZONES]
+    jobs["random swap"] = [composed(REFERENCE, zones, "math", "random") for zones in ZONES]
+    jobs["random sum"] = [composed("task_arithmetic", fields, "math", "random") for fields in SCALES]
+    for number in FEW:
+        jobs[trained(number)] = [_Job(options, place / _training(number, options)) for options in _TRAININGS]
+    return jobs
+
+
+class _Judge:
+    """A base whose weights are replaced by those of one composition after the other."""
+
+    def __init__(self, base: Path, scratch: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._base, self._scratch = base, scratch
+        self._model = AutoModelForCausalLM.from_pretrained(base).eval()
+
+    @contextmanager
+    def holding(self, plan: Plan | Path | None) -> Iterator[Any]:
+        """The model with a composition's weights."""
+        from safetensors.torch import load_file
+
+        from adapterswap.merging import merge
+
+        folder = self._base
+        if plan is not None:
+            base = plan.with_name("math-merged") if isinstance(plan, Path) else self._base
+            folder = merge(plan, base, out_path=self._scratch)
+        state = load_file(folder / "model.safetensors")
+        missing = self._model.load_state_dict(state, strict=False).missing_keys
+        assert missing in ([], ["lm_head.weight"]), missing  # the head is the embeddings
+        yield self._model
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class _Asked:
+    """The problems of a scene, and a row's scores on them."""
+
+    def __init__(self, scene: Scene, few: Sequence[WordProblem], sizes: ComparisonSizes) -> None:
+        test = draw_problems(scene, "test", sizes.test)
+        self._development = Questions(draw_problems(scene, "development", sizes.development), "xx")
+        self._few = Questions(few, "xx")
+        self._test = Questions(test, "xx")
+        self._english = Questions(test[: sizes.english], "en")
+
+    def row(self, judge: _Judge, jobs: Sequence[_Job], *, choose_on_few: bool) -> dict[str, Any]:
+        """Judge a row's configurations, choose, and ask the chosen ones the test set."""
+        chosen, accuracies = {"all": 0}, []
+        if len(jobs) > 1:
+            on_few = []
+            for job in jobs:
+                with judge.holding(job.plan) as model:
+                    accuracies.append(float(exact_match(model, self._development).mean()))
+                    on_few.append(exact_match(model, self._few) if choose_on_few else np.zeros(0, bool))
+            chosen["all"] = int(np.argmax(accuracies))  # of equals the first
+            if choose_on_few:
+                chosen |= {str(n): int(np.argmax([right[:n].sum() for right in on_few])) for n in FEW}
+        elif choose_on_few:
+            chosen |= {str(n): 0 for n in FEW}
+        xx, english = {}, ""
+        for place in sorted(set(chosen.values())):
+            with judge.holding(jobs[place].plan) as model:
+                xx[str(place)] = _marks(exact_match(model, self._test))
+                if place == chosen["all"]:
+                    english = _marks(exact_match(model, self._english))
+        configurations: list[Mapping[str, Any]] = [dict(job.fields) for job in jobs]
+        return {
+            "configurations": configurations,
+            "development": accuracies,
+            "chosen": chosen,
+            "xx": xx,
+            "en": english,
+        }
+
+
+def _marks(right: NDArray[np.bool_]) -> str:
+    return "".join("01"[int(value)] for value in right)
