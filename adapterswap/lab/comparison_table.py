@@ -32,9 +32,10 @@ def compared(described: Mapping[str, Any], seeds: Sequence[Mapping[str, Any]]) -
     Returns:
         `described`, `seeds` (their numbers), `versions` and `rows`: by method and control `configurations` (how many),
         `xx` and `en` (mean and standard deviation over seeds of the test accuracy), `per_seed`, `chosen` (each seed's
-        configuration), `few` (the mean where so many problems were chosen on), `minus` (by what it is compared with:
+        configuration), `few` (the mean where so many problems were chosen on) and `minus` (by what it is compared with:
         the mean difference in xx and its 95 % interval over seeds and problems, and in how many seeds it is better
-        or worse beyond the 95 % interval over problems) and, per number of problems, `minus_trained`.
+        or worse beyond the 95 % interval over problems). `training` has, by number of problems, the `best` method
+        that was chosen on them, and its difference and the layer swap's to training on them.
     """
     names = list(seeds[0]["rows"])
     rows = {name: _row(name, seeds, described["few"]) for name in names}
@@ -42,6 +43,7 @@ def compared(described: Mapping[str, Any], seeds: Sequence[Mapping[str, Any]]) -
         **described,
         "seeds": [seed["seed"] for seed in seeds],
         "rows": rows,
+        "training": {str(n): _training(n, rows, seeds, described["controls"]) for n in described["few"]},
         "versions": {name: version(name) for name in _LIBRARIES},
     }
 
@@ -58,8 +60,18 @@ def _row(name: str, seeds: Sequence[Mapping[str, Any]], few: Sequence[int]) -> d
         "chosen": [row["configurations"][row["chosen"]["all"]] for row in own],
         "few": {n: round(float(values.mean()), 6) for n, values in on_few.items()},
         "minus": {other: _difference(right, _right(other, seeds)) for other in COMPARED_WITH if other != name},
-        "minus_trained": {n: _difference(values, _right(f"trained on {n}", seeds)) for n, values in on_few.items()},
     }
+
+
+def _training(
+    number: int, rows: Mapping[str, Any], seeds: Sequence[Mapping[str, Any]], controls: Sequence[str]
+) -> dict[str, Any]:
+    few = str(number)
+    means = {name: row["few"][few] for name, row in rows.items() if name not in controls}
+    best = max(means, key=lambda name: means[name])
+    training = _right(f"trained on {number}", seeds)
+    minus = {name: _difference(_right(name, seeds, few), training) for name in dict.fromkeys((best, COMPARED_WITH[0]))}
+    return {"best": best, "minus": minus}
 
 
 def _right(name: str, seeds: Sequence[Mapping[str, Any]], chosen_on: str = "all") -> NDArray[np.bool_]:
@@ -123,16 +135,11 @@ def training_line(results: Mapping[str, Any]) -> list[list[str]]:
     """For each number of problems: what training on them gives, and the methods chosen on them; headings first."""
     headings = ["problems in xx", "trained on them", "best method chosen on them", "difference (95 %)", "layer_swap's"]
     lines = [headings]
-    for number in map(str, results["few"]):
-        means = {
-            name: row["few"][number]
-            for name, row in results["rows"].items()
-            if number in row["few"] and name not in results["controls"]
-        }
-        best = max(means, key=lambda name: means[name])
-        differences = [_interval(results["rows"][name]["minus_trained"][number]) for name in (best, COMPARED_WITH[0])]
-        training = results["rows"][f"trained on {number}"]["xx"]
-        lines.append([number, _with_spread(training), f"{best}, {means[best]:.3f}", *differences])
+    for number, found in results["training"].items():
+        best, minus = found["best"], found["minus"]
+        chosen = f"{best}, {results['rows'][best]['few'][number]:.3f}"
+        training = _with_spread(results["rows"][f"trained on {number}"]["xx"])
+        lines.append([number, training, chosen, _interval(minus[best]), _interval(minus[COMPARED_WITH[0]])])
     return lines
 
 
