@@ -24,9 +24,10 @@ LAYOUTS = ("methods", "languages", "paper")
 _SPECIAL = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", '"': r"\textquotedbl{}", "Δ": r"$\Delta$",
+    "|": r"\textbar{}", '"': "''", "Δ": r"$\Delta$",
 }  # fmt: skip
 _MANY = 9  # columns, beyond which the text is smaller and closer
+_HEAD = 9  # characters of a line of a head
 _LABEL = re.compile(r"[A-Za-z0-9:._/+-]+")
 
 
@@ -215,7 +216,10 @@ def _as_in_papers(report: Report, style: TableStyle) -> str:
             body.append(f"{title} & {' & '.join(line)} \\\\")
     settings = [_tex(by_label[label].family) for label in labels]
     details = [_details(report, by_label[label]) for label in labels]
-    head = [f"setting & {' & '.join(settings)} \\\\", f"details & {' & '.join(details)} \\\\"]
+    head = [
+        f"setting & {' & '.join(map(_stacked, settings))} \\\\",
+        f"details & {' & '.join(map(_stacked, details))} \\\\",
+    ]
     caption = f"{_listed_metrics(report)}. {_how(report, report.targets[0], names, style)}"
     every = [row for rows in shown for row in rows]
     return _table(style, 0, f"l{'r' * len(labels)}", head, body, caption + _reduced(every))
@@ -229,6 +233,18 @@ def _details(report: Report, row: MethodRow) -> str:
         unit = "experts" if row.family.endswith(" expert") else "models"
     counted = f"{number} {unit if number != 1 else unit.removesuffix('s')}"
     return f"{row.kind}, {counted}" if row.kind in ("default", "selected") else "" if number == 1 else counted
+
+
+def _stacked(head: str) -> str:
+    """A head over several lines, as narrow as its longest word or `_HEAD` characters."""
+    lines: list[str] = []
+    for word in head.split(" "):
+        if lines and len(lines[-1]) + 1 + len(word) <= _HEAD:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    stacked = r"\\".join(lines)
+    return head if len(lines) < 2 else f"\\shortstack[r]{{{stacked}}}"
 
 
 def _rows(target: Target, style: TableStyle) -> list[MethodRow]:
@@ -253,23 +269,32 @@ def _table(
 ) -> str:  # fmt: skip
     environment = "table*" if style.wide else "table"
     label = None if style.label is None else style.label + (f"-{place + 1}" if place else "")
+    used = style.caption, caption, *head, *body
+    rare = "".join(sorted({character for text in used for character in text or "" if not _set_by_pdflatex(character)}))
     lines = [
-        "% needs \\usepackage{booktabs}",
+        "% needs \\usepackage{booktabs,graphicx}" + f", and XeLaTeX or LuaLaTeX for {rare}" * bool(rare),
         f"\\begin{{{environment}}}[t]",
         r"\centering\small" if len(spec) <= _MANY else r"\centering\footnotesize",
         r"\setlength{\tabcolsep}{4pt}" if len(spec) <= _MANY else r"\setlength{\tabcolsep}{3pt}",
+        r"\sbox0{%",
         f"\\begin{{tabular}}{{@{{}}{spec}@{{}}}}",
         r"\toprule",
         *head,
         r"\midrule",
         *body,
         r"\bottomrule",
-        r"\end{tabular}",
+        r"\end{tabular}}%",
+        r"\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
         f"\\caption{{{caption if style.caption is None else style.caption}}}",
         *([] if label is None else [f"\\label{{{label}}}"]),
         f"\\end{{{environment}}}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _set_by_pdflatex(character: str) -> bool:
+    """Whether pdfLaTeX sets a character without more packages: Latin-1, and punctuation."""
+    return ord(character) <= 0xFF or character in "–—…‘’“”"
 
 
 def _groups(report: Report, columns: Sequence[str], first: int) -> list[str]:

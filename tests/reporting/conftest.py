@@ -12,6 +12,7 @@ import pytest
 from adapterswap.reporting import Report, make_report, open_source, write_report
 
 from .crafting import HOSTILE, craft, recipe
+from .reading import EN, SW, TE, reported
 
 # What shows Chromium's answers, where the package and a system's browser are installed.
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -43,6 +44,16 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     report = make_report(open_source(run), draws=300)
     write_report(report, place / "report", run=run)
     return Written(run, report, place / "report")
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """A report of two target languages."""
+    asked = recipe(
+        language_experts={name: name for name in ("sw1", "sw2", "sw3", "te1", "te2", "te3")},
+        tasks={"sw*": [SW], "te*": [TE]}, retention=[EN],
+    )  # fmt: skip
+    return reported(craft(tmp_path_factory.mktemp("latex") / "run", asked, documents=30))
 
 
 @pytest.fixture(scope="session")
