@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,14 @@ from click.testing import CliRunner
 
 import adapterswap
 from adapterswap.cli import main
-from adapterswap.lab import SCENES, Sizes, run_lab
 
 ROOT = Path(__file__).parent.parent
 START = ROOT / "docs" / "start.md"
 
 
-@pytest.fixture(scope="module")
-def lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the lab-run of the page, on fewer rows and problems."""
-    folder = tmp_path_factory.mktemp("start")
-    scene = replace(SCENES["gap"], math_rows=300, language_rows=300)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        run_lab(scene, 1, folder / "lab-run", sizes=Sizes(development=20, test=20))
-    return folder
-
-
 @pytest.fixture
-def inside(lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(lab_run / "lab-run", tmp_path / "lab-run")
+def inside(small_lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(small_lab_run, tmp_path / "lab-run")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,0 +1,49 @@
+"""The notebooks run from the first cell to the last, on experts that were trained for a moment."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "scripts" / "run_notebooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of Jupyter's own libraries
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(
+    notebook: Path, script: Any, small_lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")  # where `adapterswap` is
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    shutil.copytree(small_lab_run, tmp_path / "lab-run")
+    shown = script.executed(notebook, tmp_path)
+    kept = [output for cell in script.nbformat.read(notebook, 4).cells for output in cell.get("outputs", [])]
+    outputs = [output for cell in shown.cells for output in cell.get("outputs", [])]
+    assert [output.output_type for output in outputs if output.output_type != "stream"] == [
+        output.output_type for output in kept if output.output_type != "stream"
+    ]
+
+
+def test_notebooks_name_no_path_of_a_machine() -> None:
+    assert len(NOTEBOOKS) == 3
+    for notebook in NOTEBOOKS:
+        text = notebook.read_text()
+        assert "/home/" not in text
+        assert "/tmp/" not in text
