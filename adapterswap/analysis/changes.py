@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from adapterswap.analysis.deltas import matrices
 from adapterswap.analysis.surveying import ModuleChange, survey
-from adapterswap.errors import DataError, ExpertError
+from adapterswap.errors import DataError, ExpertError, UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.layers import MAX_LAYERS
+from adapterswap.experts.layers import MAX_LAYERS, has_both_stacks
 from adapterswap.files.smallfiles import expand
 
 __all__ = [
@@ -112,7 +112,16 @@ def measure(
 
 
 def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | None) -> None:
-    """Raise `ExpertError` unless the expert changes a matrix in a layer; see also `matrices`."""
+    """Raise `ExpertError` unless the expert changes a matrix in a layer; see also `matrices`.
+
+    Raise `UnsupportedError` if it changes layers of an encoder and of a decoder.
+    """
+    if has_both_stacks(expert.container):
+        raise UnsupportedError(
+            f"{name} has an encoder and a decoder ({expert.container}), and layers are measured in models with one "
+            "list of them",
+            "Use experts of a decoder-only model",
+        )
     if all(matrix.layer is None for matrix in matrices(expert, base).values()):
         raise ExpertError(
             f"{name} changes no matrix in the layers, only outside them", "Use an expert that changes attention or MLPs"

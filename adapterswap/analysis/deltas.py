@@ -16,6 +16,7 @@ from adapterswap.changes.reading import read_difference, read_factors
 from adapterswap.errors import ArgumentError, BaseModelError
 from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
+from adapterswap.experts.layers import within_layer
 from adapterswap.experts.orientation import Orientation
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.numbers import open_files
@@ -82,12 +83,12 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
                 )
             if {own.tensor.dtype, parameter.tensor.dtype} <= set(FLOATS):
                 sources[parameter.module] = parameter
-    found = [_matrix(name, source, expert.container) for name, source in sources.items()]
+    found = [_matrix(name, source) for name, source in sources.items()]
     return {matrix.name: matrix for matrix in sorted(found, key=lambda m: (-1 if m.layer is None else m.layer, m.key))}
 
 
-def _matrix(name: str, source: LoraModule | StoredTensor, container: str | None) -> Matrix:
-    inside = name if source.layer is None else name[len(container or "") + 1 :].partition(".")[2]
+def _matrix(name: str, source: LoraModule | StoredTensor) -> Matrix:
+    inside = name if source.layer is None else within_layer(name, source.layer)
     part = re.sub(r"\.\d+(?=\.|$)", "", inside)
     last = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
     place = _ORDER.index(last) if last in _ORDER else len(_ORDER)

@@ -151,7 +151,7 @@ def importance_of_activations(
                 parameter=f"{side}_texts",
             )
         shares[side] = {block: value / total for block, value in effects.items()}
-    return Importance("activations", plan.num_layers, shares["task"], shares["language"])
+    return Importance("activations", plan.one_depth("`suggest`"), shares["task"], shares["language"])
 
 
 def _alone(plan: Plan, expert: str, block: Block) -> Plan:

@@ -132,6 +132,7 @@ def read_measured(
     base = None if base_model is None else str(base_model)
     plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base)
     plan.check_adapter()
+    plan.one_depth("`suggest`")
     files = {"task": task_texts, "language": language_texts}
     return Measured(
         plan,
@@ -149,7 +150,7 @@ def _place(expert: Expert) -> str:
 def _by_weights(plan: Plan, bars: Bars) -> Importance:
     with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
         task, language = (measure(adapter, name=name, progress=step) for name, adapter in plan.experts.items())
-    return importance_of_weights(task, language, plan.num_layers)
+    return importance_of_weights(task, language, plan.one_depth("`suggest`"))
 
 
 def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str, bars: Bars) -> Importance:

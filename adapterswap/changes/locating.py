@@ -17,10 +17,10 @@ from adapterswap.errors import BaseModelError, ExpertError, Problems, Unsupporte
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, language_config
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, has_both_stacks, language_config
 from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.shapes import and_more, compare_shapes
-from adapterswap.experts.tying import tied_keys
+from adapterswap.experts.tying import shared_embeddings, tied_keys
 
 __all__ = ["Located", "TiedHead", "carried_copies", "find_tied_head", "locate", "locate_all", "with_head"]
 
@@ -116,8 +116,22 @@ def locate_all(
     found = {}
     for name, adapter in adapters.items():
         with problems.collect():
+            _check_shared(name, adapter, model)
             found[name] = locate(name, adapter, parameters, where, orientation, problems)
     return found
+
+
+def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
+    """Whether an adapter changes one of an encoder-decoder's embeddings, which are one weight."""
+    if not has_both_stacks(model.container) or not _changes_an_end(adapter, model):
+        return
+    for name, others in shared_embeddings(model).items():
+        if any(part.layer is None and f".{name}".endswith(f".{part.name}") for part in adapter.parts.values()):
+            raise UnsupportedError(
+                f"{expert} changes {name}, which {model.name} ties to {', '.join(others)}: PEFT changes the one alone, "
+                "and full weights cannot",
+                "Compose it into an adapter with `compose`",
+            )
 
 
 def locate(

@@ -20,11 +20,13 @@ from adapterswap.changes.joint import Joint
 from adapterswap.changes.reading import read_factors
 from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.layers import Kind
+from adapterswap.experts.layers import STACKS, Kind, stack_of
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.numbers import open_files, read_elements, row_ranges
 from adapterswap.files.tensorfile import Tensor
 from adapterswap.planning.reconciling import under_one_name
+
+_PLACES = ("no", *STACKS)  # the order of the first words of layers' names
 
 __all__ = ["Comparison", "Difference", "SavedDifference", "compare", "compare_saved", "diff", "total"]
 
@@ -140,11 +142,17 @@ class Comparison:
 
     @property
     def layers(self) -> tuple[Difference, ...]:
-        """The LoRA modules of each layer as one, called by the layer's number, or `no layer`."""
-        layers: dict[int | None, list[Difference]] = {}
+        """The LoRA modules of each layer as one, called by the layer's number, or `no layer`.
+
+        Where both an encoder and a decoder are adapted, by the stack and the number: `decoder 3`.
+        """
+        stacks = {stack_of(module.name): None for module in self.modules if module.layer is not None}
+        layers: dict[str, list[Difference]] = {}
         for module in self.modules:
-            layers.setdefault(module.layer, []).append(module)
-        return tuple(total(group, "no layer" if layer is None else str(layer)) for layer, group in layers.items())
+            stack = f"{stack_of(module.name)} " if len(stacks) > 1 else ""
+            layers.setdefault("no layer" if module.layer is None else f"{stack}{module.layer}", []).append(module)
+        names = list(layers) if len(stacks) == 1 else sorted(layers, key=lambda name: _PLACES.index(name.split()[0]))
+        return tuple(total(layers[name], name) for name in names)
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain data: what `adapterswap diff --json` prints."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter, FullModule, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.layers import depth_of, stack_in, stacked_layers_in_config
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.smallfiles import exists
 from adapterswap.files.tensorfile import Tensor
@@ -84,15 +84,15 @@ class Inspection:
         from adapterswap.planning.allocation import BASE
         from adapterswap.planning.describe import Mark, blend_text, draw_strip
 
-        marks = []
+        marks, num_layers = [], self.record.num_layers
         for part in self.parts:
-            owner = self.record.owner_of(part.name)
-            if part.layer is not None and part.layer < self.record.num_layers and owner is not None:
-                where = part.layer, part.kind
-                marks.append(Mark(*where, owner) if isinstance(owner, str) else Mark(*where, None, blend_text(owner)))
-        changed = {(mark.layer, mark.kind) for mark in marks if mark.owner != BASE}
-        marks = [mark for mark in marks if mark.owner != BASE or (mark.layer, mark.kind) not in changed]
-        return draw_strip(marks, self.record.num_layers, self.record.experts).split("\n")
+            owner, stack = self.record.owner_of(part.name), stack_in(part.name, num_layers)
+            if part.layer is not None and part.layer < depth_of(stack, num_layers) and owner is not None:
+                alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
+                marks.append(Mark(part.layer, part.kind, alone, blend, stack))
+        changed = {(mark.stack, mark.layer, mark.kind) for mark in marks if mark.owner != BASE}
+        marks = [mark for mark in marks if mark.owner != BASE or (mark.stack, mark.layer, mark.kind) not in changed]
+        return draw_strip(marks, num_layers, self.record.experts).split("\n")
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain data: what `adapterswap inspect --json` prints."""
@@ -156,7 +156,7 @@ class Inspection:
     def _of_model(self, model: Checkpoint) -> dict[str, Any]:
         return {
             "model_type": model.config.get("model_type"),
-            "num_layers": num_layers_in_config(model.config),
+            "num_layers": stacked_layers_in_config(model.config),
             "parameters": self.num_parameters,
             "bytes": self.nbytes,
             "shards": [{"name": shard.path.name, "bytes": shard.size} for shard in model.shards],
@@ -187,6 +187,8 @@ class Inspection:
         }
         if record.slice is not None:
             composed_of["slice"] = record.slice.layers
+            if record.slice.stack is not None:
+                composed_of["stack"] = record.slice.stack
         if record.origins:
             composed_of["origins"] = {name: str(e.origin) for name, e in record.experts.items() if e.origin is not None}
         return {"composed_of": composed_of}

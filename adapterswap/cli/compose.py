@@ -13,6 +13,7 @@ from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
     from adapterswap.arithmetic.outputs import Form, Layout, Names
+    from adapterswap.experts.layers import Stack
     from adapterswap.planning.plan import Plan
     from adapterswap.writing import Prepared
 
@@ -195,8 +196,15 @@ def _zones_text(plan: Plan) -> str | None:
     asked = plan.composition
     if asked.method != "layer_swap" or asked.allocation is not None or asked.partition:
         return None
-    bottom, top, bottom_transition, top_transition = asked.zones(plan.num_layers)
+    return "; ".join(_zones_of(plan, stack) for stack in asked.stacks(plan.num_layers))
+
+
+def _zones_of(plan: Plan, stack: Stack | None) -> str:
+    from adapterswap.experts.layers import depth_of
+
+    asked, count = plan.composition, depth_of(stack, plan.num_layers)
+    bottom, top, bottom_transition, top_transition = asked.zones(plan.num_layers, stack)
     scaled = [f"{n} {v}" for n, v, g in (("bottom", bottom, asked.bottom), ("top", top, asked.top)) if g is None]
-    told = f"zones of {plan.num_layers} layers: bottom {bottom} and top {top} from {' and '.join(asked.language)}"
-    told += f", transitions {bottom_transition} and {top_transition}"
+    told = f"zones of {count} {f'{stack} ' if stack else ''}layers: bottom {bottom} and top {top} "
+    told += f"from {' and '.join(asked.language)}, transitions {bottom_transition} and {top_transition}"
     return told + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")

@@ -130,6 +130,11 @@ _OPTIONS = (
         help="Norms of full checkpoints: averaged, or with their layer.  [default: average]",
     ),
     click.option(
+        "--stack",
+        type=click.Choice(["both", "encoder", "decoder"]),
+        help="Of a model with an encoder and a decoder: where zones and partitions apply.  [default: both]",
+    ),
+    click.option(
         "--outside",
         type=click.Choice(["average", "task", "language"]),
         help="Embeddings, heads and towers in a layer swap: averaged, or a side's.  [default: average]",
@@ -149,7 +154,8 @@ _OPTIONS = (
 # Option → key of a Composition, where they differ; the experts are named on the way.
 _KEYS = (
     "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", *PARAMETERS,
-    "weights", "row_threshold", "partition", "num_layers", "norms", "outside", "task_type",
+    "weights", "row_threshold", "partition", "num_layers", "norms", "stack", "outside",
+    "task_type",
 )  # fmt: skip
 
 

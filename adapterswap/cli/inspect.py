@@ -10,7 +10,14 @@ import click
 from adapterswap.cli.paths import EXPERT
 from adapterswap.cli.printing import human_bytes, print_json, print_table, working
 from adapterswap.errors import printable
-from adapterswap.experts.layers import format_layers, num_layers_in_config
+from adapterswap.experts.layers import (
+    format_depth,
+    format_layers,
+    has_both_stacks,
+    stack_of,
+    stacked_layers_in_config,
+    within_layer,
+)
 
 if TYPE_CHECKING:
     from adapterswap.checking.inspecting import Inspection
@@ -47,7 +54,7 @@ def _print(found: Inspection) -> None:
     if found.record is not None:
         record = found.record
         experts = ", ".join(f"{name} from {source}" for name, source in record.experts.items())
-        how = "composed of" if record.slice is None else f"the layers {record.slice.layers} of"
+        how = "composed of" if record.slice is None else f"the {record.slice} of"
         for line in [f"{how} {experts}", *record.origins, *found.strip]:
             click.echo(printable(line))
 
@@ -66,11 +73,11 @@ def _print_adapter(found: Inspection, adapter: Adapter) -> None:
     table = Table("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype", box=None, header_style="bold")
     for cells in _rows(adapter):
         table.add_row(*cells)
-    tables = [table] if adapter.modules else []
+    tables, both = [table] if adapter.modules else [], has_both_stacks(adapter.container)
     if adapter.opaque:
-        tables.append(_tensor_table(config.title, adapter.opaque.values()))
+        tables.append(_tensor_table(config.title, adapter.opaque.values(), both=both))
     if adapter.saved:
-        tables.append(_tensor_table("trained in full", adapter.saved.values()))
+        tables.append(_tensor_table("trained in full", adapter.saved.values(), both=both))
     print_table(*tables)
     if adapter.ignored:
         names = ", ".join(adapter.ignored)
@@ -79,27 +86,28 @@ def _print_adapter(found: Inspection, adapter: Adapter) -> None:
 
 def _print_model(found: Inspection, model: Checkpoint) -> None:
     parameters = model.parameters.values()
-    layers = num_layers_in_config(model.config)
-    depth = f", {layers} layers" if layers is not None else ""
+    layers = stacked_layers_in_config(model.config)
+    depth = f", {format_depth(layers)} layers" if layers is not None else ""
     click.echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
     size, shards = human_bytes(found.nbytes), len(model.shards)
     total = found.num_parameters
     click.echo(f"{len(parameters)} tensors, {total:,} parameters, {size} in {shards} file{'s' * (shards > 1)}")
-    print_table(_tensor_table("tensor", parameters))
+    print_table(_tensor_table("tensor", parameters, both=has_both_stacks(model.container)))
 
 
 def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
     """Modules that differ only by their layer share a row."""
 
+    both = has_both_stacks(adapter.container)
     grouped: dict[tuple[str, ...], list[int]] = {}
     for m in adapter.modules.values():
         shape = f"{m.out_features} × {m.in_features}"
-        key = (_within(m.name, m.layer), m.kind, str(m.rank), f"{m.alpha:g}", f"{m.scale:.6g}", shape, m.dtype)
+        key = (_within(m.name, m.layer, both), m.kind, str(m.rank), f"{m.alpha:g}", f"{m.scale:.6g}", shape, m.dtype)
         grouped.setdefault(key, []).extend([] if m.layer is None else [m.layer])
     return [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in grouped.items()]
 
 
-def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor]) -> Any:
+def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, both: bool) -> Any:
     """A table of whole tensors; those that differ only by their layer share a row."""
     from rich.table import Table
 
@@ -115,7 +123,7 @@ def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Stored
         )
         for name, tensor in tensors.items():
             shape = " × ".join(map(str, tensor.shape)) or "–"
-            key: tuple[str, ...] = (_within(name, part.layer), part.kind, shape, tensor.dtype)
+            key: tuple[str, ...] = (_within(name, part.layer, both), part.kind, shape, tensor.dtype)
             grouped.setdefault(key, []).extend([] if part.layer is None else [part.layer])
             sizes[key] = sizes.get(key, 0) + tensor.nbytes
     table = Table(title, "kind", "layers", "shape", "dtype", "size", box=None, header_style="bold")
@@ -125,5 +133,8 @@ def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Stored
     return table
 
 
-def _within(name: str, layer: int | None) -> str:
-    return name if layer is None else name.partition(f".{layer}.")[2]
+def _within(name: str, layer: int | None, both: bool) -> str:
+    """What follows the layer, and which stack that is in, of a model with two."""
+    if layer is None:
+        return name
+    return f"{stack_of(name)} {within_layer(name, layer)}" if both else within_layer(name, layer)

@@ -12,11 +12,17 @@ from adapterswap.cli.pushing import Push, push_options
 
 if TYPE_CHECKING:
     from adapterswap.experts.adapters import Adapter, FullModule, OpaqueModule
+    from adapterswap.experts.layers import Stack
 
 
 @click.command("slice")
 @click.argument("expert", type=EXPERT)
 @click.option("--layers", required=True, metavar="LAYERS", help="Layers to keep, such as 0-4,30-31.")
+@click.option(
+    "--stack",
+    type=click.Choice(["encoder", "decoder"]),
+    help="Keep only this stack's layers, of a model with both.  [default: both]",
+)
 @click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
 @click.option("--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]")
 @click.option(
@@ -29,6 +35,7 @@ if TYPE_CHECKING:
 def command(
     expert: str,
     layers: str,
+    stack: Stack | None,
     out_path: str,
     num_layers: int | None,
     base_model: str | None,
@@ -45,6 +52,7 @@ def command(
     """
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.adapters import open_adapter
+    from adapterswap.experts.layers import format_depth
     from adapterswap.files.folders import check_target
     from adapterswap.planning.slicing import slice_layers
     from adapterswap.writing import prepare, write_prepared
@@ -52,7 +60,7 @@ def command(
 
     push = Push.of(options)
     adapter = open_adapter(expert)
-    plan = slice_layers(adapter, layers, num_layers=num_layers, base_model=base_model)
+    plan = slice_layers(adapter, layers, stack=stack, num_layers=num_layers, base_model=base_model)
     with working("reading the expert"):
         written = prepare(plan, Form())
     if dry_run:
@@ -64,12 +72,14 @@ def command(
     kept = sum(bool(slot.terms) for slot in plan.modules.values())
     share = written.layout.nbytes / _loaded_bytes(adapter)
     told = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": kept}
+    told |= {"stack": stack} if stack else {}
     told |= {"of_modules": len(plan.modules), "bytes": written.layout.nbytes, "share": share}
     if as_json:
         print_json(told)
         return
+    of_stack, depth = f"{stack} " if stack else "", format_depth(plan.num_layers)
     click.echo(
-        f"layers {plan.rules[0].layers} of {plan.num_layers}: {kept} of {len(plan.modules)} modules, "
+        f"{of_stack}layers {plan.rules[0].layers} of {depth}: {kept} of {len(plan.modules)} modules, "
         f"{human_bytes(written.layout.nbytes)}, {share:.0%} of the whole"
     )
     for remark in plan.notes:

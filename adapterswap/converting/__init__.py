@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +27,10 @@ from adapterswap.converting.result import Conversion, ConvertedModule
 from adapterswap.converting.saved_modules import write_lowered
 from adapterswap.errors import ArgumentError, BaseModelError, ExpertError, NotFoundError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import factor_key
-from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, open_adapter, read_adapter
+from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, WEIGHTS, Adapter, Part, open_adapter, read_adapter
 from adapterswap.experts.checkpoints import WEIGHT_FILES, open_checkpoint
 from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.layers import STACKS, NumLayers, has_both_stacks, stack_of
 from adapterswap.experts.naming import renamed_adapter
 from adapterswap.experts.sources import Source, at_revision, find_source
 from adapterswap.files.dtypes import FLOAT_NAMES
@@ -283,9 +284,14 @@ def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
         return make_plan(composition.model_copy(update={"num_layers": _least_depth(adapter)}), {expert: adapter})
 
 
-def _least_depth(adapter: Adapter) -> int:
-    layers = [module.layer for module in adapter.modules.values()] + [module.layer for module in adapter.saved.values()]
-    return 1 + max((layer for layer in layers if layer is not None), default=0)
+def _least_depth(adapter: Adapter) -> NumLayers:
+    def least(parts: Iterable[Part]) -> int:
+        return 1 + max((part.layer for part in parts if part.layer is not None), default=0)
+
+    parts = adapter.parts.values()
+    if not has_both_stacks(adapter.container):
+        return least(parts)
+    return {stack: least(part for part in parts if stack_of(part.name) == stack) for stack in STACKS}
 
 
 def _measured(

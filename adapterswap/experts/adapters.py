@@ -24,7 +24,7 @@ from adapterswap.experts.adapter_keys import (
     part_key,
     sort_keys,
 )
-from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, parse_layers
+from adapterswap.experts.layers import KeptLayers, Kind, kind_of, layer_container, layer_of
 from adapterswap.experts.peft_kinds import KINDS, LORA_PARTS
 from adapterswap.experts.shapes import and_more
 from adapterswap.experts.sources import Source, find_source, subfolders_with
@@ -203,7 +203,7 @@ class Adapter:
     modules: Mapping[str, LoraModule]
     saved: Mapping[str, FullModule]
     container: str | None
-    kept_layers: frozenset[int] | None = None
+    kept_layers: KeptLayers | None = None
     ignored: tuple[str, ...] = ()
     renamed: bool = False
     original: Mapping[str, str] = field(default_factory=dict)
@@ -396,10 +396,11 @@ def _with_parameters(
     return found, parameters
 
 
-def _kept_layers(folder: Path) -> frozenset[int] | None:
+def _kept_layers(folder: Path) -> KeptLayers | None:
     """The layers of a slice, from its adapterswap.json; None where there is none, or it says nothing of a slice."""
     try:
-        return parse_layers(str(read_json(folder / PROVENANCE, "")["slice"]["layers"]))
+        kept = read_json(folder / PROVENANCE, "")["slice"]
+        return KeptLayers.of(str(kept["layers"]), kept.get("stack"))
     except (ExpertError, ValueError, KeyError, TypeError):
         return None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.fitting import check_config
-from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, num_layers_in_config
+from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, stacked_layers_in_config
 from adapterswap.experts.sources import Source, find_source
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.smallfiles import exists, read_json
@@ -136,13 +136,13 @@ def _read_checkpoint(source: Source, what: str) -> Checkpoint:
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     container = layer_container(tensors)
     check_config(source.folder, config, tensors, container)
-    depth = None if config.get("is_encoder_decoder") else num_layers_in_config(config)
+    depth = stacked_layers_in_config(config)
     parameters = {}
     for shard in shards:
         for name, tensor in shard.tensors.items():
             module = name.rpartition(".")[0]
             layer = layer_of(name, container)
-            if layer is not None and depth is not None and layer >= depth:
+            if layer is not None and isinstance(depth, int) and layer >= depth:
                 layer = None  # a layer that predicts further tokens (DeepSeek, GLM), which follows the language model's
             parameters[name] = StoredTensor(name, module, layer, kind_of(module), tensor, shard.path)
     return Checkpoint(source, config, shards, parameters, container)

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import ExpertError, Problems
-from adapterswap.experts.layers import EMBEDDINGS, language_config, layer_of, num_layers_in_config
+from adapterswap.experts.layers import (
+    EMBEDDINGS,
+    Stack,
+    before_layers,
+    language_config,
+    layer_of,
+    stack_of,
+    stacked_layers_in_config,
+)
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.tensorfile import Tensor
 
@@ -40,11 +48,15 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     Raises:
         ExpertError: they differ.
     """
-    if container is None or config.get("is_encoder_decoder"):
+    if container is None:
         return
     problems = Problems(ExpertError)
     model = language_config(config)
-    configured, held = num_layers_in_config(config), _num_layers(tensors, container)
+    configured = stacked_layers_in_config(config)
+    if not isinstance(configured, int | None):
+        _check_stacks(folder, configured, tensors, container, problems)
+        configured = None
+    held = _num_layers(tensors, container)
     ahead = model.get("num_nextn_predict_layers")
     most = (configured or 0) + (ahead if type(ahead) is int else 0)
     if configured is not None and _SHARED not in model and not configured <= held <= most:
@@ -52,7 +64,7 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
             f"{folder}: config.json says {configured} layers, and {container} holds {held} in the weights", _REMEDY
         )
     widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
-    for name in (f"{container.rpartition('.')[0]}.{end}.weight".removeprefix(".") for end in sorted(EMBEDDINGS)):
+    for name in (f"{before_layers(container)}{end}.weight" for end in sorted(EMBEDDINGS)):
         tensor = tensors.get(name)
         if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in FLOATS:
             continue
@@ -61,6 +73,17 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
                 f"{folder}: config.json says a hidden size of {widths[0]}, and {name} is {list(tensor.shape)}", _REMEDY
             )
     problems.raise_if_any()
+
+
+def _check_stacks(
+    folder: Path, configured: Mapping[Stack, int], tensors: Iterable[str], container: str, problems: Problems
+) -> None:
+    for stack, count in configured.items():
+        inside = [name for name in tensors if stack_of(name) == stack and layer_of(name, container) is not None]
+        held = _num_layers(inside, container) if inside else 0
+        if held not in (0, count):  # an encoder alone has no decoder
+            message = f"{folder}: config.json says {count} {stack} layers, and the weights hold {held}"
+            problems.add(message, _REMEDY)
 
 
 def _num_layers(tensors: Iterable[str], container: str) -> int:

@@ -24,7 +24,16 @@ from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule, Part, by_layer
 from adapterswap.experts.anatomy import adaptable_weights, rename_keys, shape_of
 from adapterswap.experts.empty_models import empty_model_as_saved
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, kind_of, layer_container, layer_of
+from adapterswap.experts.layers import (
+    EMBEDDINGS,
+    HEADS,
+    before_layers,
+    has_both_stacks,
+    kind_of,
+    layer_container,
+    layer_of,
+    of_any_stack,
+)
 from adapterswap.files.smallfiles import read_small
 
 __all__ = ["ModelNames", "check_distinct", "named", "names_of_base", "renamed_adapter", "under_canonical_names"]
@@ -109,9 +118,13 @@ class ModelNames:
 
         None where it does not lie in that part, or where more differs than the name of the language model's part.
         """
-        if ours is None or theirs is None or not _same_decoder(ours, theirs):
+        if ours is None or theirs is None:
             return None
-        start, root = (f"{place.rpartition('.')[0]}." if "." in place else "" for place in (ours, theirs))
+        if has_both_stacks(ours) or has_both_stacks(theirs):
+            ours, theirs = of_any_stack(ours), of_any_stack(theirs)
+        if not _same_decoder(ours, theirs):
+            return None
+        start, root = before_layers(ours), before_layers(theirs)
         return f"{root}{module.removeprefix(start)}" if module.startswith(start) else None
 
     def _candidates(self, module: str, container: str | None) -> Iterator[str]:

@@ -11,7 +11,7 @@ from adapterswap.experts.anatomy import adaptable_weights, rename_keys
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.empty_models import empty_model_as_saved
 
-__all__ = ["tied_keys"]
+__all__ = ["shared_embeddings", "tied_keys"]
 
 
 def tied_keys(checkpoint: Checkpoint) -> tuple[str, str] | None:
@@ -37,3 +37,18 @@ def tied_keys(checkpoint: Checkpoint) -> tuple[str, str] | None:
     stored = {rename(key): key for key in checkpoint.parameters}
     key = stored.get(f"{embedding}.weight")
     return None if key is None else (key, stored.get(f"{head}.weight", f"{head}.weight"))
+
+
+def shared_embeddings(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """Of a model with several embeddings that are one weight, such as an encoder's and a decoder's: each module that
+    has this weight → the others.
+
+    Raises:
+        BaseModelError: transformers cannot build the model without remote code.
+    """
+    weights = adaptable_weights(empty_model_as_saved(checkpoint.source.folder, checkpoint.name))
+    return {
+        name: weight.tied
+        for name, weight in weights.items()
+        if sum(weights[other].embedding for other in (name, *weight.tied)) > 1
+    }

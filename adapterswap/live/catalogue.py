@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from adapterswap.errors import BaseModelError, CompositionError, Problems, check_type
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.layers import format_layers
+from adapterswap.experts.layers import format_depth
 from adapterswap.live.inventory import Inventory, LoadedFrom, is_unloaded
 from adapterswap.live.saving import plan_on_disk
 from adapterswap.live.switching import Switch, make_switch
@@ -95,7 +95,7 @@ class Catalogue:
             origin = self.inventory.origin(composition)
             if origin is not None and origin.kept_layers is not None:
                 raise CompositionError(
-                    f"only the layers {format_layers(origin.kept_layers)} of the expert {composition!r} are loaded",
+                    f"only the {origin.kept_layers} of the expert {composition!r} are loaded",
                     "Load the whole expert to use it alone",
                     parameter="composition",
                 )
@@ -121,7 +121,8 @@ class Catalogue:
             )
         if composition.num_layers not in (None, num_layers):
             raise CompositionError(
-                f"the composition is for {composition.num_layers} layers, and the model has {num_layers}",
+                f"the composition is for {format_depth(composition.num_layers or 0)} layers, and the model has "
+                f"{format_depth(num_layers)}",
                 "Leave `num_layers` out",
                 parameter="num_layers",
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.errors import ArgumentError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_config import AdapterConfig, parse_adapter_config, scale
 from adapterswap.experts.adapters import Adapter, LoraModule, by_layer
-from adapterswap.experts.layers import kind_of, layer_container, layer_of
+from adapterswap.experts.layers import NumLayers, kind_of, layer_container, layer_of, stacked_layers_in_config
 from adapterswap.experts.sources import Source
 from adapterswap.files.tensorfile import Tensor, TensorFile
 from adapterswap.planning.allocation import BASE
@@ -81,17 +81,15 @@ def is_unloaded(model: PeftModel) -> bool:
     return not hasattr(model.get_base_model(), "peft_config")
 
 
-def layers_of_base(model: Any) -> int | None:
+def layers_of_base(model: Any) -> NumLayers | None:
     """The number of layers of a transformers model, from its config; None where it does not say.
 
     Raises:
-        UnsupportedError: the model has an encoder and a decoder.
+        UnsupportedError: the model has an encoder and a decoder, and its config does not say how deep both are.
     """
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            "the model has an encoder and a decoder", "Layers are composed in decoder-only models", parameter="model"
-        )
+        return stacked_layers_in_config(config.to_dict())
     if not hasattr(config, "get_text_config"):
         return None
     found = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -150,7 +148,7 @@ class Inventory:
         return tuple(self._configs)
 
     @cached_property
-    def num_layers(self) -> int | None:
+    def num_layers(self) -> NumLayers | None:
         """The base's number of layers; see `layers_of_base`."""
         return layers_of_base(self.model.get_base_model())
 

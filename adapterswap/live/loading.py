@@ -26,7 +26,7 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.anatomy import shape_of
-from adapterswap.experts.layers import format_layers, parse_layers
+from adapterswap.experts.layers import KeptLayers, NumLayers, format_layers
 from adapterswap.experts.naming import ModelNames, under_canonical_names
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
@@ -142,7 +142,7 @@ def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
     return loaded
 
 
-def slice_of(adapter: Adapter, layers: str, num_layers: int | None) -> Adapter:
+def slice_of(adapter: Adapter, layers: str, num_layers: NumLayers | None) -> Adapter:
     """The adapter as it is once only `layers` of it are loaded.
 
     Raises:
@@ -151,10 +151,12 @@ def slice_of(adapter: Adapter, layers: str, num_layers: int | None) -> Adapter:
     plan = slice_layers(adapter, layers, num_layers=num_layers)
     modules = {name: adapter.modules[name] for name, module in plan.modules.items() if module.terms}
     saved = {name: adapter.saved[name] for name, module in plan.saved.items() if module.terms}
-    return replace(adapter, modules=modules, saved=saved, kept_layers=parse_layers(layers))
+    return replace(adapter, modules=modules, saved=saved, kept_layers=KeptLayers.of(layers))
 
 
-def layers_taken(adapter: Adapter, name: str, compositions: Iterable[str | Composition], num_layers: int | None) -> str:
+def layers_taken(
+    adapter: Adapter, name: str, compositions: Iterable[str | Composition], num_layers: NumLayers | None
+) -> str:
     """The layers that compositions take from an expert, written as in `0-4,30-31`.
 
     Raises:
@@ -221,7 +223,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
 
 
 @contextmanager
-def _folder_of(adapter: Adapter, layers: str | None, num_layers: int | None) -> Iterator[Path]:
+def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | None) -> Iterator[Path]:
     """The folder for PEFT to load: the expert's own, or a temporary one with what is loaded, under PEFT's names."""
     if layers is None and not adapter.renamed:
         with folder_without_copies(adapter.file) as folder:

@@ -13,6 +13,7 @@ from typing import Any
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import CompositionError, Problems, UnsupportedError
+from adapterswap.experts.layers import format_depth
 from adapterswap.live.inventory import Inventory, scale_of
 from adapterswap.planning.names import fits_peft
 from adapterswap.planning.plan import Plan
@@ -66,7 +67,8 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
     problems = Problems(CompositionError)
     if inventory.num_layers not in (plan.num_layers, None):
         problems.add(
-            f"the plan is for {plan.num_layers} layers, and the model has {inventory.num_layers}",
+            f"the plan is for {format_depth(plan.num_layers)} layers, and the model has "
+            f"{format_depth(inventory.num_layers or 0)}",
             "Make the plan for this model",
             parameter="composition",
         )

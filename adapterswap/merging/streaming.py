@@ -15,6 +15,7 @@ from pathlib import Path
 from adapterswap.arithmetic.threads import cores, torch_threads
 from adapterswap.bases import choose_device
 from adapterswap.changes.kinds import Whole
+from adapterswap.experts.layers import deepest
 from adapterswap.files.numbers import open_files, write_at
 from adapterswap.files.tensorfile import TensorFile
 from adapterswap.merging.blocks import Entered, Work, read_blocks
@@ -79,7 +80,7 @@ def stream(
             output.truncate(shard.size)
             for key in (key for key in plan.slots if key in shard.places):
                 slot = plan.slots[key]
-                device = devices[(slot.layer or 0) * len(devices) // plan.num_layers]
+                device = devices[(slot.layer or 0) * len(devices) // deepest(plan.num_layers)]
                 work = Work(slot, shard.places[key], output.fileno())
                 (computed if work.copied is None else copied).append((device, work))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_layers
+from adapterswap.experts.layers import NO_LAYER, Kind, Stack, format_layers, parse_layers, stack_of
 from adapterswap.files.yamlfiles import FieldMistake
 from adapterswap.methods.method import LARGEST, SEED, MethodSettings, NonlinearMethod, SpanMethod
 from adapterswap.methods.registry import check_name, find_method, names_of
@@ -60,6 +60,11 @@ class Rule(MethodFields):
     layers: Annotated[str, BeforeValidator(_canonical_layers)] | None = Field(
         default=None,
         description="Layers: 5, 0-4, 0-4,30-31, [0, 1], or `none` for modules outside the layers. Absent: all modules.",
+    )
+    stack: Stack | None = Field(
+        default=None,
+        description="Of a model with both: `encoder` or `decoder`, what lies in it; its layers are counted from 0. "
+        "Absent: both.",
     )
     modules: tuple[str, ...] | None = Field(
         default=None,
@@ -159,6 +164,8 @@ class Rule(MethodFields):
 
     def matches(self, name: str, layer: int | None, kind: Kind) -> bool:
         """Whether the rule takes the module of this name, layer and kind."""
+        if self.stack is not None and stack_of(name) != self.stack:
+            return False
         if self.layers is not None:
             wanted = layer is None if self.layers == NO_LAYER else layer in parse_layers(self.layers)
             if not wanted:
@@ -289,6 +296,7 @@ class Rule(MethodFields):
 
     def __str__(self) -> str:
         where = [] if self.layers is None else [f"layers {self.layers}"]
+        where += [] if self.stack is None else [f"the {self.stack}"]
         where += [] if self.modules is None else [f"modules {', '.join(self.modules)}"]
         if self.expert is not None:
             what = self.expert

@@ -11,7 +11,16 @@ from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Pr
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, Part
 from adapterswap.experts.checkpoints import Checkpoint
-from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
+from adapterswap.experts.layers import (
+    NO_LAYER,
+    NumLayers,
+    Stack,
+    depth_of,
+    has_both_stacks,
+    parse_layers,
+    stack_in,
+    stack_of,
+)
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.sources import alias_remedy, same_base
 from adapterswap.files.dtypes import FLOATS
@@ -160,24 +169,55 @@ def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
                 return
 
 
-def check_depth(experts: Mapping[str, Adapter], num_layers: int, problems: Problems) -> None:
+def check_depth(experts: Mapping[str, Adapter], num_layers: NumLayers, problems: Problems) -> None:
     for name, adapter in experts.items():
-        layers = [part.layer for part in adapter.parts.values()]
-        deepest = max((layer for layer in layers if layer is not None), default=-1)
-        if deepest >= num_layers:
+        if isinstance(num_layers, int) and has_both_stacks(adapter.container):
             problems.add(
-                f"{name} adapts layer {deepest}, and the base has {num_layers} layers (0-{num_layers - 1})",
-                "Check `num_layers` or `base_model`",
+                f"{name} adapts an encoder and a decoder ({adapter.container}), and the base has one list of layers",
+                "Check `num_layers` ({encoder: N, decoder: M} in a recipe) or `base_model`",
                 kind=ExpertError,
             )
-
-
-def check_rules(rules: Sequence[Rule], num_layers: int, problems: Problems) -> None:
-    for rule in rules:
-        outside = sorted(layer for layer in parse_layers(rule.layers or NO_LAYER) if layer >= num_layers)
-        if outside:
+            continue
+        highest: dict[Stack | None, int] = {}
+        for part in adapter.parts.values():
+            if part.layer is not None:
+                stack = stack_in(part.name, num_layers)
+                highest[stack] = max(part.layer, highest.get(stack, 0))
+        if not isinstance(num_layers, int) and None in highest:
             problems.add(
-                f"the rule `{rule}` names layer {outside[0]}, and the base has {num_layers} (0-{num_layers - 1})",
+                f"{name} adapts layers ({adapter.container}) that are neither the encoder's nor the decoder's",
+                "Give the base that the experts adapt with `base_model`",
+                parameter="base_model",
+                kind=ExpertError,
+            )
+            continue
+        for stack, layer in highest.items():
+            count = depth_of(stack, num_layers)
+            if layer >= count:
+                where, base = (f" {stack}", f"the base's {stack}") if stack else ("", "the base")
+                problems.add(
+                    f"{name} adapts{where} layer {layer}, and {base} has {count} layers (0-{count - 1})",
+                    "Check `num_layers` or `base_model`",
+                    kind=ExpertError,
+                )
+
+
+def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems) -> None:
+    for rule in rules:
+        if rule.stack is not None and isinstance(num_layers, int):
+            problems.add(
+                f"the rule `{rule}` is for the {rule.stack}, and the base does not have both an encoder and a decoder",
+                "Leave the rule's `stack` out",
+                parameter="allocation",
+                kind=CompositionError,
+            )
+            continue
+        count = depth_of(rule.stack, num_layers)
+        outside = sorted(layer for layer in parse_layers(rule.layers or NO_LAYER) if layer >= count)
+        if outside:
+            base = f"the base's {rule.stack}" if rule.stack else "the base"
+            problems.add(
+                f"the rule `{rule}` names layer {outside[0]}, and {base} has {count} (0-{count - 1})",
                 "Correct the rule's layers, or `num_layers`",
                 parameter="allocation",
                 kind=CompositionError,
@@ -193,7 +233,10 @@ def check_matches(
 ) -> None:
     """A rule that takes nothing is a mistake; so is one that needs a layer that was cut away from a slice."""
     written = None if composition.allocation is None else "allocation"
+    held = {stack_of(slot.name) for slot in slots if slot.layer is not None}
     for rule in rules:
+        if rule.stack and written is None and composition.stack == "both" and held and rule.stack not in held:
+            continue  # the experts adapt the other stack alone
         if not rule.optional and all(slot.rule is not rule for slot in slots):
             problems.add(
                 f"the rule `{rule}` matches no module that earlier rules left",
@@ -212,10 +255,9 @@ def check_matches(
     for slot in slots:
         for name in slot.requested:
             kept = experts[name].kept_layers if name in experts else None
-            if kept is not None and slot.layer is not None and slot.layer not in kept:
+            if kept is not None and slot.layer is not None and not kept.holds(slot.name, slot.layer):
                 problems.add(
-                    f"{name} is a slice with the layers {format_layers(kept)}, and the composition needs its layer "
-                    f"{slot.layer}",
+                    f"{name} is a slice with the {kept}, and the composition needs {slot.module}",
                     "Give the whole expert, or other zones",
                     parameter=written,
                     kind=CompositionError,

@@ -7,14 +7,14 @@ Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and").
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from adapterswap.errors import CompositionError, FieldError
-from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, format_layers
+from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, STACKS, NumLayers, Stack, depth_of, format_layers
 from adapterswap.files.smallfiles import expand_text
 from adapterswap.files.yamlfiles import FieldMistake
 from adapterswap.methods.method import SCALE, SEED
@@ -29,6 +29,8 @@ Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
 """The name of a method that a composition may have."""
 Partition = Literal["A", "B", "C", "Z"]
 Outside = Literal["average", "task", "language"]
+Stacks = Literal["both", "encoder", "decoder"]
+_Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 TaskType = Literal["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 
 # The first paper's defaults, for its 32 layers.
@@ -40,7 +42,7 @@ _PARTITION_COUNTS: dict[str, tuple[int, int]] = {"A": (6, 2), "B": (8, 4), "C": 
 ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _SIDED = {
     *ZONES, "task", "language", "task_weight", "language_weight", "weights", "parameters", "partition", "norms",
-    "outside",
+    "outside", "stack",
 }  # fmt: skip
 
 # What messages call a weight → its field.
@@ -68,8 +70,9 @@ class Composition(MethodFields):
     task_type: TaskType | None = Field(
         default=None, description="PEFT's task type of the result, where the experts' is wrong or differs."
     )
-    num_layers: int | None = Field(
-        default=None, ge=1, le=MAX_LAYERS, description="The base's layers; by default from its config."
+    num_layers: _Depth | dict[Stack, _Depth] | None = Field(
+        default=None,
+        description="The base's layers, or those of each stack: {encoder: 12, decoder: 6}. By default from its config.",
     )
     method: Method = Field(default="layer_swap", description=f"How the experts are combined: {', '.join(names_of())}.")
     task: tuple[str, ...] = Field(default=("task",), description="The task expert, or several that are averaged first.")
@@ -103,6 +106,11 @@ class Composition(MethodFields):
         description="Layer swaps: what lies outside the language model's layers (embeddings, heads, vision and audio "
         "towers) is averaged, or a side's. Beside `-l base`, average leaves it to the task.",
     )
+    stack: Stacks = Field(
+        default="both",
+        description="Layer swaps of a model with an encoder and a decoder: the stacks to which zones and partitions "
+        "apply. The layers of the other stack are the task's.",
+    )
     allocation: tuple[Rule, ...] | None = Field(default=None, description="Rules, the first match wins.")
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
 
@@ -115,6 +123,15 @@ class Composition(MethodFields):
     def _home(cls, value: str | None) -> str | None:
         """PEFT and others who read the output's config do not expand `~`."""
         return value and expand_text(value)
+
+    @field_validator("num_layers")
+    @classmethod
+    def _both_stacks(cls, value: NumLayers | None) -> NumLayers | None:
+        if not isinstance(value, int | None) and set(value) != set(STACKS):
+            raise FieldMistake(
+                "`num_layers` names the layers of one stack: write {encoder: N, decoder: M}", "num_layers"
+            )
+        return value
 
     @field_validator("task", "language", mode="before")
     @classmethod
@@ -159,6 +176,10 @@ class Composition(MethodFields):
         if self.method != "layer_swap" and "outside" in given:
             raise FieldMistake(
                 f"outside belongs to a layer swap, not to {self.method}, which treats all modules alike", "outside"
+            )
+        if self.method != "layer_swap" and "stack" in given:
+            raise FieldMistake(
+                f"stack belongs to a layer swap, not to {self.method}, which treats all layers alike", "stack"
             )
         for parameter in own_parameters(self.method):
             if parameter.name not in self.parameters:
@@ -244,46 +265,64 @@ class Composition(MethodFields):
             named = [*self.task, *self.language]
         return tuple(dict.fromkeys(name for name in named if name != BASE))
 
-    def zones(self, num_layers: int) -> tuple[int, int, int, int]:
-        """(b, u, t_b, t_u) for a model of `num_layers` layers, defaults filled in.
+    def stacks(self, num_layers: NumLayers) -> tuple[Stack | None, ...]:
+        """The stacks to which zones and partitions apply: `(None,)` for a model with one list of layers."""
+        if isinstance(num_layers, int):
+            return (None,)
+        return STACKS if self.stack == "both" else (self.stack,)
+
+    def zones(self, num_layers: NumLayers, stack: Stack | None = None) -> tuple[int, int, int, int]:
+        """(b, u, t_b, t_u) for a model of `num_layers` layers, or for one of its stacks, defaults filled in.
 
         Raises:
             CompositionError: the zones need more layers than there are.
         """
-        bottom = scaled_default(_PAPER_BOTTOM, num_layers) if self.bottom is None else self.bottom
-        top = scaled_default(_PAPER_TOP, num_layers) if self.top is None else self.top
+        count = depth_of(stack, num_layers)
+        model = f"the {stack}" if stack else "the model"
+        bottom = scaled_default(_PAPER_BOTTOM, count) if self.bottom is None else self.bottom
+        top = scaled_default(_PAPER_TOP, count) if self.top is None else self.top
         zones = (bottom, top, self.bottom_transition, self.top_transition)
-        if sum(zones) > num_layers:
-            terms = " + ".join(f"{name} {count}" for name, count in zip(ZONES, zones, strict=True) if count)
+        if sum(zones) > count:
+            terms = " + ".join(f"{name} {size}" for name, size in zip(ZONES, zones, strict=True) if size)
             raise CompositionError(
-                f"the zones overlap: {terms} = {sum(zones)} layers, and the model has {num_layers}",
+                f"the zones overlap: {terms} = {sum(zones)} layers, and {model} has {count}",
                 "Lower them so that together they fit",
                 parameter=next((name for name in ZONES if getattr(self, name)), None),
             )
         if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
             raise CompositionError(
-                f"the paper's defaults, scaled to {num_layers} layers, give the language expert no layer",
+                f"the paper's defaults, scaled to {count} layers, give the language expert no layer",
                 "Pass `bottom` and `top`",
                 parameter="bottom",
             )
         return zones
 
-    def rules(self, num_layers: int, *, full: bool = False) -> tuple[Rule, ...]:
+    def rules(self, num_layers: NumLayers, *, full: bool = False) -> tuple[Rule, ...]:
         """The allocation that this composition means for a model of `num_layers` layers.
 
         Args:
-            num_layers: L.
+            num_layers: L, or that of each stack.
             full: for full checkpoints, which have norms; `norms` says what becomes of them.
 
         Raises:
-            CompositionError: see `zones`.
+            CompositionError: see `zones`; a stack is chosen, and the model has no encoder and decoder.
             FieldError: the weights make no blend.
         """
+        if isinstance(num_layers, int) and self.stack != "both":
+            raise CompositionError(
+                f"`stack` is {self.stack!r}, and the base does not have both an encoder and a decoder",
+                "Leave `stack` out",
+                parameter="stack",
+            )
         if self.allocation is not None:
             return self.allocation
         if full and self.method == "layer_swap" and self.norms == "average":
-            everywhere = {"layers": format_layers(range(num_layers)), "modules": ("other",)}
-            return (self._average_rule().model_copy(update=everywhere), *self.rules(num_layers))
+            average = self._average_rule()
+            everywhere = [
+                average.model_copy(update={**_within(stack, range(depth_of(stack, num_layers))), "modules": ("other",)})
+                for stack in self.stacks(num_layers)
+            ]
+            return (*everywhere, *self.rules(num_layers))
         if self.method == "soup":
             return (self._blend(),)
         if self.method == "task_arithmetic":
@@ -299,22 +338,29 @@ class Composition(MethodFields):
             return (_blended(self._combined(), method=self.method, **own),)
         if self.partition:
             return self._partition_rules(num_layers)
-        bottom, top, bottom_transition, top_transition = self.zones(num_layers)
-        outer = [*range(bottom), *range(num_layers - top, num_layers)]
-        blended = [*range(bottom, bottom + bottom_transition)]
-        blended += range(num_layers - top - top_transition, num_layers - top)
-        rules = [Rule(layers=format_layers(outer), **_Side(self.language).owning)] if outer else []
-        if blended:
-            rules.append(self._blend(layers=format_layers(blended)))
+        rules = [rule for stack in self.stacks(num_layers) for rule in self._zone_rules(num_layers, stack)]
         return (*rules, self._non_layer_rule(), Rule(**_Side(self.task).owning, optional=True))
 
-    def settled(self, num_layers: int, *, full: bool = False) -> dict[str, Any]:
+    def _zone_rules(self, num_layers: NumLayers, stack: Stack | None) -> list[Rule]:
+        """What the language has a part in, of one list of layers."""
+        count = depth_of(stack, num_layers)
+        bottom, top, bottom_transition, top_transition = self.zones(num_layers, stack)
+        outer = [*range(bottom), *range(count - top, count)]
+        blended = [*range(bottom, bottom + bottom_transition)]
+        blended += range(count - top - top_transition, count - top)
+        rules = [Rule(**_within(stack, outer), **_Side(self.language).owning)] if outer else []
+        if blended:
+            rules.append(self._blend(**_within(stack, blended)))
+        return rules
+
+    def settled(self, num_layers: NumLayers, *, full: bool = False) -> dict[str, Any]:
         """What decides the result for a model of `num_layers` layers, defaults filled in, as plain data.
 
         It reads back as a composition with the same rules; the experts' places, the base and the depth are left out.
+        So are defaults of zones that differ between stacks.
 
         Args:
-            num_layers: L.
+            num_layers: L, or that of each stack.
             full: an expert is a full checkpoint, so `norms` counts.
 
         Raises:
@@ -329,7 +375,8 @@ class Composition(MethodFields):
             if self.method == "layer_swap":
                 fields |= {"norms"} if full else set()
                 fields |= {"outside"} if self.outside != "average" else set()
-                zones = {} if self.partition else dict(zip(ZONES, self.zones(num_layers), strict=True))
+                fields |= set() if isinstance(num_layers, int) else {"stack"}
+                zones = {} if self.partition else self._settled_zones(num_layers)
         fields |= {"seed"} if self.is_random else set()
         fields |= {"task_type"} if self.task_type else set()
         fields |= {"allow_negative"} if self.allow_negative else set()
@@ -338,28 +385,36 @@ class Composition(MethodFields):
             content["allocation"] = [rule.as_data() for rule in self.allocation]
         return {**content, **zones}
 
+    def _settled_zones(self, num_layers: NumLayers) -> dict[str, int]:
+        found = [self.zones(num_layers, stack) for stack in self.stacks(num_layers)]
+        values = zip(ZONES, zip(*found, strict=True), strict=True)
+        return {name: counts[0] for name, counts in values if len(set(counts)) == 1}
+
     @property
     def is_random(self) -> bool:
         """Whether the result depends on the seed."""
         methods = {self.method, *(rule.method for rule in self.allocation or ())}
         return any(find_method(method).has(SEED) for method in methods)
 
-    def _partition_rules(self, num_layers: int) -> tuple[Rule, ...]:
-        first, last = _PARTITION_COUNTS[self.partition or ""]
-        if num_layers < _PARTITION_LAYERS:
-            first = scaled_default(first, num_layers, _PARTITION_LAYERS)
-            last = scaled_default(last, num_layers, _PARTITION_LAYERS)
-        outer = format_layers([*range(first), *range(num_layers - last, num_layers)])
+    def _partition_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
         inside, outside = (self.language, self.task) if self.partition == "Z" else (self.task, self.language)
-        # Experts may adapt attention alone, or some layers: then a rule that the user did not write matches nothing.
-        attention = [Rule(modules=("attention",), **_Side(self.language).owning, optional=True)]
-        rules = [Rule(layers=outer, **_Side(outside).owning, optional=True)] if outer != NO_LAYER else []
-        return (
-            self._non_layer_rule(),
-            *(attention if self.partition == "A" else []),
-            *rules,
-            Rule(**_Side(inside).owning, optional=True),
-        )
+        rules = [self._non_layer_rule()]
+        for stack in self.stacks(num_layers):
+            count = depth_of(stack, num_layers)
+            first, last = _PARTITION_COUNTS[self.partition or ""]
+            if count < _PARTITION_LAYERS:
+                first = scaled_default(first, count, _PARTITION_LAYERS)
+                last = scaled_default(last, count, _PARTITION_LAYERS)
+            # Experts may adapt attention alone, or some layers: then a rule not written by the user matches nothing.
+            if self.partition == "A":
+                only = {"stack": stack} if stack else {}
+                rules.append(Rule(modules=("attention",), **only, **_Side(self.language).owning, optional=True))
+            if outer := [*range(first), *range(count - last, count)]:
+                rules.append(Rule(**_within(stack, outer), **_Side(outside).owning, optional=True))
+        if isinstance(num_layers, int) or self.stack == "both" or inside == self.task:
+            return (*rules, Rule(**_Side(inside).owning, optional=True))
+        within = Rule(stack=self.stack, **_Side(inside).owning, optional=True)
+        return (*rules, within, Rule(**_Side(self.task).owning, optional=True))
 
     def _non_layer_rule(self) -> Rule:
         """What becomes of embeddings, heads and towers."""
@@ -374,9 +429,10 @@ class Composition(MethodFields):
             return Rule(layers=NO_LAYER, **_Side(self.task).owning, optional=True)
         return self._blend(layers=NO_LAYER, optional=True)
 
-    def _blend(self, layers: str | None = None, *, optional: bool = False) -> Rule:
+    def _blend(self, layers: str | None = None, stack: Stack | None = None, *, optional: bool = False) -> Rule:
         weights: Literal["magnitude"] | None = "magnitude" if self.weights == "magnitude" else None
-        return _blended(self._sides(), weights=weights, layers=layers, optional=optional)
+        only = {"stack": stack} if stack else {}
+        return _blended(self._sides(), weights=weights, layers=layers, **only, optional=optional)
 
     def _sides(self) -> dict[_Side, float]:
         """The weight of each side; the experts of a side are averaged first."""
@@ -413,6 +469,11 @@ class _Side(NamedTuple):
     def owning(self) -> dict[str, Any]:
         """The fields of a rule that gives modules to it."""
         return {"expert": self.label, **({"averages": self.averages} if self.averages else {})}
+
+
+def _within(stack: Stack | None, layers: Iterable[int]) -> dict[str, Any]:
+    """The fields of a rule that takes these layers, of a stack where the model has two."""
+    return {"layers": format_layers(layers), **({"stack": stack} if stack else {})}
 
 
 def _blended(sides: Mapping[_Side, float], **options: Any) -> Rule:

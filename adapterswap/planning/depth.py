@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError, UnsupportedError
+from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.layers import NumLayers, format_depth, same_depth, stacked_layers_in_config
 from adapterswap.experts.sources import (
     Source,
     at_revision,
@@ -29,19 +29,20 @@ __all__ = ["Depth", "find_num_layers", "settle_depth"]
 class Depth:
     """The base's number of layers, the base itself (see `Plan.base_source`), and a note where it was not checked."""
 
-    num_layers: int
+    num_layers: NumLayers
     base: Source | None = None
     notes: tuple[str, ...] = ()
 
 
-def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: int | None) -> Depth:
+def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
     """See `Depth`; `known` is what the model itself says.
 
     Raises:
         CompositionError: the composition's is not the base's.
         NotFoundError, BaseModelError, UnsupportedError: see `find_num_layers`.
     """
-    requested, declared = composition.num_layers, composition.base_model
+    requested: NumLayers | None = composition.num_layers
+    declared = composition.base_model
     if requested is None:
         return Depth(known) if known else Depth(*find_num_layers(experts, declared))
     base, found = ("the model", known) if known else _depth_on_this_machine(experts, declared)
@@ -49,24 +50,23 @@ def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known
     source = find_source(declared, [], what="base model") if declared and is_local else None
     if found is None:
         reach = f"This machine does not have the depth of {public_name(base)}" if base else "The experts name no base"
-        return Depth(requested, source, (f"{reach}, so num_layers {requested} could not be checked",))
-    if found != requested:
+        return Depth(requested, source, (f"{reach}, so num_layers {format_depth(requested)} could not be checked",))
+    if not same_depth(found, requested):
         raise CompositionError(
-            f"num_layers is {requested}, and {base} has {found} layers",
+            f"num_layers is {format_depth(requested)}, and {base} has {format_depth(found)} layers",
             "Leave `num_layers` out; pass `base_model` if that is another base than the experts'",
             parameter="num_layers",
         )
-    return Depth(requested, source)
+    return Depth(found, source)
 
 
-def _depth_on_this_machine(experts: Mapping[str, Adapter], base_model: str | None) -> tuple[str | None, int | None]:
+def _depth_on_this_machine(
+    experts: Mapping[str, Adapter], base_model: str | None
+) -> tuple[str | None, NumLayers | None]:
     """The base and its number of layers; None for what is not known without the network."""
     base = base_model or next((_reference(adapter) for adapter in experts.values() if adapter.config.base_model), None)
     config = cached_base_config(base) if base else None
-    try:
-        return base, None if config is None else num_layers_in_config(config)
-    except UnsupportedError:  # an encoder and a decoder, whose depths may differ
-        return base, None
+    return base, None if config is None else stacked_layers_in_config(config)
 
 
 def _reference(adapter: Adapter) -> str | None:
@@ -75,13 +75,13 @@ def _reference(adapter: Adapter) -> str | None:
     return None if name is None else at_revision(name, adapter.config.revision)
 
 
-def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[int, Source]:
+def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[NumLayers, Source]:
     """The base's number of layers, from its config.json, never from the experts' modules; and the base.
 
     Raises:
         NotFoundError: the base does not exist, here or on the Hub.
         BaseModelError: no base is named, or its config is damaged or does not say.
-        UnsupportedError: it has an encoder and a decoder.
+        UnsupportedError: it has an encoder and a decoder, and does not say how deep both are.
     """
     named: dict[str, str] = {}
     for name, adapter in experts.items():
@@ -105,7 +105,7 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
         raise type(error)(
             f"the number of layers comes from the base that {namer} names: {reason}", remedy, parameter="base_model"
         ) from None
-    found = num_layers_in_config(config)
+    found = stacked_layers_in_config(config)
     if found is None:
         raise BaseModelError(
             f"the config of {base} does not say how many layers it has", "Pass `num_layers`", parameter="num_layers"

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 from adapterswap.errors import printable
 from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.layers import Kind, format_layers
+from adapterswap.experts.layers import (
+    STACKS,
+    Kind,
+    NumLayers,
+    Stack,
+    deepest,
+    depth_of,
+    format_depth,
+    format_layers,
+    stack_in,
+    within_layer,
+)
 from adapterswap.experts.sources import public_name, same_base
 from adapterswap.methods.method import SCALE
 from adapterswap.methods.registry import own_parameters
@@ -40,13 +51,14 @@ _LEGEND = 200  # characters of a summary's legend
 class Mark:
     """What the strip shows of one module: its place, and its owner or the blend that it holds.
 
-    The average of several experts is an owner like one expert.
+    The average of several experts is an owner like one expert. The stack is that of a model with two.
     """
 
     layer: int
     kind: Kind
     owner: str | None
     blend: str = ""
+    stack: Stack | None = None
 
 
 def marks(plan: Plan) -> list[Mark]:
@@ -54,13 +66,15 @@ def marks(plan: Plan) -> list[Mark]:
 
     Of full weights, tensors that no expert changes are left out where another of their kind in the layer is changed.
     """
-    changed = {(slot.layer, slot.kind) for slot in plan if slot.terms}
+    stacks = {slot.name: stack_in(slot.name, plan.num_layers) for slot in plan}
+    changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in plan if slot.terms}
     found = []
     for slot in plan:
-        hidden = slot.in_full or (plan.is_model and not slot.terms and (slot.layer, slot.kind) in changed)
+        place = stacks[slot.name], slot.layer, slot.kind
+        hidden = slot.in_full or (plan.is_model and not slot.terms and place in changed)
         if slot.layer is not None and not hidden:
             owner = owner_label(slot)
-            found.append(Mark(slot.layer, slot.kind, owner, "" if owner else blend_of(slot)))
+            found.append(Mark(slot.layer, slot.kind, owner, "" if owner else blend_of(slot), stacks[slot.name]))
     return found
 
 
@@ -80,7 +94,7 @@ def headline(plan: Plan) -> str:
     method: str = "allocation" if asked.allocation is not None else asked.method
     method = f"partition {asked.partition}" if asked.partition else method
     what = "tensors" if plan.is_model else "modules"
-    return f"{method}, {len(plan.slots)} {what}, {plan.num_layers} layers"
+    return f"{method}, {len(plan.slots)} {what}, {format_depth(plan.num_layers)} layers"
 
 
 def summary(plan: Plan) -> str:
@@ -103,7 +117,8 @@ class Picture:
     """The strip of layers.
 
     Attributes:
-        rows: kind of module, or `layers` where all kinds agree → a character for each layer.
+        rows: kind of module, or `layers` where all kinds agree → a character for each layer. Of a model with two
+            stacks, a stack, or a stack and a kind: `decoder mlp`.
         legend: what the characters that occur mean.
         owners: of them, those of experts and of averages of several.
     """
@@ -113,29 +128,28 @@ class Picture:
     owners: tuple[str, ...]
 
 
-def draw(found: Sequence[Mark], num_layers: int, experts: Collection[str]) -> Picture:
+def draw(found: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> Picture:
     """The strip as data. One row where attention and MLP agree in every layer, else a row for each."""
     names = {mark.owner: None for mark in found if mark.owner not in (None, BASE)}
     averages = [name for name in names if name is not None and name not in set(experts)]
     letters = _letters([*averages, *experts])
-    kinds: tuple[Kind, ...] = ("attention", "mlp", "other")
-    rows = {str(kind): _row([mark for mark in found if mark.kind == kind], num_layers, letters) for kind in kinds}
-    rows = {kind: row for kind, row in rows.items() if row.strip()}
-    if len(set(rows.values())) == 1:
-        rows = {"layers": next(iter(rows.values()))}
+    rows: dict[str, str] = {}
+    for stack in (None,) if isinstance(num_layers, int) else STACKS:
+        rows |= _rows([mark for mark in found if mark.stack == stack], stack, depth_of(stack, num_layers), letters)
     used = "".join(rows.values())
     owners = tuple(letter for letter in letters.values() if letter in used)
     return Picture(rows, _legend(found, used, letters), owners)
 
 
-def draw_strip(found: Sequence[Mark], num_layers: int, experts: Collection[str]) -> str:
+def draw_strip(found: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> str:
     """See `strip`."""
     picture = draw(found, num_layers, experts)
     rows = picture.rows
     width = max(map(len, rows), default=0)
-    tens = "".join(str(i // 10) if i % 10 == 0 else " " for i in range(num_layers)).rstrip()
-    lines = [f"{'':{width}}  {tens}"] if num_layers > 10 else []
-    lines.append(f"{'':{width}}  {''.join(str(i % 10) for i in range(num_layers))}")
+    columns = range(deepest(num_layers))
+    tens = "".join(str(i // 10) if i % 10 == 0 else " " for i in columns).rstrip()
+    lines = [f"{'':{width}}  {tens}"] if len(columns) > 10 else []
+    lines.append(f"{'':{width}}  {''.join(str(i % 10) for i in columns)}")
     lines += [f"{kind:{width}}  {row}".rstrip() for kind, row in rows.items()]
     lines.append(f"{'':{width}}  {', '.join(f'{mark} {meaning}' for mark, meaning in picture.legend.items())}")
     return "\n".join(lines)
@@ -148,7 +162,7 @@ def unusual(plan: Plan) -> list[str]:
         *ignored_modules(plan.adapters),
         *unknown_keys(plan.adapters),
     ]
-    grouped: dict[tuple[str, str], list[int]] = {}
+    grouped: dict[tuple[str, str, str], list[int]] = {}
     for slot in plan.saved.values():
         what = _remark(slot) or owner_label(slot) or blend_text(slot.weights)
         lines.append(f"{slot.name} (trained in full): {what}")
@@ -159,15 +173,24 @@ def unusual(plan: Plan) -> list[str]:
         if slot.layer is None:
             lines.append(f"{slot.name}: {remark or owner_label(slot) or blend_of(slot)}")
         elif remark and not (plan.is_model and slot.kind == "other"):
-            within = slot.name.partition(f".{slot.layer}.")[2]
-            grouped.setdefault((within, remark), []).append(slot.layer)
-    lines += [f"{name} in layers {format_layers(layers)}: {remark}" for (name, remark), layers in grouped.items()]
-    empty = set(range(plan.num_layers)) - {slot.layer for slot in plan.modules.values()}
-    if empty and not plan.is_model:
-        lines.append(f"layers {format_layers(empty)}: no expert adapts them, so they stay as in the base")
+            where = _of_stack(stack_in(slot.name, plan.num_layers))
+            grouped.setdefault((within_layer(slot.name, slot.layer), where, remark), []).append(slot.layer)
+    lines += [
+        f"{name} in {where}layers {format_layers(layers)}: {remark}"
+        for (name, where, remark), layers in grouped.items()
+    ]
+    for stack in () if plan.is_model else (None,) if isinstance(plan.num_layers, int) else STACKS:
+        held = {slot.layer for slot in plan.modules.values() if stack_in(slot.name, plan.num_layers) == stack}
+        if empty := set(range(depth_of(stack, plan.num_layers))) - held:
+            where = f"{_of_stack(stack)}layers {format_layers(empty)}"
+            lines.append(f"{where}: no expert adapts them, so they stay as in the base")
     if plan.untied:
         lines.append("the head and the embedding were tied, and are not any more: tie_word_embeddings is false")
     return lines
+
+
+def _of_stack(stack: Stack | None) -> str:
+    return f"{stack} " if stack else ""
 
 
 def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
@@ -258,6 +281,17 @@ def _mark(mark: Mark, letters: Mapping[str, str]) -> str:
     if mark.owner is None:
         return _BLEND
     return _UNCHANGED if mark.owner == BASE else letters[mark.owner]
+
+
+def _rows(found: Sequence[Mark], stack: Stack | None, num_layers: int, letters: Mapping[str, str]) -> dict[str, str]:
+    """One row where attention and MLP agree in every layer, else a row for each."""
+    kinds: tuple[Kind, ...] = ("attention", "mlp", "other")
+    rows = {
+        f"{_of_stack(stack)}{kind}": _row([mark for mark in found if mark.kind == kind], num_layers, letters)
+        for kind in kinds
+    }
+    rows = {kind: row for kind, row in rows.items() if row.strip()}
+    return {stack or "layers": next(iter(rows.values()))} if len(set(rows.values())) == 1 else rows
 
 
 def _row(found: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:

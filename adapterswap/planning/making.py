@@ -22,7 +22,7 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part, by_layer
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.experts.layers import num_layers_in_config
+from adapterswap.experts.layers import NumLayers, format_depth, has_both_stacks, same_depth, stacked_layers_in_config
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.checks import (
     check_architecture,
@@ -56,7 +56,7 @@ def make_plan(
     composition: Composition | str,
     experts: Mapping[str, Expert],
     *,
-    num_layers: int | None = None,
+    num_layers: NumLayers | None = None,
     recorded: bool = False,
 ) -> Plan:
     """Apply a composition to opened experts.
@@ -65,8 +65,9 @@ def make_plan(
         composition: the composition, or its short name such as `math+swahili`.
         experts: by the names that the composition uses; others are ignored. If one of them is a full checkpoint, the
             plan is one of full weights.
-        num_layers: the base's number of layers, where you know it from the model itself. By default it comes from the
-            base's config; the composition's own is compared with that where the base is on this machine.
+        num_layers: the base's number of layers, or that of each stack, where you know it from the model itself. By
+            default it comes from the base's config; the composition's own is compared with that where the base is on
+            this machine.
         recorded: the composition and the order of the experts come from a record. Experts that give nothing to the
             result were allowed then.
 
@@ -81,7 +82,7 @@ def make_plan(
     """
     composition = as_composition(composition)
     check_type(experts, Mapping, "experts", "Pass a mapping from names to opened experts")
-    check_type(num_layers, (Integral, type(None)), "num_layers", "Pass a whole number such as 32")
+    check_type(num_layers, (Integral, Mapping, type(None)), "num_layers", "Pass a whole number such as 32")
     problems = Problems(ExpertError)
     names: Sequence[str] = composition.expert_names
     if recorded:  # in the order of the record: the first expert gives the result what no rule decides
@@ -114,7 +115,7 @@ def make_plan(
 
 
 def _plan_of_modules(
-    composition: Composition, experts: Mapping[str, Expert], num_layers: int | None, problems: Problems
+    composition: Composition, experts: Mapping[str, Expert], num_layers: NumLayers | None, problems: Problems
 ) -> Plan:
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     depth = None
@@ -210,20 +211,32 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     return Plan(composition, rules, experts, num_layers, filled, is_model=True, base=base, untied=untied)
 
 
-def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, problems: Problems) -> int:
+def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, problems: Problems) -> NumLayers:
     """The number of layers of full weights: by their config, or by the composition where that does not say."""
-    found = num_layers_in_config(skeleton.config)
+    found = stacked_layers_in_config(skeleton.config)
     stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=-1)
     num_layers = composition.num_layers or found
+    if same_depth(found, num_layers):
+        num_layers = found
+    if isinstance(num_layers, int) and has_both_stacks(skeleton.container):
+        problems.add(
+            f"{name} stores an encoder and a decoder ({skeleton.container}), and its config says nothing of both",
+            "Give a folder with the config.json of these weights",
+            parameter="base_model",
+            kind=BaseModelError,
+        )
     if num_layers is None:
         message, remedy = f"the config of {name} does not say how many layers it has", "Pass `num_layers`"
         problems.add(message, remedy, parameter="num_layers", kind=BaseModelError)
     elif found not in (None, num_layers):
-        message, remedy = f"num_layers is {num_layers}, and {name} has {found} layers", "Leave `num_layers` out"
+        message, remedy = (
+            (f"num_layers is {format_depth(num_layers)}, and {name} has {format_depth(found or 0)} layers"),
+            "Leave `num_layers` out",
+        )
         problems.add(message, remedy, parameter="num_layers", kind=CompositionError)
     elif found is None and num_layers != stored_layers:
         message, remedy = (
-            f"num_layers is {num_layers}, and {name} stores {stored_layers} layers",
+            f"num_layers is {format_depth(num_layers)}, and {name} stores {stored_layers} layers",
             "Correct `num_layers`",
         )
         problems.add(message, remedy, parameter="num_layers", kind=CompositionError)
@@ -324,9 +337,9 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     """
     problems = Problems(BaseModelError)
     check_architecture("the base", base, "the base", base, problems)
-    found = num_layers_in_config(base.config)
+    found = stacked_layers_in_config(base.config)
     if found is not None and found != plan.num_layers:
-        message = f"the plan is for {plan.num_layers} layers, and the base has {found}"
+        message = f"the plan is for {format_depth(plan.num_layers)} layers, and the base has {format_depth(found)}"
         problems.add(message, "Give the experts' base", parameter="base_model")
     tied = find_tied_head(base, plan.adapters)
     stored = with_head(base.parameters, tied)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from html import escape
 
 from adapterswap.errors import printable
+from adapterswap.experts.layers import deepest
 from adapterswap.planning.describe import draw, headline, marks, unusual
 from adapterswap.planning.plan import Plan
 
@@ -30,7 +31,7 @@ def plan_html(plan: Plan) -> str:
     """The plan as a fragment of HTML. Names are escaped."""
     picture = draw(marks(plan), plan.num_layers, tuple(plan.experts))
     colours = {mark: COLOURS[place % len(COLOURS)] for place, mark in enumerate(picture.owners)}
-    head = "".join(f'<th scope="col" style="{_HEAD}">{layer}</th>' for layer in range(plan.num_layers))
+    head = "".join(f'<th scope="col" style="{_HEAD}">{layer}</th>' for layer in range(deepest(plan.num_layers)))
     rows = [f"<tr><th></th>{head}</tr>"]
     for kind, row in picture.rows.items():
         cells = "".join(_cell(mark, picture.legend, colours, layer) for layer, mark in enumerate(row))

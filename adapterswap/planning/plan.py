@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.layers import NumLayers
 from adapterswap.experts.sources import Source, at_revision, same_base, split_revision
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
@@ -39,7 +40,7 @@ class Plan:
         composition: what was asked for.
         rules: its allocation for this number of layers.
         experts: the opened experts by name, in the order in which the rules name them.
-        num_layers: the base's layers.
+        num_layers: the base's layers, or those of each of its stacks.
         slots: modules by full name (those without a layer first, then by layer and name; those trained in full last),
             or tensors by key, in the order of the skeleton's shards and of the bytes in them.
         is_model: the slots are stored tensors.
@@ -52,7 +53,7 @@ class Plan:
     composition: Composition
     rules: tuple[Rule, ...]
     experts: Mapping[str, Adapter | Checkpoint]
-    num_layers: int
+    num_layers: NumLayers
     slots: Mapping[str, Slot]
     is_model: bool = False
     base: Checkpoint | None = None
@@ -182,6 +183,19 @@ class Plan:
     def skeleton(self) -> Checkpoint:
         """Whose shards, config and tokenizer full weights have: the base's, or the first full expert's without one."""
         return self.base or next(iter(self.checkpoints.values()))
+
+    def one_depth(self, what: str) -> int:
+        """The number of layers, for what knows one list of them; `what` it is, such as `suggest`.
+
+        Raises:
+            UnsupportedError: the base has an encoder and a decoder.
+        """
+        if isinstance(self.num_layers, int):
+            return self.num_layers
+        raise UnsupportedError(
+            f"the base has an encoder and a decoder, and {what} knows models with one list of layers",
+            "Use experts of a decoder-only model",
+        )
 
     def check_adapter(self) -> None:
         """Raise an `UnsupportedError` if the result is full weights, which are not written or loaded as an adapter."""

@@ -14,7 +14,7 @@ from adapterswap.errors import AdapterswapError, ExpertError, Problems
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, Part
 from adapterswap.experts.checkpoints import MODEL_CONFIG
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, ends_of
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, ends_of, of_any_stack, stack_of
 from adapterswap.experts.naming import names_of_base, under_canonical_names
 from adapterswap.experts.sources import at_revision, cached_base_config, find_source
 
@@ -80,7 +80,7 @@ def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
     layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
     for name, container in layered.items():
         first_name, first = next(iter(layered.items()))
-        if container != first:
+        if of_any_stack(container) != of_any_stack(first):
             return (
                 f"The layers are named {first}.N in {first_name}, and {container}.N in {name}, which may be two names "
                 "of the same modules"
@@ -117,9 +117,9 @@ def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
 
 
 def _place(module: Part) -> tuple[str, ...]:
-    """What two names of one module have in common: its kind, the numbers in the name, its last part."""
+    """What two names of one module have in common: its kind and stack, the numbers in the name, its last part."""
     parts = (module.name.removesuffix(".bias") if is_bias(module.name) else module.name).split(".")
-    return module.kind, parts[-1], *(part for part in parts if part.isdigit())
+    return module.kind, stack_of(module.name) or "", parts[-1], *(part for part in parts if part.isdigit())
 
 
 def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:

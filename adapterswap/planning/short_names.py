@@ -19,6 +19,7 @@ __all__ = ["as_composition", "parse_composition"]
 
 _SHORT_KEYS = (
     *ZONES, "task_weight", "language_weight", "weights", *parameter_keys(), "seed", "method", "partition", "outside",
+    "stack",
 )  # fmt: skip
 
 

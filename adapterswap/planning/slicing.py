@@ -12,7 +12,7 @@ from pathlib import Path
 
 from adapterswap.errors import ArgumentError, CompositionError, check_type
 from adapterswap.experts.adapters import Adapter, open_adapter
-from adapterswap.experts.layers import NO_LAYER, format_layers, parse_layers
+from adapterswap.experts.layers import NO_LAYER, KeptLayers, NumLayers, Stack, format_layers, stack_of
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
@@ -23,22 +23,29 @@ __all__ = ["slice_layers"]
 
 
 def slice_layers(
-    adapter: Adapter | str | Path, layers: str, *, num_layers: int | None = None, base_model: str | None = None
+    adapter: Adapter | str | Path,
+    layers: str,
+    *,
+    stack: Stack | None = None,
+    num_layers: NumLayers | None = None,
+    base_model: str | None = None,
 ) -> Plan:
     """The plan that keeps `layers` of an adapter, and its modules outside the layers: a shell or a core of an expert.
 
     Args:
         adapter: the whole expert, or a slice that still has these layers: opened, a folder or a Hub id.
         layers: which to keep, such as `0-4,30-31`.
-        num_layers: the base's layers; by default from the base's config.
+        stack: of a model with an encoder and a decoder, the one whose layers are kept; the other's are cut away. By
+            default the layers of both.
+        num_layers: the base's layers, or those of each stack; by default from the base's config.
         base_model: the base, where the adapter names none or another place.
 
     Returns:
         The plan, to be written or merged.
 
     Raises:
-        ArgumentError: the text is not a list of layers, or none of them is the adapter's.
-        CompositionError: it names layers that the base, or a slice, does not have.
+        ArgumentError: the text is not a list of layers, or none of them is the adapter's; there is no such stack.
+        CompositionError: it names layers or a stack that the base, or a slice, does not have.
         NotFoundError, ExpertError, UnsupportedError: see `open_adapter`.
         AdapterswapError: see `make_plan`.
     """
@@ -48,21 +55,26 @@ def slice_layers(
         adapter = open_adapter(adapter)
     remedy = "Write for instance `layers=0-4,30-31`"
     try:
-        kept = parse_layers(layers)
+        kept = KeptLayers.of(layers)
     except ValueError as error:
         raise ArgumentError(f"`layers`: {error}", remedy, parameter="layers") from None
-    if not kept:
+    try:
+        kept = KeptLayers.of(layers, stack)
+    except ValueError as error:
+        raise ArgumentError(f"`stack`: {error}", "Pass encoder or decoder", parameter="stack") from None
+    if not kept.layers:
         raise ArgumentError(f"`layers` {layers!r} names no layer", remedy, parameter="layers")
     name = expert_name(adapter, {}, "expert")
-    held = {part.layer for part in adapter.parts.values() if part.layer is not None}
-    if not kept & held:
+    parts = [(part.name, part.layer) for part in adapter.parts.values() if part.layer is not None]
+    if not any(kept.holds(*part) for part in parts):
+        held = format_layers(layer for part, layer in parts if stack is None or stack_of(part) == stack)
         raise ArgumentError(
-            f"{name} adapts none of the layers {format_layers(kept)}",
-            f"It adapts {format_layers(held)}: choose among them",
+            f"{name} adapts none of the {kept}",
+            f"It adapts {held}: choose among them",
             parameter="layers",
         )
     rules = (
-        Rule(layers=format_layers(kept), expert=name),
+        Rule(layers=format_layers(kept.layers), stack=stack, expert=name),
         Rule(layers=NO_LAYER, expert=name, optional=True),
         Rule(expert=BASE, optional=True),
     )
@@ -73,7 +85,7 @@ def slice_layers(
         raise (error.recast(parameter="layers") if error.parameter == "allocation" else error) from None
 
 
-def sliced_layers(plan: Plan) -> str | None:
+def sliced_layers(plan: Plan) -> KeptLayers | None:
     """The layers that a slice keeps; None for a plan that is not a slice."""
     rules = plan.rules
     if len(plan.experts) != 1 or len(rules) != 3 or plan.composition.allocation is None:
@@ -81,4 +93,6 @@ def sliced_layers(plan: Plan) -> str | None:
     kept, outside, rest = rules
     name = next(iter(plan.experts))
     is_slice = kept.expert == outside.expert == name and rest == Rule(expert=BASE, optional=True)
-    return kept.layers if is_slice and kept.modules is None and outside.layers == NO_LAYER else None
+    if not is_slice or kept.layers is None or kept.modules is not None or outside.layers != NO_LAYER:
+        return None
+    return KeptLayers.of(kept.layers, kept.stack)

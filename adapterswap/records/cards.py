@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from adapterswap import __version__
 from adapterswap.arithmetic.outputs import Layout
-from adapterswap.experts.layers import format_layers
+from adapterswap.experts.layers import Stack, format_depth, format_layers
 from adapterswap.experts.sources import Source, public_name
 from adapterswap.files.yamltext import dump_yaml
 from adapterswap.methods.registry import find_method
@@ -56,7 +56,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
     made = (
         f"composed from {count} expert{'s' * (count > 1)} by\n{_how_composed(plan)}"
         if layers is None
-        else f"cut out of one expert:\nits layers {layers}, and what it has outside the layers,"
+        else f"cut out of one expert:\nits {layers}, and what it has outside the layers,"
     )
     remarks = [*map(escaped, [*record.origins, *unusual(plan)]), *_conversion(record), *_truncation(record)]
     return f"""---
@@ -227,7 +227,7 @@ def _layers(plan: Plan) -> str:
 {strip(plan)}
 ```
 
-| layers of {plan.num_layers} | from |
+| layers of {format_depth(plan.num_layers)} | from |
 |---|---|
 {rows}"""
 
@@ -246,8 +246,16 @@ def _short(value: object) -> str:
 
 def _zones(plan: Plan) -> list[tuple[str, str]]:
     """Layers that are made alike → what they are made of, in the order of the layers."""
+    stacks = dict.fromkeys(mark.stack for mark in marks(plan))
+    found = [(stack, zone) for stack in sorted(stacks, key=str, reverse=True) for zone in _zones_of(plan, stack)]
+    return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in found]
+
+
+def _zones_of(plan: Plan, stack: Stack | None) -> list[tuple[str, str]]:
     made: dict[int, dict[str, str]] = {}
     for mark in marks(plan):
+        if mark.stack != stack:
+            continue
         origin = mark.owner or mark.blend
         kinds = made.setdefault(mark.layer, {})
         kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,7 +21,7 @@ from adapterswap.errors import ExpertError
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS, Adapter
 from adapterswap.experts.checkpoints import MODEL_CONFIG, Checkpoint
 from adapterswap.experts.identity import model_fingerprints, sha256_of
-from adapterswap.experts.layers import MAX_LAYERS
+from adapterswap.experts.layers import MAX_LAYERS, KeptLayers, Stack, format_layers
 from adapterswap.experts.sources import Source, parse_hub_id, public_name
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.planning.allocation import BASE
@@ -49,6 +49,9 @@ __all__ = [
 
 FORMAT: Literal[3] = 3
 _DEPTH = 8  # generations of origins that are kept; JSON that nests deeper is refused on reading
+
+
+_Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 
 
 class _Written(BaseModel):
@@ -97,17 +100,17 @@ class Origin(BaseModel):
         if self.extraction is not None:
             return f"was extracted from {self.extraction.full}"
         sources = ", ".join(f"{name} ({source})" for name, source in self.experts.items())
-        return (
-            f"was composed from {sources}"
-            if self.slice is None
-            else f"keeps the layers {self.slice.layers} of {sources}"
-        )
+        return f"was composed from {sources}" if self.slice is None else f"keeps the {self.slice} of {sources}"
 
 
 class SliceRecord(_Written):
-    """The layers that a slice keeps, such as `0-4,30-31`."""
+    """The layers that a slice keeps, such as `0-4,30-31`; with a stack, of that stack alone."""
 
     layers: str
+    stack: Stack | None = None
+
+    def __str__(self) -> str:
+        return str(KeptLayers.of(self.layers, self.stack))
 
 
 class ExtractionOrigin(BaseModel):
@@ -141,6 +144,7 @@ class RuleRecord(BaseModel):
     model_config = ConfigDict(extra="allow", defer_build=True)
 
     layers: Any = None
+    stack: Any = None
     modules: Any = None
     expert: str | None = None
     blend: Any = None
@@ -158,7 +162,7 @@ class CompositionRecord(_Written):
     base: SourceRecord | None = Field(
         default=None, description="The base's identity, where it was given as a folder, or was needed."
     )
-    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    num_layers: _Depth | dict[Stack, _Depth]
     composition: dict[str, Any] = Field(default={}, description="What was requested, defaults filled in.")
     experts: dict[str, SourceRecord]
     rules: list[RuleRecord] = []
@@ -311,8 +315,9 @@ def composition_record(
         fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
     else:
         fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
-        if (layers := sliced_layers(plan)) is not None:
-            fields["slice"] = SliceRecord(layers=layers)
+        if (kept := sliced_layers(plan)) is not None:
+            only = {"stack": kept.stack} if kept.stack else {}
+            fields["slice"] = SliceRecord(layers=format_layers(kept.layers), **only)
     if base is not None:
         fields["base"] = base
     return CompositionRecord(

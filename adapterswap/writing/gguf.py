@@ -250,7 +250,7 @@ def _files(
         held = {}
         for tensor in sorted(prepared.tensors, key=lambda one: (one.layer is None, one.layer or 0)):
             held.setdefault(tensor.layer, []).append(tensor)
-    width = max(2, len(str(prepared.plan.num_layers - 1)))
+    width = max(2, len(str(prepared.plan.one_depth("`export`") - 1)))
     names = {layer: "outside.gguf" if layer is None else f"layer-{layer:0{width}}.gguf" for layer in held}
     return [
         (

@@ -207,7 +207,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     problems = Problems(UnsupportedError)
     sizes = architecture.sizes(config)
     tied = architecture.always_tied or config.get("tie_word_embeddings", architecture.tied)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.num_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.one_depth("`export`"))
     for saved in plan.saved.values():
         if saved.terms:
             problems.add(

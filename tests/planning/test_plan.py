@@ -157,6 +157,8 @@ def test_the_number_of_layers_comes_from_the_base(math: Path, base: Callable[[st
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 11}, "num_layers": 3}))
     assert find_num_layers(adapter, str(tmp_path))[0] == 11
     (tmp_path / "config.json").write_text(json.dumps({"is_encoder_decoder": True, "num_layers": 3}))
+    assert find_num_layers(adapter, str(tmp_path))[0] == {"encoder": 3, "decoder": 3}
+    (tmp_path / "config.json").write_text(json.dumps({"is_encoder_decoder": True, "d_model": 3}))
     with refused(UnsupportedError, match="an encoder and a decoder"):
         find_num_layers(adapter, str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

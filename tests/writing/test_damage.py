@@ -430,7 +430,7 @@ def test_references_that_lead_nowhere(reference: str, told: str, refused: Callab
         ({"num_hidden_layers": 10**15}, "does not say how many layers it has"),
         ({"num_hidden_layers": -4}, "does not say how many layers it has"),
         ({"num_hidden_layers": "4"}, "does not say how many layers it has"),
-        ({"is_encoder_decoder": True, "num_layers": 4, "model_type": "\x1b[31mt5"}, r"(\x1b[31mt5) has an encoder"),
+        ({"is_encoder_decoder": True, "model_type": "\x1b[31mt5"}, r"(\x1b[31mt5) has an encoder"),
         ([1], "is not a JSON object"),
         ({"text_config": {"text_config": {"num_hidden_layers": 2}}}, "adapts layer 3, and the base has 2 layers"),
     ],
