@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -36,8 +36,11 @@ OUTTYPES = (
     show_default=True,
     help="Number format. f32 is exact; q8_0 needs ranks that are multiples of 32.",
 )
+@click.option("--pieces", is_flag=True, help="Several files, which requests to llama-server compose by their scales.")
 @click.option(
-    "--pieces", is_flag=True, help="One file per layer, which requests to llama-server compose by their scales."
+    "--by",
+    type=click.Choice(["layer", "kind", "zone"]),
+    help="What a piece is: a layer, its attention or MLP, or a zone of the composition.  [default: layer]",
 )
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
 @click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
@@ -50,6 +53,7 @@ def command(
     base_model: str | None,
     outtype: str,
     pieces: bool,
+    by: Literal["layer", "kind", "zone"] | None,
     max_rank: int | None,
     max_error: float | None,
     overwrite: bool,
@@ -68,12 +72,15 @@ def command(
     from adapterswap.writing.gguf import check_gguf, write_gguf
     from adapterswap.writing.gguf_layout import prepare_gguf
 
+    if by is not None and not pieces:
+        raise click.UsageError("--by is for --pieces.")
+    division = (by or "layer") if pieces else None
     form = Form(max_rank=max_rank, max_error=max_error)
     plan = plan_of(path, options, base_model=base_model)
-    check_gguf(plan, out_path, pieces=pieces, overwrite=overwrite)
+    check_gguf(plan, out_path, pieces=division, overwrite=overwrite)
     with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
         prepared = prepare_gguf(plan, form, lambda name: advance())
-    exported = write_gguf(prepared, out_path, outtype=outtype, pieces=pieces, overwrite=overwrite, dry_run=dry_run)
+    exported = write_gguf(prepared, out_path, outtype=outtype, pieces=division, overwrite=overwrite, dry_run=dry_run)
     if as_json:
         print_json(_as_json(prepared, exported, out_path, dry_run))
     else:
@@ -98,7 +105,14 @@ def _as_json(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run:
         "unusual": unusual(plan),
         "notes": list(plan.notes),
         "files": [
-            {"name": file.path.name, "layer": file.layer, "modules": file.modules, "bytes": file.nbytes}
+            {
+                "name": file.path.name,
+                "layer": file.layer,
+                "kind": file.kind,
+                "layers": list(file.layers),
+                "modules": file.modules,
+                "bytes": file.nbytes,
+            }
             for file in exported.files
         ],
         "bytes": exported.nbytes,

@@ -138,7 +138,7 @@ class Plan:
         *,
         base_model: str | Path | None = None,
         outtype: str = "f32",
-        pieces: bool = False,
+        pieces: bool | Literal["layer", "kind", "zone"] = False,
         max_rank: int | None = None,
         max_error: float | None = None,
         overwrite: bool = False,

@@ -1,8 +1,8 @@
 """Names as scales: a composition of experts that llama.cpp loaded layer by layer, as a list for a request.
 
-llama.cpp loads adapters when it starts, and a request gives each a scale. With one file per layer of each expert, any
-layer swap and any linear blend of whole layers is such a list; nothing is composed and nothing written for it. Knows
-plans and files; knows nothing of servers.
+llama.cpp loads adapters when it starts, and a request gives each a scale. With a file for the attention of each layer
+of each expert and one for its MLP, any layer swap, any partition and any linear blend of these is such a list; nothing
+is composed and nothing written for it. Knows plans and files; knows nothing of servers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from adapterswap import __version__
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import Problems, UnsupportedError
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.layers import format_layers
+from adapterswap.experts.adapters import Adapter, LoraModule
+from adapterswap.experts.layers import Kind, format_layers
 from adapterswap.experts.sources import base_config
 from adapterswap.files.smallfiles import shown
 from adapterswap.planning.composing import adapter_plan
@@ -40,11 +40,16 @@ _KEPT = 1000  # names whose scales are remembered
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """One loaded file: what an expert does to one layer, or outside the layers (None)."""
+    """One loaded file: what an expert does to one kind of modules of a layer, or outside the layers (None)."""
 
     expert: str
     layer: int | None
+    kind: Kind | None
     path: Path
+
+    def holds(self, module: LoraModule) -> bool:
+        """Whether it is what the expert does to this module."""
+        return module.layer == self.layer and self.kind in (None, module.kind)
 
 
 class PieceComposer(NamedComposer):
@@ -98,7 +103,8 @@ class PieceComposer(NamedComposer):
         Raises:
             UnknownNameError: it means nothing here, names an expert that does not exist, or is not allowed.
             FieldError, CompositionError: the name is malformed, or the experts cannot be composed in this way.
-            UnsupportedError: it gives parts of a layer to different experts, sets rows of ΔW to zero, or is not linear.
+            UnsupportedError: it gives modules of one kind in one layer to different experts, sets rows of ΔW to zero,
+                or is not linear.
         """
         with self._remembering:
             known = self._scales.get(name)
@@ -115,7 +121,7 @@ class PieceComposer(NamedComposer):
         plan = self.plan(name)
         if plan.composition.row_threshold is not None:
             raise UnsupportedError(
-                f"{shown(name)} sets rows of ΔW to zero, and llama.cpp scales whole layers",
+                f"{shown(name)} sets rows of ΔW to zero, and llama.cpp scales whole modules",
                 "Write it with `adapterswap export`, and serve that file",
                 parameter="name",
             )
@@ -129,7 +135,7 @@ class PieceComposer(NamedComposer):
             found = {
                 coefficients.get((piece.expert, module.name), 0.0)
                 for module in adapter.modules.values()
-                if module.layer == piece.layer
+                if piece.holds(module)
             }
             if len(found) > 1:
                 split.add(piece.layer)
@@ -137,8 +143,8 @@ class PieceComposer(NamedComposer):
         if split:
             layers = format_layers(layer for layer in split if layer is not None)
             raise UnsupportedError(
-                f"{shown(name)} gives modules of one layer (of {layers}) different scales, and llama.cpp scales whole "
-                "layers here",
+                f"{shown(name)} gives modules of one kind in one layer (of {layers}) different scales, and here "
+                "llama.cpp scales a layer's attention and its MLP as wholes",
                 "Write it with `adapterswap export`, and serve that file",
                 parameter="name",
             )
@@ -168,17 +174,17 @@ class PieceComposer(NamedComposer):
         origin = {
             "adapterswap": __version__,
             "format": FORMAT,
-            "pieces": self.outtype,
+            "pieces": ["kind", self.outtype],
             "expert": [name, content_hash(adapter, self.cache.memo), adapter.config.sha256],
             "base": [base_config(self.base_model)[1], plan.base_model, plan.base_revision],
         }
         key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
         self._prepared[key] = prepared
-        exported = write_gguf(prepared, self.cache.entry(key), outtype=self.outtype, pieces=True, dry_run=True)
-        self.pieces += [LayerPiece(name, file.layer, file.path) for file in exported.files]
+        exported = write_gguf(prepared, self.cache.entry(key), outtype=self.outtype, pieces="kind", dry_run=True)
+        self.pieces += [LayerPiece(name, file.layer, file.kind, file.path) for file in exported.files]
 
     def _write_pieces(self, prepared: PreparedGguf, folder: Path) -> None:
-        write_gguf(prepared, folder, outtype=self.outtype, pieces=True)
+        write_gguf(prepared, folder, outtype=self.outtype, pieces="kind")
 
 
 def _coefficients(plan: Plan) -> dict[tuple[str, str], float]:

@@ -1,4 +1,4 @@
-"""Write a plan as LoRA in GGUF, which llama.cpp and what is built on it read: one file, or one for each layer.
+"""Write a plan as LoRA in GGUF, which llama.cpp and what is built on it read: one file, or pieces.
 
 llama.cpp computes ΔW = alpha / rank · B·A, with one alpha for a whole file and the rank of each B. So alpha is what
 most modules need, s·r, and the others' B is multiplied by what is left. The file appears whole or not at all, and the
@@ -26,6 +26,7 @@ from adapterswap.arithmetic.outputs import Form
 from adapterswap.errors import ArgumentError, UnsupportedError, check_type, did_you_mean
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.layers import Kind
 from adapterswap.experts.sources import is_hub_id
 from adapterswap.files.folders import OutputKind, atomic_file, atomic_folder, check_file, check_target
 from adapterswap.files.numbers import check_finite, encode, open_files, write_at
@@ -36,13 +37,14 @@ from adapterswap.planning.plan import Plan
 from adapterswap.records.record import adapter_source, base_source, composition_record
 from adapterswap.writing.gguf_architectures import load_gguf
 from adapterswap.writing.gguf_layout import GgufTensor, PreparedGguf, prepare_gguf
+from adapterswap.writing.gguf_pieces import DIVISIONS, Division, Part, divide
 
 __all__ = ["OUTTYPES", "PIECES", "Exported", "ExportedFile", "check_gguf", "export", "write_gguf"]
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
 """The number formats that are written, as llama.cpp's own converters call them."""
 
-PIECES = OutputKind(None, lambda record: ("layer-*.gguf", "outside.gguf"))
+PIECES = OutputKind(None, lambda record: ("layer-*.gguf", "zone-*.gguf", "outside.gguf"))
 """What `export` with `pieces` writes."""
 
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
@@ -57,13 +59,17 @@ class ExportedFile:
 
     Attributes:
         path: where it is.
-        layer: the only layer that it changes; None for modules outside the layers, and for a file of all layers.
+        layer: the only layer that it changes; None for modules outside the layers, and for a file of several.
+        kind: the only kind of modules that it changes, where layers are divided by kind.
+        layers: the layers that it changes.
         modules: how many modules it changes.
         nbytes: the size of its tensors.
     """
 
     path: Path
     layer: int | None
+    kind: Kind | None
+    layers: tuple[int, ...]
     modules: int
     nbytes: int
 
@@ -114,7 +120,7 @@ class Exported:
 
     @property
     def is_pieces(self) -> bool:
-        """Whether every layer has a file of its own."""
+        """Whether there are several files in a folder."""
         return self.files[0].path != self.path
 
 
@@ -131,7 +137,7 @@ def export(
     *,
     base_model: str | Path | None = None,
     outtype: str = "f32",
-    pieces: bool = False,
+    pieces: bool | Division = False,
     max_rank: int | None = None,
     max_error: float | None = None,
     overwrite: bool = False,
@@ -146,8 +152,9 @@ def export(
         out_path: the file to write; with `pieces` a folder.
         base_model: the base, where the experts name none or another place.
         outtype: f32, f16, bf16 or q8_0; q8_0 needs ranks and widths that are multiples of 32.
-        pieces: write `layer-NN.gguf` for each layer and `outside.gguf`, so that a request to llama-server can compose
-            layers of several experts by scales.
+        pieces: write several files, so that a request to llama-server can scale each. True or `layer`: `layer-NN.gguf`
+            for each layer and `outside.gguf`, of which any layer swap can be made. `kind`: `layer-NN-attention.gguf`
+            and `layer-NN-mlp.gguf`, for partitions too. `zone`: a file for each zone of this composition.
         max_rank: truncate modules of a higher rank; nonlinear methods need this or `max_error`.
         max_error: truncate blends to the smallest rank with at most this relative error of ΔW (Frobenius norm).
         overwrite: replace the file, or the folder of pieces.
@@ -172,16 +179,16 @@ def export(
     )  # fmt: skip
     check_type(out_path, (str, Path), "out_path", "Pass the path of the file to write")
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
-    check_type(pieces, bool, "pieces", "Pass `pieces=True` or `pieces=False`")
+    by = check_pieces(pieces)
     check_outtype(outtype)
     base_model = None if base_model is None else str(base_model)
     if isinstance(plan, Adapter | str | Path):
         plan = adapter_plan(plan, base_model)
     elif base_model is not None and base_model != plan.composition.base_model:
         plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
-    check_gguf(plan, out_path, pieces=pieces, overwrite=overwrite)  # before the work
+    check_gguf(plan, out_path, pieces=by, overwrite=overwrite)  # before the work
     prepared = prepare_gguf(plan, Form(max_rank=max_rank, max_error=max_error))
-    return write_gguf(prepared, out_path, outtype=outtype, pieces=pieces, overwrite=overwrite)
+    return write_gguf(prepared, out_path, outtype=outtype, pieces=by, overwrite=overwrite)
 
 
 def check_outtype(outtype: str) -> None:
@@ -195,7 +202,25 @@ def check_outtype(outtype: str) -> None:
         )
 
 
-def check_gguf(plan: Plan, out_path: str | Path, *, pieces: bool, overwrite: bool) -> None:
+def check_pieces(pieces: bool | Division) -> Division | None:
+    """How the files are divided; None for one file.
+
+    Raises:
+        ArgumentError: it is neither a bool nor one of `DIVISIONS`.
+    """
+    check_type(pieces, (bool, str), "pieces", f"Pass True, False, or one of {', '.join(DIVISIONS)}")
+    if isinstance(pieces, bool):
+        return "layer" if pieces else None
+    if pieces not in DIVISIONS:
+        raise ArgumentError(
+            f"{pieces!r} is not a way to divide the files",
+            did_you_mean(pieces, DIVISIONS, f"Choose one of {', '.join(DIVISIONS)}"),
+            parameter="pieces",
+        )
+    return pieces
+
+
+def check_gguf(plan: Plan, out_path: str | Path, *, pieces: Division | None, overwrite: bool) -> None:
     """Whether the output may be written there, and whether what writes it is installed.
 
     Raises:
@@ -214,7 +239,7 @@ def write_gguf(
     out_path: str | Path,
     *,
     outtype: str = "f32",
-    pieces: bool = False,
+    pieces: Division | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Exported:
@@ -222,51 +247,44 @@ def write_gguf(
     check_outtype(outtype)
     _check_rows(prepared, outtype)
     out_path, inputs = expand(out_path), prepared.plan.inputs
-    contents = _files(prepared, out_path, pieces=pieces, outtype=outtype)
+    if pieces is None:
+        contents = [
+            (ExportedFile(out_path, None, None, _layers(prepared), *_size(prepared.tensors, outtype)), prepared.tensors)
+        ]
+    else:
+        contents = [(_piece(out_path, part, outtype), part.tensors) for part in divide(prepared, pieces)]
     exported = Exported(
         out_path, tuple(file for file, _ in contents), prepared.architecture, outtype, prepared.alpha,
         prepared.base_name,
     )  # fmt: skip
     if dry_run:
         return exported
-    metadata = _metadata(prepared, outtype)
+    metadata = _metadata(prepared, outtype, pieces)
     if pieces:
         with atomic_folder(out_path, kind=PIECES, overwrite=overwrite, inputs=inputs) as folder:
             for file, tensors in contents:
-                _write_file(folder / file.path.name, prepared, tensors, metadata, outtype, file.layer)
+                _write_file(folder / file.path.name, prepared, tensors, metadata, outtype, file)
     else:
         with atomic_file(out_path, overwrite=overwrite, inputs=inputs) as building:
             _write_file(building, prepared, prepared.tensors, metadata, outtype, None)
     return exported
 
 
-def _files(
-    prepared: PreparedGguf, out_path: Path, *, pieces: bool, outtype: str
-) -> list[tuple[ExportedFile, Sequence[GgufTensor]]]:
-    """The files, in the order of the layers, what is outside them last; and what each holds."""
-    if not pieces:
-        held: dict[int | None, list[GgufTensor]] = {None: list(prepared.tensors)}
-    else:
-        held = {}
-        for tensor in sorted(prepared.tensors, key=lambda one: (one.layer is None, one.layer or 0)):
-            held.setdefault(tensor.layer, []).append(tensor)
-    width = max(2, len(str(prepared.plan.one_depth("`export`") - 1)))
-    names = {layer: "outside.gguf" if layer is None else f"layer-{layer:0{width}}.gguf" for layer in held}
-    return [
-        (
-            ExportedFile(
-                out_path / names[layer] if pieces else out_path,
-                layer,
-                len(tensors) // 2,
-                sum(_nbytes(tensor.shape, outtype) for tensor in tensors),
-            ),
-            tensors,
-        )
-        for layer, tensors in held.items()
-    ]
+def _piece(folder: Path, part: Part, outtype: str) -> ExportedFile:
+    layer = part.layers[0] if len(part.layers) == 1 else None
+    return ExportedFile(folder / f"{part.name}.gguf", layer, part.kind, part.layers, *_size(part.tensors, outtype))
 
 
-def _metadata(prepared: PreparedGguf, outtype: str) -> dict[str, str | int]:
+def _layers(prepared: PreparedGguf) -> tuple[int, ...]:
+    return tuple(sorted({tensor.layer for tensor in prepared.tensors if tensor.layer is not None}))
+
+
+def _size(tensors: Sequence[GgufTensor], outtype: str) -> tuple[int, int]:
+    """How many modules the tensors change, and how many bytes they take."""
+    return len(tensors) // 2, sum(_nbytes(tensor.shape, outtype) for tensor in tensors)
+
+
+def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> dict[str, str | int]:
     """What each file says of itself: adapterswap's record, and the base as llama.cpp's own converter names it."""
     plan = prepared.plan
     with ThreadPoolExecutor(1) as worker:
@@ -277,7 +295,7 @@ def _metadata(prepared: PreparedGguf, outtype: str) -> dict[str, str | int]:
         plan,
         {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
         base_source(plan.base_source) if plan.base_source else None,
-        output={"format": "gguf", "outtype": outtype, **prepared.output},
+        output={"format": "gguf", "outtype": outtype, **({"pieces": pieces} if pieces else {}), **prepared.output},
         measured=prepared.measured,
     )
     base: dict[str, str | int] = {}
@@ -299,7 +317,7 @@ def _write_file(
     tensors: Sequence[GgufTensor],
     metadata: Mapping[str, str | int],
     outtype: str,
-    layer: int | None,
+    piece: ExportedFile | None,
 ) -> None:
     """Write one GGUF file at `path`, a tensor at a time.
 
@@ -316,8 +334,10 @@ def _write_file(
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if outtype == 'f32' else 'MOSTLY'}_{outtype.upper()}"])
     if outtype == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if layer is not None:
-        writer.add_uint32("adapterswap.layer", layer)
+    if piece is not None:
+        writer.add_string("adapterswap.piece", piece.path.stem)
+        if piece.layer is not None:
+            writer.add_uint32("adapterswap.layer", piece.layer)
     for key, value in metadata.items():
         if isinstance(value, str):
             writer.add_string(key, value)

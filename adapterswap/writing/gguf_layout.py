@@ -33,7 +33,7 @@ from adapterswap.errors import (
 from adapterswap.experts.adapter_config import scale
 from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.checkpoints import open_checkpoint
-from adapterswap.experts.layers import language_config
+from adapterswap.experts.layers import Kind, language_config
 from adapterswap.experts.sources import base_config, public_name
 from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.numbers import Bytes, check_finite, decode, not_finite, read_bytes, read_numbers
@@ -60,6 +60,8 @@ class GgufTensor:
         name: llama.cpp's, with `.lora_a` or `.lora_b`.
         shape: as numpy has it; GGUF states it the other way round.
         layer: the layer that it changes; None outside them.
+        module: the module that it changes, by transformers' name, and
+        kind: that module's kind.
         source: what it is made of.
         factor: what its numbers are multiplied by, where that is not in the pieces of the source.
         rows: the order of its rows; None for the source's own.
@@ -69,6 +71,8 @@ class GgufTensor:
     name: str
     shape: tuple[int, int]
     layer: int | None
+    module: str
+    kind: Kind
     source: OutputTensor
     factor: float = 1.0
     rows: Rows | None = None
@@ -344,9 +348,11 @@ def _tensors(
         exact_b = b if b.data is not None else replace(b, dtype="F32", pieces=pieces)
         shape_a = (width, rank) if embedding else (rank, width)
         tensors += [
-            GgufTensor(f"{place.name}.lora_a", shape_a, slot.layer, exact_a, transposed=embedding),
             GgufTensor(
-                f"{place.name}.lora_b", (out, rank), slot.layer, exact_b,
+                f"{place.name}.lora_a", shape_a, slot.layer, name, slot.kind, exact_a, transposed=embedding,
+            ),
+            GgufTensor(
+                f"{place.name}.lora_b", (out, rank), slot.layer, name, slot.kind, exact_b,
                 factor if b.data is not None else 1.0, place.rows,
             ),
         ]  # fmt: skip

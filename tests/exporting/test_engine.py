@@ -121,6 +121,42 @@ def test_pieces_are_any_layer_swap_or_blend_at_request_time(
     same(engine.answer(PROMPTS[0]), reference(load(base), PROMPTS[0]), name)  # the scales at the start
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-7b"])
+def test_attention_and_mlp_are_pieces_of_their_own(name: str, bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    """A partition: attention of one expert, the MLPs of the middle of the other."""
+    base, gguf = bases(name)
+    math, swahili = experts(name), experts(name, "swahili", seed=2, r=4)
+    exported = [asw.export(expert, tmp_path / expert.name, pieces="kind") for expert in (math, swahili)]
+    files = [file for one in exported for file in one.files]
+    assert {(file.layer, file.kind) for file in files} == {(i, kind) for i in range(6) for kind in ("attention", "mlp")}
+    plan = asw.compose("math+swahili@partition=A", {"math": math, "swahili": swahili})
+    owners = {(slot.layer, slot.kind): slot.owner for slot in plan}
+    places = enumerate((expert, file) for expert, one in zip(NAMES, exported, strict=True) for file in one.files)
+    scales = {place: float(owners[file.layer, file.kind] == expert) for place, (expert, file) in places}
+    model = composed(plan, base, tmp_path / "composed")
+    engine = Engine(gguf, [(file.path, 0.0) for file in files])
+    same(engine.answer(PROMPTS[0], scales=scales), reference(model, PROMPTS[0]), name)
+
+
+def test_zones_of_a_composition_are_files(bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    """All at scale 1 are the composition; without one zone, that zone is the base's."""
+    base, gguf = bases("llama")
+    math, swahili = experts("llama"), experts("llama", "swahili", seed=2, r=4)
+    plan = asw.layer_swap(math, swahili, bottom=1, top=2, bottom_transition=2)
+    exported = plan.export(tmp_path / "zones", pieces="zone")
+    assert [file.path.name for file in exported.files] == [
+        "zone-00-swahili.gguf", "zone-01-02-math+swahili.gguf", "zone-03-math.gguf", "zone-04-05-swahili.gguf",
+    ]  # fmt: skip
+    engine = Engine(gguf, [(file.path, 0.0) for file in exported.files])
+    same(
+        engine.answer(PROMPTS[0], scales=dict.fromkeys(range(4), 1.0)),
+        reference(composed(plan, base, tmp_path / "all"), PROMPTS[0]),
+    )
+    without = asw.slice_layers(tmp_path / "all", "0-2,4-5").write(tmp_path / "some")
+    expected = reference(adapted(base, without), PROMPTS[0])
+    same(engine.answer(PROMPTS[0], scales={0: 1.0, 1: 1.0, 3: 1.0}), expected)
+
+
 def test_a_portable_composition_and_a_truncated_one(bases: Bases, experts: Experts, tmp_path: Path) -> None:
     base, gguf = bases("llama")
     math, swahili = experts("llama"), experts("llama", "swahili", seed=2, r=4)

@@ -28,6 +28,7 @@ from adapterswap.errors import (
     ExpertError,
     UnsupportedError,
 )
+from adapterswap.planning.compositions import Composition
 from exporting.conftest import Bases, Experts
 
 gguf = pytest.importorskip("gguf")
@@ -174,6 +175,35 @@ def test_pieces_hold_what_the_whole_file_does(math: Path, base: Path, tmp_path: 
         asw.export(math, pieces.path, base_model=base, pieces=True, overwrite=True)
 
 
+def test_zones_where_layers_are_divided(math: Path, base: Path, tmp_path: Path) -> None:
+    """Attention of one expert beside MLPs of the other, blends by two weights, and a name that cannot be a file's."""
+    swahili = crafting.adapter(tmp_path / "swahili", crafting.tensors(seed=1))
+    rules = [
+        {"layers": "0-1", "modules": "q_proj", "expert": "a/b"}, {"layers": "0-1", "expert": "math"},
+        {"layers": 2, "blend": {"math": 1, "a/b": 1}}, {"layers": 3, "blend": {"math": 1, "a/b": 3}},
+    ]  # fmt: skip
+    composition = Composition.model_validate({"allocation": rules, "base_model": str(base)})
+    plan = asw.compose(composition, {"math": asw.open_adapter(math), "a/b": asw.open_adapter(swahili)})
+    exported = plan.export(tmp_path / "zones", pieces="zone")
+    assert {file.path.name: (file.layers, file.modules) for file in exported.files} == {
+        "zone-00-01-a_b.gguf": ((0, 1), 2), "zone-00-01-math.gguf": ((0, 1), 2),
+        "zone-02-a_b+math.gguf": ((2,), 2), "zone-03-a_b+math.gguf": ((3,), 2),
+    }  # fmt: skip
+    whole = read(plan.export(tmp_path / "whole.gguf").path)[1]
+    held: dict[str, Any] = {}
+    for file in exported.files:
+        held |= read(file.path)[1]
+    assert held.keys() == whole.keys()
+    assert all(np.array_equal(held[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("pieces", ["layers", 1, None], ids=str)
+def test_another_way_to_divide(pieces: Any, math: Path, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        asw.export(math, tmp_path / "out", base_model=base, pieces=pieces)
+    assert caught.value.parameter == "pieces"
+
+
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str | None]] = {
     "another architecture": ({"model_type": "mamba"}, "base_model"),
     "a multimodal base": ({"model_type": "llava", "text_config": BASE}, "base_model"),
@@ -317,6 +347,7 @@ def test_the_command(run: Callable[..., Result], math: Path, base: Path, tmp_pat
     assert "llama-server -m base.gguf --lora" in shown.stdout
     assert run("export", math, *options, "--outtype", "f23").exit_code == 2
     assert run("export", math, "-t", math, *options).exit_code == 2
+    assert run("export", math, *options, "--by", "zone").exit_code == 2  # without --pieces
 
 
 def test_the_command_composes(run: Callable[..., Result], math: Path, base: Path, tmp_path: Path) -> None:
@@ -325,6 +356,12 @@ def test_the_command_composes(run: Callable[..., Result], math: Path, base: Path
     result = run("export", "-t", math, "-l", swahili, *zones, "--pieces", "-o", tmp_path / "pieces")
     assert result.exit_code == 0, result.stderr
     assert f"{tmp_path / 'pieces' / 'layer-00.gguf'}:0" in result.stdout
+    by_zone = run(
+        "export", "-t", math, "-l", swahili, *zones, "--pieces", "--by", "zone", "-o", tmp_path / "z", "--json"
+    )
+    files = json.loads(by_zone.stdout)["files"]
+    assert [file["layers"] for file in files] == [[0], [1, 2], [3]]
+    assert {file["name"] for file in files} == {path.name for path in (tmp_path / "z").iterdir()}
     recipe = {"experts": {"math": "math", "swahili": "swahili"}, "task": "math", "language": "swahili"}
     (tmp_path / "swap.yaml").write_text(json.dumps(recipe | {"bottom": 1, "top": 1}))  # JSON is YAML
     made = run("export", tmp_path / "swap.yaml", "--base-model", base, "-o", tmp_path / "swap.gguf")

@@ -32,6 +32,8 @@ from exporting.conftest import Bases, Experts
 from exporting.engine import Answer, reference
 
 LENGTH = 6
+# Attention and MLP of one layer go to different experts.
+DIVIDED = ("math+swahili@partition=A", "math+code@partition=A", "math+telugu@partition=A")
 EXPERTS: dict[str, dict[str, Any]] = {
     "math": {"seed": 1},
     "swahili": {"seed": 2},
@@ -112,10 +114,15 @@ def test_two_hundred_requests_at_once_over_twenty_names(world: dict[str, Path], 
         expected |= {(name, number): reference(model, prompt, LENGTH) for number, prompt in enumerate(PROMPTS)}
     asked = [(name, number) for _ in range(2) for name in COMPOSITIONS for number in range(len(PROMPTS))]
     np.random.default_rng(0).shuffle(asked)
+    for place, name in enumerate(DIVIDED):
+        composed = asw.compose(name, world).write(tmp_path / f"divided-{place}")
+        expected[name, 0] = reference(adapted(base, composed), PROMPTS[0], LENGTH)
     with served(base, gguf, world["math"].parent, tmp_path) as (client, _):
         with ThreadPoolExecutor(len(asked)) as pool:
             found = list(pool.map(lambda one: client.complete(one[0], PROMPTS[int(one[1])]), asked))
         plain = client.complete("llama", PROMPTS[0])
+        asked += [(name, 0) for name in DIVIDED]
+        found += [client.complete(name, PROMPTS[0]) for name in DIVIDED]
     for (name, number), answer in zip(asked, found, strict=True):
         right = expected[name, int(number)]
         assert answer.tokens == right.tokens[: len(answer.tokens)], (name, number)
@@ -203,7 +210,7 @@ def test_a_dry_run_starts_and_writes_nothing(
     result = run(*command(base, gguf, world["math"].parent, tmp_path), *options)
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
-    assert told["pieces"] == 6 * 4 + 1
+    assert told["pieces"] == 6 * (3 * 2 + 1) + 1  # one expert has LoRA on attention only, one outside the layers too
     assert told["url"] == "http://127.0.0.1:8123"
     assert told["command"][-2:] == ["--ctx-size", "64"]
     assert not list(tmp_path.rglob("*.gguf"))
@@ -243,12 +250,12 @@ def test_options_of_the_other_engine_and_of_ours(
     assert "gone" in missing.stderr
 
 
-def test_what_whole_layers_cannot_express(
+def test_what_scales_cannot_express(
     run: Callable[..., Result], world: dict[str, Path], bases: Bases, tmp_path: Path
 ) -> None:
-    """Partitions give attention and MLPs to different experts; TIES is not linear. In `allow` they stop the start."""
+    """TIES is not linear, and rows are no modules. In `allow` they stop the start."""
     base, gguf = bases("llama")
-    for name in ("math+swahili@partition=A", "math+swahili@method=ties,density=0.5", "math+swahili@row_threshold=0.01"):
+    for name in ("math+swahili@method=ties,density=0.5", "math+swahili@row_threshold=0.01"):
         manifest = tmp_path / "experts.yaml"
         experts = {expert: str(path) for expert, path in world.items()}
         manifest.write_text(json.dumps({"experts": experts, "allow": [name]}))

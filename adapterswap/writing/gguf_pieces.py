@@ -1,0 +1,111 @@
+"""How an export is divided into files that requests scale: by layer, by layer and kind of module, or by zone.
+
+A zone is what one expert, or one blend, has of consecutive layers: the composition's own parts, so that a request may
+give each another strength. Knows plans and names; writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from adapterswap.experts.layers import Kind
+from adapterswap.planning.slots import Slot
+from adapterswap.writing.gguf_layout import GgufTensor, PreparedGguf
+
+__all__ = ["DIVISIONS", "Division", "Part", "divide"]
+
+Division = Literal["layer", "kind", "zone"]
+
+DIVISIONS: tuple[Division, ...] = ("layer", "kind", "zone")
+"""What each file holds: a layer; the attention, the MLP, or what else there is, of a layer; a zone."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one file holds.
+
+    Attributes:
+        name: the file's, without its suffix.
+        layers: the layers that it changes; none where it holds what is outside them.
+        kind: the only kind of module that it changes, where files are divided by kind.
+        tensors: its tensors.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    kind: Kind | None
+    tensors: tuple[GgufTensor, ...]
+
+
+def divide(prepared: PreparedGguf, by: Division) -> list[Part]:
+    """The parts of an export, in the order of their first layer, what is outside the layers last."""
+    width = max(2, len(str(prepared.plan.one_depth("`export`") - 1)))
+    if by == "zone":
+        return _zones(prepared, width)
+    groups: dict[tuple[int | None, Kind | None], list[GgufTensor]] = {}
+    for tensor in sorted(prepared.tensors, key=lambda one: (one.layer is None, one.layer or 0, one.kind)):
+        kind = tensor.kind if by == "kind" and tensor.layer is not None else None
+        groups.setdefault((tensor.layer, kind), []).append(tensor)
+    return [
+        Part(
+            "outside" if layer is None else f"layer-{layer:0{width}}" + (f"-{kind}" if kind else ""),
+            () if layer is None else (layer,),
+            kind,
+            tuple(tensors),
+        )
+        for (layer, kind), tensors in groups.items()
+    ]
+
+
+def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
+    """Consecutive layers that share an owner or a blend; where modules of a layer differ, each of theirs is a zone."""
+    slots = prepared.plan.slots
+    shares = {tensor.module: _share(slots[tensor.module]) for tensor in prepared.tensors}
+    layers: dict[int | None, dict[str, list[GgufTensor]]] = {}
+    for tensor in sorted(prepared.tensors, key=lambda one: (one.layer is None, one.layer or 0)):
+        layers.setdefault(tensor.layer, {}).setdefault(shares[tensor.module], []).append(tensor)
+    zones: list[tuple[list[int], str, list[GgufTensor]]] = []
+    running: dict[str, tuple[list[int], str, list[GgufTensor]]] = {}
+    for layer, held in layers.items():
+        # A zone goes on where the layer before it was divided in the same way among the same owners.
+        goes_on = layer is not None and running.keys() == held.keys()
+        goes_on = goes_on and all(zone[0] and zone[0][-1] == (layer or 0) - 1 for zone in running.values())
+        if not goes_on:
+            running = {share: ([], share, []) for share in held}
+            zones += running.values()
+        for share, tensors in held.items():
+            running[share][0].extend([] if layer is None else [layer])
+            running[share][2].extend(tensors)
+    parts: list[Part] = []
+    for numbers, share, tensors in zones:
+        ends = dict.fromkeys((numbers[0], numbers[-1])) if numbers else ()
+        where = "-".join(f"{end:0{width}}" for end in ends) or "outside"
+        owner = "+".join(re.sub(r"[^\w.-]", "_", name) for name in prepared.plan.experts if name in _experts_of(share))
+        parts.append(Part(f"zone-{where}-{owner}", tuple(numbers), None, tuple(tensors)))
+    return _distinct(parts)
+
+
+def _share(slot: Slot) -> str:
+    """What becomes of a module, as text: equal for modules that share an owner, or a method and its coefficients."""
+    return json.dumps([slot.coefficients, slot.method], sort_keys=True)
+
+
+def _experts_of(share: str) -> Sequence[str]:
+    """The experts of a `_share`."""
+    owner = json.loads(share)[0]
+    return [owner] if isinstance(owner, str) else list(owner)
+
+
+def _distinct(parts: Sequence[Part]) -> list[Part]:
+    """The parts with a number behind names that several have: blends of the same experts by other weights."""
+    seen: dict[str, int] = {}
+    found = []
+    for part in parts:
+        count = seen[part.name] = seen.get(part.name, 0) + 1
+        name = part.name if count == 1 else f"{part.name}-{count}"
+        found.append(Part(name, part.layers, part.kind, part.tensors))
+    return found
