@@ -62,7 +62,7 @@ class RecipeKind:
 
 def _check_composition(composition: Composition) -> None:
     problems = Problems(CompositionError)
-    check_names(composition.expert_names, composition.experts, problems)
+    check_names(composition.expert_names, composition.experts, problems, composition.allocation)
     num_layers = composition.num_layers or _DEPTH
     with problems.collect():
         check_rules(composition.rules(num_layers), num_layers, problems)

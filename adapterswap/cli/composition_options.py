@@ -22,10 +22,19 @@ from adapterswap.processes import is_first
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from adapterswap.planning.allocation import Rule
     from adapterswap.planning.compositions import Composition
     from adapterswap.planning.plan import Plan
 
-__all__ = ["any_plan_from_options", "composition_from_options", "composition_options", "plan_from_options", "plan_of"]
+__all__ = [
+    "any_plan_from_options",
+    "composition_from_options",
+    "composition_options",
+    "named_experts",
+    "parsed_rules",
+    "plan_from_options",
+    "plan_of",
+]
 
 _LISTED = 5  # methods in the help of a parameter
 
@@ -87,6 +96,23 @@ _OPTIONS = (
         multiple=True,
         metavar="PATH|ID",
         help="Language expert; repeat to average several. `base` resets its layers to the base.",
+    ),
+    click.option(
+        "--expert",
+        "experts",
+        type=EXPERT,
+        multiple=True,
+        metavar="NAME=PATH",
+        help="Instead of -t and -l: an expert by the name that rules use; repeatable. Without rules, --method combines "
+        "them all.",
+    ),
+    click.option(
+        "--rule",
+        "rules",
+        multiple=True,
+        metavar="RULE",
+        help="Who owns which layers: 'swahili: 0-4,30-31', 'math*0.5 + swahili*0.5: 5', 'mlp of code: 6-9'; math alone "
+        "is the rest. Repeatable; the first match wins.",
     ),
     click.option(
         "--method",
@@ -214,13 +240,91 @@ def composition_from_options(
     given |= {"base_model": base_model} if base_model else {}
     given |= {"allow_negative": True} if options.get("allow_negative") else {}
     tasks, languages = options["task_expert"], options["language_expert"]
+    experts, rules = options.get("experts", ()), options.get("rules", ())
     if recipe:
-        if tasks or languages or given.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}:
+        if (
+            tasks
+            or languages
+            or experts
+            or rules
+            or given.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}
+        ):
             raise click.UsageError("A recipe says what to compose: give it alone, or options without it.")
         return read_composition(recipe).model_copy(update=given)
+    if experts or rules:
+        if tasks or languages:
+            raise click.UsageError("Name experts with --expert, or with --task-expert and --language-expert: not both.")
+        return _by_rules(named_experts(experts), rules, given)
     if not tasks or not languages:
-        raise click.UsageError("Give --task-expert and --language-expert, or a recipe.")
+        raise click.UsageError("Give --task-expert and --language-expert, or a recipe; or --expert and --rule.")
     return validate({**given, **_name_experts(tasks, languages)}, Composition, where="the options")
+
+
+def named_experts(options: tuple[str, ...]) -> dict[str, str]:
+    """The experts of `--expert NAME=PATH`, by name."""
+    from adapterswap.files.smallfiles import expand_text
+
+    experts: dict[str, str] = {}
+    for option in options:
+        name, equals, place = option.partition("=")
+        if not equals or not name or not place:
+            raise click.UsageError(f"--expert {option!r} is not NAME=PATH.")
+        if name in experts:
+            raise click.UsageError(f"--expert {name} is given twice.")
+        experts[name] = expand_text(place)
+    return experts
+
+
+def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
+    """The rules of `--rule`; the mistakes in all of them are reported together."""
+    from adapterswap.errors import FieldError, Problems
+    from adapterswap.planning.allocation import Rule
+
+    problems = Problems(FieldError)
+    rules: list[Rule] = []
+    for text in texts:
+        with problems.collect():
+            rules.append(Rule.from_text(text))
+    if problems:
+        raise problems.as_error(FieldError).recast(parameter="rules")
+    return rules
+
+
+def _by_rules(experts: dict[str, str], texts: tuple[str, ...], given: dict[str, Any]) -> Composition:
+    """What `--expert` and `--rule` ask for; without rules, a method that combines the experts one by one."""
+    from adapterswap.errors import CompositionError
+    from adapterswap.files.yamlfiles import validate
+    from adapterswap.planning.compositions import Composition
+
+    if not experts:
+        raise click.UsageError("--rule needs the experts that it names: --expert NAME=PATH.")
+    if not texts:
+        return validate({**_all_combined(experts, given), "experts": experts}, Composition, where="the options")
+    rules = parsed_rules(texts)
+    composition = validate({**given, "experts": experts, "rules": rules}, Composition, where="the options")
+    named = set(composition.expert_names)
+    if named < experts.keys():  # where rules name others too, these are misspelt, which is reported with the nearest
+        unused = next(name for name in experts if name not in named)
+        raise CompositionError(
+            f"no rule names the expert {unused!r}", "Leave it out, or give it layers", parameter="experts"
+        )
+    return composition
+
+
+def _all_combined(experts: dict[str, str], given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a composition by a method that combines all experts, one by one."""
+    from adapterswap.planning.allocation import BASE
+
+    if given.get("method", "layer_swap") == "layer_swap":
+        raise click.UsageError("Give a --rule for the experts, or a --method that combines them all.")
+    if given.keys() & {"task_weight", "language_weight"}:
+        raise click.UsageError("Give weights in a rule: --rule 'math*2 + swahili'.")
+    if given["method"] != "soup":
+        return {**given, "task": list(experts), "language": [BASE]}
+    # A soup with the base on the other side is one half of the experts' average.
+    kept = {key: value for key, value in given.items() if key not in ("method", "weights")}
+    rule: dict[str, Any] = {"blend": dict.fromkeys(experts, 1)}
+    return {**kept, "rules": [{**rule, "weights": "magnitude"} if given.get("weights") == "magnitude" else rule]}
 
 
 def _more_parameters(settings: tuple[str, ...], given: dict[str, Any]) -> dict[str, dict[str, str]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.composition_options import named_experts, parsed_rules
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
 from adapterswap.cli.printing import is_quiet, note, note_dry_run, note_output, print_json, print_table, working
@@ -20,8 +21,10 @@ from adapterswap.processes import is_first
 from adapterswap.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
-    from adapterswap.sweeps import Row, Run, SweepProgress
+    from adapterswap.planning.plan import Plan
+    from adapterswap.sweeps import Cell, Row, Run, SweepProgress
     from adapterswap.sweeps.estimating import Estimate
+    from adapterswap.sweeps.preparing import PreparedSweep
 
 
 @click.command("sweep")
@@ -29,6 +32,22 @@ if TYPE_CHECKING:
 @click.option("-o", "--out-path", type=FOLDER, required=True, metavar="RUN", help="Folder to write, or to continue.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value: settings.num_fewshot=2.")
 @click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base, instead of the recipe's.")
+@click.option(
+    "--expert",
+    "experts",
+    type=EXPERT,
+    multiple=True,
+    metavar="NAME=PATH",
+    help="One more expert, which rules can name; repeatable.",
+)
+@click.option(
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    help="One more composition: 'swahili: 0-4', 'math*0.5 + swahili*0.5: 5', math (the rest). Names are experts, or "
+    "roles such as task and language, which stand for each of theirs. Repeatable; the first match wins.",
+)
 @click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")
 @click.option("--batch-size", type=int, metavar="N", help="Short for --set settings.batch_size=N.")
 @device_option()
@@ -56,6 +75,8 @@ def command(
     out_path: str,
     overrides: tuple[str, ...],
     base_model: str | None,
+    experts: tuple[str, ...],
+    rules: tuple[str, ...],
     limit: float | None,
     batch_size: int | None,
     device: str,
@@ -79,9 +100,11 @@ def command(
     accelerate launch --multi_gpu -m adapterswap sweep …
     """
     from adapterswap.bases import choose_device
+    from adapterswap.planning.describe import strip
     from adapterswap.shipped import find_recipe
     from adapterswap.sweeps import prepare, read_sweep_recipe, remarks, summarize, sweep
     from adapterswap.sweeps.estimating import estimate
+    from adapterswap.sweeps.recipe import with_rules
     from adapterswap.sweeps.recording import check_out_path
 
     if workers is not None and ray is None:
@@ -93,6 +116,8 @@ def command(
     short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     chosen = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
+    if experts or rules:
+        chosen = with_rules(chosen, named_experts(experts), parsed_rules(rules))
     with working("reading experts and tasks", shown=is_first()):
         prepared = prepare(chosen, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
     if freeze:
@@ -110,7 +135,13 @@ def command(
         found = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
         expected = estimate(prepared, found)
         if is_first():
-            print_json({"dry_run": True, **expected.as_json()}) if as_json else _print_estimate(expected)
+            if as_json:
+                strips = {cell.short: strip(plan) for cell, plan in _by_rules(prepared)}
+                print_json({"dry_run": True, **expected.as_json(), "strips": strips})
+            else:
+                _print_estimate(expected)
+                for cell, plan in _by_rules(prepared):
+                    click.echo(f"\n{cell.short}\n{strip(plan)}")
             note_dry_run("evaluated")
         return
     with together(device) as processes, _progress(shown=processes.main) as tell:
@@ -133,6 +164,14 @@ def command(
     if run.given_up:
         note(f"{len(run.given_up)} cells were given up after a part of their documents")
     note_output(out_path, f"adapterswap report {out_path} shows it")
+
+
+def _by_rules(prepared: PreparedSweep) -> Iterator[tuple[Cell, Plan]]:
+    """The compositions that rules say, whose layers their names do not show."""
+    for cell in prepared.grid.cells:
+        plan = prepared.plans[cell.cell]
+        if plan is not None and "rules=" in cell.configuration:
+            yield cell, plan
 
 
 @contextmanager

@@ -45,11 +45,12 @@ else:
 
 
 class FieldMistake(ValueError):
-    """What a validator of several fields raises, to name the one at fault."""
+    """What a validator raises to name the field at fault, where it checks several, and what to do about it."""
 
-    def __init__(self, message: str, parameter: str) -> None:
+    def __init__(self, message: str, parameter: str | None = None, *, remedy: str = "Correct it") -> None:
         super().__init__(message)
         self.parameter = parameter
+        self.remedy = remedy
 
 
 class StrictModel(_Model):
@@ -264,13 +265,14 @@ def _explain(details: Any, written: Location, model: type[BaseModel], where: str
         return Problem(f"{where}: {key} is not a known key", remedy, parameter)
     if kind == "missing":
         return Problem(f"{where}: {key} is missing", f"Add `{location[-1]}:`", parameter)
-    message = details["msg"].removeprefix("Value error, ")
+    message, remedy = details["msg"].removeprefix("Value error, "), "Correct it"
     if kind == "value_error" and isinstance(mistake := details["ctx"]["error"], FieldMistake):
-        parameter = f"{path}.{mistake.parameter}" if path else mistake.parameter
+        parameter = ".".join(filter(None, (path, mistake.parameter))) or None
+        remedy = mistake.remedy
     if kind == "value_error" and not location:  # a rule about several keys names them itself
-        return Problem(f"{where}: {message}", "Correct it", parameter)
+        return Problem(f"{where}: {message}", remedy, parameter)
     message = f"{message[:1].lower()}{message[1:]}"
-    return Problem(f"{where}: {key} is {shown(details['input'])}: {message}", "Correct it", parameter)
+    return Problem(f"{where}: {key} is {shown(details['input'])}: {message}", remedy, parameter)
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:

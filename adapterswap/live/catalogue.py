@@ -104,9 +104,9 @@ class Catalogue:
             self._check_names([composition])
         return parse_composition(composition)
 
-    def _check_names(self, names: Sequence[str]) -> None:
+    def _check_names(self, names: Sequence[str], rules: Sequence[Rule] | None = None) -> None:
         problems = Problems(CompositionError)
-        check_names(names, self.inventory.names, problems)
+        check_names(names, self.inventory.names, problems, rules)
         problems.raise_if_any()
 
     def _make(self, composition: Composition | None) -> Switch:
@@ -126,7 +126,7 @@ class Catalogue:
                 "Leave `num_layers` out",
                 parameter="num_layers",
             )
-        self._check_names(composition.expert_names)
+        self._check_names(composition.expert_names, composition.allocation)
         plan = make_plan(composition, self.inventory.experts(composition.expert_names), num_layers=num_layers)
         rules = [slot.rule for slot in plan if slot.rule is not None]
         if any(rule.weights or rule.spans for rule in rules):

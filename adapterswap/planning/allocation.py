@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from adapterswap.errors import FieldError, check_type
 from adapterswap.experts.layers import NO_LAYER, Kind, Stack, format_layers, parse_layers, stack_of
 from adapterswap.files.yamlfiles import FieldMistake
 from adapterswap.methods.method import LARGEST, SEED, MethodSettings, NonlinearMethod, SpanMethod
 from adapterswap.methods.registry import check_name, find_method, names_of
 from adapterswap.methods.spectral import CoreMethod
-from adapterswap.planning.parameters import MethodFields
+from adapterswap.planning.parameters import MethodFields, parameter_keys
+from adapterswap.planning.rule_text import from_pair, read_rule, write_rule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,6 +52,8 @@ def _canonical_layers(value: Any) -> Any:
 
 class Rule(MethodFields):
     """Gives the modules that it matches to one expert, to the base, or to a blend.
+
+    Recipes may write it as one line of text too: `math*0.5 + swahili*0.5: 5`; see `from_text`.
 
     The parameters of a blend's method are keys of the rule: {blend: {math: 1, code: 1}, method: ties, density: 0.5}.
     λ is called `lambda` (in Python `lambda_`).
@@ -92,6 +96,34 @@ class Rule(MethodFields):
     if TYPE_CHECKING:  # the registry says which parameters there are
 
         def __init__(self, **fields: Any) -> None: ...
+
+    @classmethod
+    def from_text(cls, text: str) -> Rule:
+        """The rule that a line of text stands for: `[MODULES of] EXPERTS [: LAYERS] [with KEY=VALUE, …]`.
+
+        `swahili: 0-4,30-31` · `math*0.5 + swahili*0.5: 5` · `mlp of code: 6-9` · `math`. Weights are shares, divided by
+        their sum, as in `blend`. Names of other characters than letters, digits, `_`, `-` and `.` are quoted.
+
+        Raises:
+            ArgumentError: `text` is not a string.
+            FieldError: it is not of this form (the message names the character), or makes no rule.
+        """
+        check_type(text, str, "text", "Pass a rule such as 'swahili: 0-4,30-31'")
+        try:
+            return cls.model_validate(text)
+        except FieldError as error:
+            raise error.within(f"the rule {text!r}") from None
+
+    @property
+    def text(self) -> str:
+        """The line that `from_text` reads as this rule."""
+        return write_rule(self.as_data())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, content: Any) -> Any:
+        content = from_pair(content, [*cls.model_fields, *parameter_keys(in_rules=True)])
+        return read_rule(content) if isinstance(content, str) else content
 
     @field_validator("modules", mode="before")
     @classmethod

@@ -27,6 +27,7 @@ from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.rule_text import place_of
 from adapterswap.planning.slots import Slot
 
 __all__ = [
@@ -65,19 +66,29 @@ _ARCHITECTURE = (
 _ONE_BASE = "Give checkpoints that were fine-tuned from one base"
 
 
-def check_names(names: Sequence[str], known: Collection[str], problems: Problems) -> None:
-    """Whether a composition names experts that there are, and at least one."""
+def check_names(
+    names: Sequence[str], known: Collection[str], problems: Problems, rules: Sequence[Rule] | None = None
+) -> None:
+    """Whether a composition names experts that there are, and at least one; `rules` are those of its allocation."""
     for name in names:
         if name not in known:
             listed = ", ".join(known) or "none"
             problems.add(
-                f"There is no expert {name!r} (experts: {listed})",
+                f"{_naming_rule(name, rules or ())}There is no expert {name!r} (experts: {listed})",
                 did_you_mean(name, known, "Name one of them, or add this one to the experts"),
                 parameter="experts",
                 kind=CompositionError,
             )
     if not names:
         problems.add("Every rule gives its modules to the base", "Name at least one expert", kind=CompositionError)
+
+
+def _naming_rule(name: str, rules: Sequence[Rule]) -> str:
+    """Which rule first names the expert, and where in its text."""
+    for number, rule in enumerate(rules, 1):
+        if name in rule.experts:
+            return f"rule {number}, {rule.text!r}, at character {place_of(name, rule.text)}: "
+    return ""
 
 
 def check_experts(experts: Mapping[str, Adapter], composition: Composition, problems: Problems) -> None:

@@ -241,7 +241,7 @@ def _compose(
     known: dict[str, Expert] = {**composition.experts, **(experts or {})}
     opened: dict[str, Adapter | Checkpoint] = {}
     problems = Problems(CompositionError)
-    check_names(composition.expert_names, known, problems)
+    check_names(composition.expert_names, known, problems, composition.allocation)
     for name in composition.expert_names:
         if name in known:
             with problems.collect():

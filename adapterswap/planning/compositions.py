@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
 from adapterswap.errors import CompositionError, FieldError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, STACKS, NumLayers, Stack, depth_of, format_layers
@@ -22,6 +22,7 @@ from adapterswap.methods.registry import check_name, find_method, names_of, own_
 from adapterswap.planning.allocation import BASE, Rule, check_weights
 from adapterswap.planning.names import why_no_name
 from adapterswap.planning.parameters import MethodFields
+from adapterswap.planning.rule_text import mean_label
 
 __all__ = ["ZONES", "Composition", "Method", "Outside", "Partition", "scaled_default"]
 
@@ -111,12 +112,28 @@ class Composition(MethodFields):
         description="Layer swaps of a model with an encoder and a decoder: the stacks to which zones and partitions "
         "apply. The layers of the other stack are the task's.",
     )
-    allocation: tuple[Rule, ...] | None = Field(default=None, description="Rules, the first match wins.")
+    allocation: tuple[Rule, ...] | None = Field(
+        default=None,
+        validation_alias=AliasChoices("allocation", "rules"),
+        description="Rules, the first match wins; `rules` is another name of it. Mappings, or lines such as "
+        "`swahili: 0-4,30-31`.",
+    )
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
 
     if TYPE_CHECKING:  # the registry says which parameters there are
 
         def __init__(self, **fields: Any) -> None: ...
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        return [*super().known_keys(), "rules"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_allocation(cls, content: Any) -> Any:
+        if isinstance(content, Mapping) and {"allocation", "rules"} <= content.keys():
+            raise FieldMistake("`rules` and `allocation` are two names for one thing, and both are set", "rules")
+        return content
 
     @field_validator("base_model")
     @classmethod
@@ -458,8 +475,8 @@ class _Side(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What rules call it. The order in which the experts are listed changes nothing."""
-        return self.experts[0] if len(self.experts) == 1 else f"mean({', '.join(sorted(self.experts))})"
+        """What rules call it."""
+        return self.experts[0] if len(self.experts) == 1 else mean_label(self.experts)
 
     @property
     def averages(self) -> dict[str, tuple[str, ...]]:

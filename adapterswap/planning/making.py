@@ -96,7 +96,7 @@ def make_plan(
                 kind=ArgumentError,
             )
     problems.raise_if_any()
-    check_names(names, experts, problems)
+    check_names(names, experts, problems, composition.allocation)
     used = {name: experts[name] for name in names if name in experts}
     adapters = {name: expert for name, expert in used.items() if isinstance(expert, Adapter)}
     check_experts(adapters, composition, problems)

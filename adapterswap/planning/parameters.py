@@ -7,11 +7,12 @@ keys come from, so no parameter is named here. Knows nothing of what parameters 
 from __future__ import annotations
 
 import keyword
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AliasChoices,
     Field,
     SerializationInfo,
     SerializerFunctionWrapHandler,
@@ -22,6 +23,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from adapterswap.files.yamlfiles import StrictModel
@@ -57,7 +59,7 @@ class MethodFields(StrictModel):
         """Every key that is no field is a parameter until its method says otherwise."""
         if not isinstance(content, Mapping):
             return content
-        fields = {key for name, field in cls.model_fields.items() for key in (name, field.alias)}
+        fields = {key for name, field in cls.model_fields.items() for key in (name, *_aliases(field))}
         beside = {_plain(key): value for key, value in content.items() if key not in fields}
         nested = content.get("parameters", {})
         if not beside or not isinstance(nested, Mapping):
@@ -148,6 +150,12 @@ class MethodFields(StrictModel):
             if not without_defaults or value != own[name].default or (own[name].required and not self.in_rules)
         }
         return dict(sorted(kept.items())) if self.in_rules else kept
+
+
+def _aliases(field: FieldInfo) -> Iterable[Any]:
+    """The other names under which a field is read."""
+    alias = field.validation_alias
+    return alias.choices if isinstance(alias, AliasChoices) else [alias]
 
 
 def _plain(key: Any) -> Any:

@@ -27,9 +27,9 @@ __all__ = [
     "unit_of",
 ]
 
-Unit = tuple[str | None, str | None, str | None]
-"""(task expert, language expert, variant); None where there is none. The names of a souped side are joined by +; a
-variant is a seed of the lab, or one of several adapters of a row of their own."""
+Unit = tuple[str | None, str | None, str | None, str | None]
+"""(task expert, language expert, variant, experts of other roles); None where there is none. The names of a souped side
+are joined by +; a variant is a seed of the lab, or one of several adapters of a row of their own."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,11 @@ class Choice:
 
 
 def unit_of(cell: Cell) -> Unit:
-    sides = "+".join(cell.task_expert) or None, "+".join(cell.language_expert) or None
-    return (*sides, cell.short.partition("@")[0] if cell.composition and sides == (None, None) else None)
+    task, language, others = (
+        "+".join(names) or None for names in (cell.task_expert, cell.language_expert, cell.other_experts)
+    )
+    alone = cell.composition and task is language is others is None
+    return task, language, cell.short.partition("@")[0] if alone else None, others
 
 
 def has_split(task: TaskInfo) -> bool:
@@ -140,8 +143,8 @@ def matching(one: Iterable[Unit], other: Collection[Unit]) -> Iterator[tuple[Uni
         for right in other:
             sides = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
             if all(a == b for a, b in sides):
-                first, second, third = (a or b for a, b in zip(left, right, strict=True))
-                yield (first, second, third), left, right
+                task, language, variant, others = (a or b for a, b in zip(left, right, strict=True))
+                yield (task, language, variant, others), left, right
 
 
 def paired(

@@ -10,26 +10,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from adapterswap.evaluation.settings import SEED
+from adapterswap.planning.rule_text import write_rule
+from adapterswap.reporting.including import is_single
 from adapterswap.sweeps import Cell, Run
 
 __all__ = ["compose_command", "evaluate_command"]
 
-_NOT_OPTIONS = {"task", "language", "allow_negative"}
+_NOT_OPTIONS = {"task", "language", "allocation", "allow_negative"}
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction")
 _FLAGS = ("apply_chat_template", "truncate", "confirm_run_unsafe_code")
 
 
 def compose_command(run: Run, cell: Cell) -> str | None:
-    """The `adapterswap compose` that writes a cell's adapter; None for what is no composition of two sides."""
+    """The `adapterswap compose` that writes a cell's adapter; None for what composes nothing, and for a reset."""
     content = cell.composition
     experts = run.described.get("experts", {})
-    named = {*cell.task_expert, *cell.language_expert}
-    if not cell.task_expert or not cell.language_expert or "allocation" in content or not experts.keys() >= named:
+    named = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
+    if is_single(cell) or not experts.keys() >= named.keys():
         return None
     words = ["adapterswap", "compose"]
-    for option, names in (("-t", cell.task_expert), ("-l", cell.language_expert)):
-        for name in names:
-            words += [option, _source(experts[name])]
+    if "allocation" in content:
+        for name in named:
+            words += ["--expert", f"{name}={_source(experts[name])}"]
+        for rule in content["allocation"]:
+            words += ["--rule", write_rule(rule)]
+    elif not cell.task_expert or not cell.language_expert:
+        return None
+    else:
+        for option, names in (("-t", cell.task_expert), ("-l", cell.language_expert)):
+            for name in names:
+                words += [option, _source(experts[name])]
     words += ["--base-model", _source(run.described["base_model"])]
     for key, value in {**content, **cell.output}.items():
         if key not in _NOT_OPTIONS and (key, value) != ("method", "layer_swap"):

@@ -66,7 +66,8 @@ class ScoreDifference:
         low, high: its 95 % interval. None where documents have no scores of their own or there are fewer than three,
             and where a side has two experts (or there are two seeds).
         by_unit: the difference in each unit of both.
-        over: what the interval is over: `task experts`, `language experts`, `seeds` or `adapters` (several of one row),
+        over: what the interval is over: `task experts`, `language experts`, `experts of other roles`, `seeds` or
+            `adapters` (several of one row),
             where there are more than one, and `documents`. Empty where there is no interval.
     """
 
@@ -298,6 +299,6 @@ def _varying(units: Sequence[Unit]) -> tuple[str, ...]:
     is_lab = all(unit[:2] == (None, None) for unit in units) and all(
         (unit[2] or "").startswith("seed ") for unit in units
     )
-    names = ("task experts", "language experts", "seeds" if is_lab else "adapters")
-    levels = (len({unit[place] for unit in units}) for place in range(3))
+    names = ("task experts", "language experts", "seeds" if is_lab else "adapters", "experts of other roles")
+    levels = (len({unit[place] for unit in units}) for place in range(4))
     return (*(name for name, number in zip(names, levels, strict=True) if number > 1), "documents")

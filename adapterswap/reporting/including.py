@@ -21,7 +21,10 @@ COMPOSITIONS = "compositions"
 
 def is_single(cell: Cell) -> bool:
     """Whether a cell composes nothing: the base, an expert, another adapter."""
-    return cell.family == "base" or cell.family.endswith(" expert") or list(cell.composition) == ["allocation"]
+    if cell.family == "base" or cell.family.endswith(" expert"):
+        return True
+    rules = cell.composition.get("allocation", ())
+    return len(rules) == 1 and list(rules[0]) == ["expert"]
 
 
 def unit_text(unit: Unit) -> str:

@@ -63,9 +63,9 @@ def _models(described: Mapping[str, Any]) -> list[str]:
     sides: dict[str, list[str]] = {}
     for name, expert in experts.items():
         sides.setdefault(str(expert.get("side")), []).append(f"{name} ({_named(expert, 'sha256')})")
+    roles = ("task", "language", *described.get("recipe", {}).get("roles", {}))
     for side, names in sides.items():
-        what = f"{side} expert" if side in ("task", "language") else "other adapter"
-        row = "" if side in ("task", "language") else f" of {side}"
+        what, row = (f"{side} expert", "") if side in roles else ("other adapter", f" of {side}")
         found.append(
             f"The {what}{row} is {names[0]}." if len(names) == 1 else f"The {what}s{row} are {_listed(names)}."
         )

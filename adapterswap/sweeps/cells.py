@@ -21,6 +21,7 @@ class Cell:
         family: what its row of a table is called: base, task expert, language expert, layer_swap, soup, partition A, ….
         task_expert: the names of the task side, several where they are souped; empty where there is none.
         language_expert: likewise; empty for a reset to the base too.
+        other_experts: those of all other roles.
         composition: the fields of a `Composition` that are not its defaults; empty for the base.
         output: `max_rank` or `max_error`, where the composition is reduced to an adapter before it is judged.
         short: its short name: `math1+sw1@bottom=3,top=1`; an expert's name; `base`.
@@ -37,6 +38,7 @@ class Cell:
     short: str
     default: bool
     tasks: tuple[str, ...]
+    other_experts: tuple[str, ...] = ()
 
     @property
     def configuration(self) -> str:
@@ -55,6 +57,7 @@ class Cell:
             "family": self.family,
             "task_expert": _side_as_json(self.task_expert),
             "language_expert": _side_as_json(self.language_expert),
+            **({"other_experts": list(self.other_experts)} if self.other_experts else {}),
             "composition": dict(self.composition),
             **({"output": dict(self.output)} if self.output else {}),
             "short": self.short,
@@ -74,6 +77,7 @@ class Cell:
             short=content["short"],
             default=content["default"],
             tasks=tuple(content["tasks"]),
+            other_experts=tuple(content.get("other_experts", ())),
         )
 
 

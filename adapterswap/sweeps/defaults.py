@@ -43,7 +43,7 @@ def overlaps(composition: Composition, num_layers: int) -> bool:
 
 
 def _has_zones(composition: Composition) -> bool:
-    return composition.method == "layer_swap" and composition.partition is None
+    return composition.method == "layer_swap" and composition.partition is None and composition.allocation is None
 
 
 def _paper_zones(num_layers: int) -> tuple[int, int]:

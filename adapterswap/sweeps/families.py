@@ -10,16 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
 
-from adapterswap.files.yamlfiles import StrictModel
+from adapterswap.files.yamlfiles import FieldMistake, StrictModel
 from adapterswap.methods.method import Parameter
-from adapterswap.planning.allocation import BASE
+from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Method, Outside, Partition
 from adapterswap.planning.names import fits_peft, fits_short_names
 from adapterswap.planning.parameters import MethodFields, kind_of
 
 __all__ = ["BASELINES", "EXTRA", "GRID_FIELDS", "Baseline", "ExpertPair", "Families", "Family", "Name", "as_list"]
 
-Baseline = Literal["base", "task", "language", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
+Baseline = Literal["base", "task", "language", "roles", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
 BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "soup": ("soup", {"method": "soup"}),
     "magnitude_soup": ("magnitude soup", {"method": "soup", "weights": "magnitude"}),
@@ -91,6 +91,12 @@ class Family(MethodFields):
     language: Literal["base"] | None = Field(
         default=None, description="base: no language expert; the layers that were its own are reset to the base."
     )
+    rules: tuple[Rule, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="Instead of zones and methods: rules over any experts, such as `swahili: 0-4`, or mappings. "
+        "`task`, `language` and other roles stand for each of their experts in turn.",
+    )
     method: Values[Method] = ()
     bottom: Values[Count] = ()
     top: Values[Count] = ()
@@ -132,6 +138,14 @@ class Family(MethodFields):
     @classmethod
     def _read(cls, parameter: Parameter, value: Any) -> Any:
         return _values_of(parameter).validate_python(value)
+
+    @model_validator(mode="after")
+    def _rules_alone(self) -> Family:
+        if self.rules is not None and (extra := sorted(self.grid.keys() - {"seed", "row_threshold"})):
+            raise FieldMistake(f"`rules` say everything, so {', '.join(extra)} cannot be set beside them", extra[0])
+        if self.rules is not None and self.language is not None:
+            raise FieldMistake("`rules` say everything: `base: 30-31` gives layers back to the base", "language")
+        return self
 
     @model_validator(mode="after")
     def _one_bound(self) -> Family:

@@ -21,6 +21,7 @@ from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.defaults import default_of, overlaps
 from adapterswap.sweeps.families import BASELINES, Family
 from adapterswap.sweeps.recipe import SweepRecipe
+from adapterswap.sweeps.ruling import LANGUAGE, TASK, bound, casts, expert_row, named_in
 from adapterswap.sweeps.sides import AskedTasks, extra_experts, pairs_of
 
 __all__ = ["Grid", "Space", "Trial", "composition_of", "make_cells"]
@@ -52,11 +53,14 @@ class _Wanted:
     short: str
     tasks: tuple[str, ...]
     trial: list[str]
+    task: tuple[str, ...]
+    language: tuple[str, ...]
+    others: tuple[str, ...] = ()
 
     @property
-    def setting(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-        """Its row and its pair: of the compositions that share them, one at most is the default."""
-        return self.row, self.composition.task, self.composition.language
+    def setting(self) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Its row and its experts: of the compositions that share them, one at most is the default."""
+        return self.row, self.task, self.language, self.others
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,10 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int) -> Grid:
     if "language" in recipe.baselines:
         for name in recipe.language_experts:
             add(_alone("language expert", (), (name,), name, asked.of([name])))
+    if "roles" in recipe.baselines:
+        for role, experts in recipe.roles.items():
+            for name in experts:
+                add(_alone(expert_row(role), (), (), name, everything, others=(name,)))
     for row, adapters in extra_experts(recipe).items():
         for number, name in enumerate(adapters, 1):
             short = row if len(adapters) == 1 else f"{row} {number}"
@@ -122,6 +130,12 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int) -> Grid:
             with problems.collect():
                 configurations.append(_check(content, family))
         held: list[list[str]] = [[] for _ in configurations]
+        if family.rules is not None:
+            for content, ids in zip(configurations, held, strict=True):
+                with problems.collect():
+                    wanted += _by_rules(recipe, family, content, asked, ids)
+            asked_families.append((family, configurations, held))
+            continue
         for task, language in pairs_of(recipe, family):
             for content, ids in zip(configurations, held, strict=True):
                 with problems.collect():
@@ -132,14 +146,14 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int) -> Grid:
                     short = _short(task, language, content, family.output)
                     tasks = asked.of(language or recipe.language_experts)
                     row = _row(family, composition)
-                    wanted.append(_Wanted(row, composition, family.output, short, tasks, ids))
+                    wanted.append(_Wanted(row, composition, family.output, short, tasks, ids, task, language))
         asked_families.append((family, configurations, held))
     problems.raise_if_any()
     for one, default in _with_defaults(wanted, num_layers):
-        task, language = one.composition.task, one.composition.language
-        sides = task, () if language == (BASE,) else language
-        data = _as_data(one.composition)
-        cell = _make_cell(one.row, *sides, data, dict(one.output), one.short, one.tasks, default=default)
+        cell = _make_cell(
+            one.row, one.task, one.language, _as_data(one.composition), dict(one.output), one.short, one.tasks,
+            default=default, others=one.others,
+        )  # fmt: skip
         one.trial.append(add(cell))
     for family, configurations, held in asked_families:
         filled = zip(configurations, held, strict=True)
@@ -190,25 +204,47 @@ def _configurations(family: Family) -> Iterator[dict[str, Any]]:
 def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
     """`content`, if it is a valid composition."""
     settings = ", ".join(f"{key}={value}" for key, value in content.items())
-    name = family.name or content.get("method", "layer_swap")
-    allowed = {"allow_negative": True} if family.allow_negative else {}
+    name = family.name or ("rules" if family.rules else content.get("method", "layer_swap"))
+    allowed: dict[str, Any] = {"allow_negative": True} if family.allow_negative else {}
+    allowed |= {"rules": family.rules} if family.rules else {}
     composition = validate(
         {**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {settings}" * bool(settings)
     )
-    method = find_method(composition.method)
-    if method.acts_on == "weights":
-        raise FieldError(
-            f"compositions: {name}: {composition.method} combines whole weights, and a sweep judges adapters",
-            "Use a method on ΔW, or write its full weights with `adapterswap merge` and evaluate them",
-            parameter="method",
-        )
-    if not method.exact_in_adapters(composition.parameters) and not family.output:
-        raise FieldError(
-            f"compositions: {name}: the result of {composition.method} is not of low rank, and a sweep judges adapters",
-            "Set max_rank (such as the experts' rank, or twice that) or max_error in the family",
-            parameter="max_rank",
-        )
-    return {**content, **allowed}
+    used = [(rule.method, rule.parameters) for rule in family.rules or () if rule.blend is not None]
+    for method, parameters in used if family.rules else [(composition.method, composition.parameters)]:
+        if find_method(method).acts_on == "weights":
+            raise FieldError(
+                f"compositions: {name}: {method} combines whole weights, and a sweep judges adapters",
+                "Use a method on ΔW, or write its full weights with `adapterswap merge` and evaluate them",
+                parameter="method",
+            )
+        if not find_method(method).exact_in_adapters(parameters) and not family.output:
+            raise FieldError(
+                f"compositions: {name}: the result of {method} is not of low rank, and a sweep judges adapters",
+                "Set max_rank (such as the experts' rank, or twice that) or max_error in the family",
+                parameter="max_rank",
+            )
+    return {**content, **({"allow_negative": True} if family.allow_negative else {})}
+
+
+def _by_rules(
+    recipe: SweepRecipe, family: Family, content: dict[str, Any], asked: AskedTasks, ids: list[str]
+) -> Iterator[_Wanted]:
+    """A configuration of a family of rules, with every choice of experts for its roles."""
+    rules = family.rules or ()
+    roles = {role: [*experts] for role, experts in recipe.by_role.items()}
+    settings = {"rules": "; ".join(rule.text for rule in rules), **content, **family.output}
+    for cast in casts(named_in(rules), roles, pairs_of(recipe, family)):
+        task, language, others = cast.of(TASK), cast.of(LANGUAGE), cast.others
+        sides = [side for side in (task, language, others) if side]
+        name = "+".join("&".join(side) for side in sides)
+        where = f"compositions: {family.name or 'rules'} with {', '.join(one for side in sides for one in side)}"
+        composition = validate({**content, "rules": bound(rules, cast)}, Composition, where=where)
+        row = (family.name or "rules") + " of soups" * any(len(one) > 1 for one in cast.experts.values())
+        yield _Wanted(
+            row, composition, family.output, f"{name}@{_settings_text(settings)}",
+            asked.of(language or recipe.language_experts), ids, task, language, others,
+        )  # fmt: skip
 
 
 def _on(content: dict[str, Any], task: tuple[str, ...], language: tuple[str, ...]) -> Composition:
@@ -226,7 +262,8 @@ def _row(family: Family, composition: Composition) -> str:
 
 
 def _as_data(composition: Composition) -> dict[str, Any]:
-    always = composition.model_dump(mode="json", include={"method", "task", "language"})
+    sided = {"method", "task", "language"} if composition.allocation is None else set()
+    always = composition.model_dump(mode="json", include=sided)
     return always | composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
 
 
@@ -238,9 +275,10 @@ def _alone(
     tasks: tuple[str, ...],
     *,
     short: str | None = None,
+    others: tuple[str, ...] = (),
 ) -> Cell:
     content = {"allocation": [{"expert": name}]}
-    return _make_cell(family, task, language, content, {}, short or name, tasks, default=True)
+    return _make_cell(family, task, language, content, {}, short or name, tasks, default=True, others=others)
 
 
 def _make_cell(
@@ -253,10 +291,12 @@ def _make_cell(
     tasks: tuple[str, ...],
     *,
     default: bool,
+    others: tuple[str, ...] = (),
 ) -> Cell:
-    cell = Cell("", family, task, language, composition, output, short, default, tasks)
+    cell = Cell("", family, task, language, composition, output, short, default, tasks, others)
     plain = cell.as_json()
-    if max(len(task), len(language)) > 1 and (composition["method"] not in _AS_BEFORE or "weights" in composition):
+    several = max(len(task), len(language)) > 1 and "allocation" not in composition
+    if several and (composition["method"] not in _AS_BEFORE or "weights" in composition):
         plain["sides"] = "averaged"  # these methods once took the experts of a side singly: results of then differ
     content = json.dumps(plain, sort_keys=True, ensure_ascii=False)
     return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
@@ -264,8 +304,12 @@ def _make_cell(
 
 def _short(task: tuple[str, ...], language: tuple[str, ...], content: dict[str, Any], output: dict[str, Any]) -> str:
     sides = ["&".join(task), "&".join(language) or BASE]
-    settings = ",".join(f"{key}={_number(value)}" for key, value in {**content, **output}.items())
+    settings = _settings_text({**content, **output})
     return "+".join(sides) + (f"@{settings}" if settings else "")
+
+
+def _settings_text(settings: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={_number(value)}" for key, value in settings.items())
 
 
 def _number(value: Any) -> str:

@@ -104,6 +104,7 @@ def prepare(
     problems = Problems(FieldError)
     places = {name: (place, "task") for name, place in recipe.task_experts.items()}
     places |= {name: (place, "language") for name, place in recipe.language_experts.items()}
+    places |= {name: (place, role) for role, experts in recipe.roles.items() for name, place in experts.items()}
     for row, adapters in extra_experts(recipe).items():
         places |= {name: (place, row) for name, place in adapters.items()}
     experts: dict[str, Adapter] = {}
@@ -136,7 +137,10 @@ def prepare(
 
 def _field(name: str, recipe: SweepRecipe) -> str:
     """The field of the recipe that names an expert."""
-    fields = {"task_experts": recipe.task_experts, "language_experts": recipe.language_experts}
+    fields = {
+        "task_experts": recipe.task_experts, "language_experts": recipe.language_experts,
+        "roles": [name for experts in recipe.roles.values() for name in experts],
+    }  # fmt: skip
     return next((field for field, experts in fields.items() if name in experts), "extra")
 
 
@@ -219,6 +223,10 @@ def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:
     content["base_model"] = str(prepared.base.source)
     for side in ("task_experts", "language_experts"):
         content[side] = {name: experts[name].name for name in content[side]}
+    if recipe.roles:
+        content["roles"] = {
+            role: {name: experts[name].name for name in members} for role, members in recipe.roles.items()
+        }
     if recipe.extra:
         content["extra"] = {
             row: [experts[name].name for name in names] for row, names in extra_experts(recipe).items()

@@ -6,19 +6,35 @@ beside the recipe. Knows nothing of torch or lm-evaluation-harness, and opens no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from adapterswap.errors import FieldError, Problems
 from adapterswap.experts.layers import MAX_LAYERS
 from adapterswap.files.smallfiles import exists, expand
-from adapterswap.files.yamlfiles import StrictModel, read_recipe
+from adapterswap.files.yamlfiles import FieldMistake, StrictModel, read_recipe, validate
+from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.checks import check_names
 from adapterswap.sweeps.families import Baseline, ExpertPair, Families, Name, as_list
+from adapterswap.sweeps.ruling import LANGUAGE, TASK, check_roles, expert_row, named_in
 from adapterswap.sweeps.settings import DocumentSplit, Search, SweepSettings
 
-__all__ = ["SWEEP_PATHS", "SweepRecipe", "read_sweep_recipe", "with_places"]
+__all__ = ["OTHER", "SWEEP_PATHS", "SweepRecipe", "read_sweep_recipe", "with_places", "with_rules"]
+
+
+def _role_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name) or name in (TASK, LANGUAGE, BASE):
+        raise ValueError(
+            f"{name!r} cannot name a role: use a word such as culture or safety, not task, language or base"
+        )
+    return name
+
+
+RoleName = Annotated[str, AfterValidator(_role_name)]
 
 
 class SweepRecipe(StrictModel):
@@ -30,6 +46,10 @@ class SweepRecipe(StrictModel):
     )
     task_experts: dict[Name, str] = Field(min_length=1, description="Name → folder or Hub id of an adapter.")
     language_experts: dict[Name, str] = Field(min_length=1, description="Likewise.")
+    roles: dict[RoleName, Annotated[dict[Name, str], Field(min_length=1)]] = Field(
+        default={},
+        description="Experts of other roles, for `rules`: culture, safety, … → name → folder or Hub id.",
+    )
     pairs: Annotated[list[ExpertPair], Field(min_length=1)] | None = Field(
         default=None, description="{task: NAME, language: NAME}; default: each task expert with each language expert."
     )
@@ -41,8 +61,8 @@ class SweepRecipe(StrictModel):
         default=[], description="What is made of each pair: a list, or a mapping from the families' names."
     )
     baselines: list[Baseline] = Field(
-        default=["base", "task", "language"],
-        description="base; task and language: each expert alone; soup and so on: of each pair, by its defaults.",
+        default=["base", "task", "language", "roles"],
+        description="base; task, language and roles: each expert alone; soup and so on: of each pair, by its defaults.",
     )
     extra: dict[str, str | list[str]] = Field(
         default={}, description="Other adapters on the base, such as joint SFT: name of the row → one or several."
@@ -62,6 +82,11 @@ class SweepRecipe(StrictModel):
     )
     search: Search | None = Field(default=None, description="Search the families' grids, instead of judging all.")
 
+    @property
+    def by_role(self) -> dict[str, dict[str, str]]:
+        """Role → its experts: task, language, and what `roles` adds."""
+        return {TASK: self.task_experts, LANGUAGE: self.language_experts, **self.roles}
+
     @field_validator("tasks")
     @classmethod
     def _some_task(cls, value: list[str] | dict[str, list[str]]) -> list[str] | dict[str, list[str]]:
@@ -73,6 +98,7 @@ class SweepRecipe(StrictModel):
     def _check(self) -> SweepRecipe:
         if both := sorted(self.task_experts.keys() & self.language_experts.keys()):
             raise ValueError(f"{both[0]!r} names a task expert and a language expert: rename one")
+        self._check_roles()
         for pair in self.pairs or []:
             for side, names, known in (
                 ("task", pair.task, self.task_experts),
@@ -82,7 +108,7 @@ class SweepRecipe(StrictModel):
                     raise ValueError(f"pairs: {unknown[0]!r} is not a {side} expert ({', '.join(known)})")
         if not self.compositions and not self.baselines and not self.extra:
             raise ValueError("there is nothing to judge: give compositions, baselines or extra")
-        rows = {family.name or "" for family in self.compositions} | {"base", "task expert", "language expert"}
+        rows = {family.name or "" for family in self.compositions} | {"base", *map(expert_row, self.by_role)}
         if clash := sorted(rows & self.extra.keys()):
             raise ValueError(f"extra: {clash[0]!r} is a row of its own already: choose another name")
         if self.search is not None:
@@ -93,8 +119,29 @@ class SweepRecipe(StrictModel):
                 raise ValueError(f"search.family: {self.search.family!r} names no family with a list of values")
         return self
 
+    def _check_roles(self) -> None:
+        homes: dict[str, str] = {}
+        for role, experts in self.by_role.items():
+            for name in experts:
+                if name in homes:
+                    raise FieldMistake(f"{name!r} is an expert of two roles, {homes[name]} and {role}", "roles")
+                homes[name] = role
+        for family in self.compositions:
+            rules = family.rules or ()
+            problems = Problems(FieldError)
+            if family.rules is not None:
+                check_names(named_in(rules), [*homes, *self.by_role], problems, rules)
+            mistake = next(iter(problems), None)
+            what = f"compositions: {family.name or 'rules'}: "
+            if mistake is not None:
+                raise FieldMistake(what + mistake.message, "compositions", remedy=mistake.remedy)
+            if message := check_roles(named_in(rules), {role: [*names] for role, names in self.by_role.items()}):
+                raise FieldMistake(what + message, "compositions")
 
-SWEEP_PATHS = ("base_model", "task_experts.*", "language_experts.*", "extra.*", "extra.*.*", "settings.include_path")
+
+SWEEP_PATHS = (
+    "base_model", "task_experts.*", "language_experts.*", "roles.*.*", "extra.*", "extra.*.*", "settings.include_path",
+)  # fmt: skip
 """Keys that may be local paths."""
 
 
@@ -115,6 +162,26 @@ def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepR
     return with_places(recipe, found)
 
 
+OTHER = "other"
+"""The role of experts that are added to a recipe."""
+
+
+def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[Rule]) -> SweepRecipe:
+    """The recipe with more experts, of the role `other`, and one more composition, `rules`.
+
+    Raises:
+        FieldError: an expert's name is taken or unsuitable, or a rule names none that there is.
+    """
+    content = recipe.model_dump(exclude_defaults=True, by_alias=True)
+    if experts:
+        content["roles"] = {**recipe.roles, OTHER: {**recipe.roles.get(OTHER, {}), **experts}}
+    if rules:
+        content["compositions"] = [*content.get("compositions", []), {"rules": [rule.as_data() for rule in rules]}]
+    changed = validate(content, SweepRecipe, where="the recipe with the options")
+    changed._files = recipe.recipe_files
+    return changed
+
+
 def with_places(recipe: SweepRecipe, found: Callable[[str], str]) -> SweepRecipe:
     """The recipe with `found(place)` for the place of the base, of each expert and of `include_path`."""
 
@@ -129,6 +196,7 @@ def with_places(recipe: SweepRecipe, found: Callable[[str], str]) -> SweepRecipe
             "base_model": found(recipe.base_model),
             "task_experts": each(recipe.task_experts),
             "language_experts": each(recipe.language_experts),
+            "roles": {role: each(experts) for role, experts in recipe.roles.items()},
             "extra": {row: [found(place) for place in as_list(places)] for row, places in recipe.extra.items()},
             "settings": settings,
         }

@@ -102,7 +102,7 @@ def test_every_method_says_what_it_is(name: str) -> None:
 
 def test_parameters_are_keys_everywhere() -> None:
     """Fields of compositions, rules and families are in the way of none, and every parameter has its option."""
-    fields = {*Composition.model_fields, *Rule.model_fields, *Family.model_fields}
+    fields = {*Composition.model_fields, *Rule.model_fields, *Family.model_fields, "rules"}
     assert fields - {"seed"} == RESERVED
     assert not PARAMETERS.keys() & RESERVED
     options = [option.name for option in compose_command.params]
