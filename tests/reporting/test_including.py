@@ -58,7 +58,7 @@ def test_units_are_those_of_the_named_experts(written: Written) -> None:
     task = read_run(written.run).tasks[SW]
     scores = [
         np.mean([result.results[SW].docs[doc] for doc in task.report]) for result in read_run(written.run).results
-        if result.cell.family == "soup" and (*result.cell.task_expert, *result.cell.language_expert, None) in pairs
+        if result.cell.family == "soup" and (*result.cell.task_expert, *result.cell.language_expert) in pairs
     ]  # fmt: skip
     spread = row(report, "soup").spread
     assert spread is not None
