@@ -230,7 +230,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     across = any(isinstance(term.change, LowRank | Opaque) and term.change.transposed for term in slot.terms)
     found: dict[str, Delta] = {}
     factors_of: dict[str, list[tuple[float, Factors]]] = {}
-    by_factors = rule.on_cores and not slot.whole
+    by_factors = rule.on_cores and not slot.whole and not slot.opaque
     name = slot.module if slot.name.endswith(".weight") else slot.name
     if on_weights:  # what of a side is no expert's whole weights is the base's
         turned = base.T if across else base

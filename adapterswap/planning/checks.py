@@ -313,6 +313,15 @@ def check_opaque(
             kind=UnsupportedError,
         )
     for slot in slots:
+        other = next((name for name in slot.requested if name in opaque), None)
+        if slot.rule is not None and slot.rule.needs_factors and other is not None:
+            problems.add(
+                f"{slot.rule.method} works on LoRA's factors, and {other} is {opaque[other].method}",
+                "Use another method, such as ties, or turn it into LoRA with `adapterswap convert`",
+                parameter="method",
+                kind=UnsupportedError,
+            )
+            return
         if slot.rule is None or not slot.rule.weights:
             continue
         weighted = next((name for name in slot.requested if name in opaque), None)

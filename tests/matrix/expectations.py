@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from adapterswap.errors import AdapterswapError, CompositionError, UnsupportedError
 from matrix.adapters import KINDS, OPAQUE
 from matrix.architectures import ARCHITECTURES
+from matrix.methods import METHODS
 from matrix.operations import OPERATIONS
 
 __all__ = ["CELLS", "REFUSALS", "SAMPLE", "Cell", "reason_of"]
@@ -52,7 +53,7 @@ _FUSED = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 
 REFUSALS = [
     Refusal("fused experts (target_parameters)", UnsupportedError, "LoRA on (the )?parameter", _FUSED, ["linear"],
-            ["merge", "live"]),
+            ["merge", "live", *METHODS]),
     Refusal("PEFT blends no modules_to_save live", AdapterswapError, "modules_to_save",
             kinds=["modules_to_save"], operations=["live"]),
     # Experts of attention alone leave the task nothing in partition A, and some hybrids have no attention in a zone.
@@ -73,6 +74,8 @@ REFUSALS = [
             operations=["live"]),
     Refusal("no bias to add to", UnsupportedError, "stores none to add", kinds=["lora_bias"], operations=["merge"]),
     Refusal("PEFT fuses no experts of this model", UnsupportedError, "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
+    Refusal("methods on ΔW combine no weights held in full", UnsupportedError, "is trained in full",
+            kinds=["modules_to_save", "biases", "composite"], operations=METHODS),
     Refusal("a bias beside the head's LoRA", UnsupportedError, r"base_layer\.bias", ["phi", "gptj"], ["embeddings"]),
 ]  # fmt: skip
 
@@ -94,12 +97,14 @@ CELLS = [
     for operation in OPERATIONS
 ]
 
-# All kinds for an architecture of each family; for the others linear layers, and one more kind in turn.
+# All kinds for an architecture of each family; for the others linear layers, and one more kind in turn. Methods: a few.
 _THOROUGHLY = ("llama", "qwen3_moe", "nemotron_h", "gemma3")
+_BY_METHODS = {("llama", "dora"), ("gpt2", "linear"), ("qwen3_moe", "v4"), ("gemma3", "embeddings")}
 SAMPLE = [
     cell
     for index, name in enumerate(ARCHITECTURES)
     for cell in CELLS
     if cell.architecture == name
+    and (cell.operation not in METHODS or (name, cell.kind) in _BY_METHODS)
     and (name in _THOROUGHLY or cell.kind in ("linear", list(KINDS)[1 + index % (len(KINDS) - 1)]))
 ]

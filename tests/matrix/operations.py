@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ import adapterswap
 from adapterswap import LiveComposer
 from matrix.adapters import Pair
 from matrix.architectures import LAYERS, Architecture
+from matrix.methods import METHODS, VALUES
 from matrix.reference import Changes, changes_in, load_with_peft, logits, recorded_warnings, untied
 
 __all__ = ["OPERATIONS", "Operation", "Result", "Subject"]
@@ -82,9 +84,17 @@ def _written(
     return run
 
 
-def _merged(subject: Subject) -> Result:
+def _by_method(method: str) -> Callable[[Pair], adapterswap.Plan]:
+    def plan(pair: Pair) -> adapterswap.Plan:
+        composition = adapterswap.Composition(method=method, task="task", language="language", **VALUES[method])
+        return adapterswap.compose(composition, {"task": pair.task.folder, "language": pair.language.folder})
+
+    return plan
+
+
+def _merged(subject: Subject, plan: Callable[[Pair], adapterswap.Plan] = _swap) -> Result:
     """Full weights, loaded by transformers."""
-    folder = adapterswap.merge(_swap(subject.pair), out_path=subject.out)
+    folder = adapterswap.merge(plan(subject.pair), out_path=subject.out)
     with recorded_warnings() as said:
         model, info = subject.architecture.model_class.from_pretrained(folder, output_loading_info=True)
     said |= {f"{what}: {sorted(map(str, keys))}" for what, keys in info.items() if keys}
@@ -111,4 +121,6 @@ OPERATIONS: dict[str, Operation] = {
     "portable": Operation("swap", _written(_swap, "portable")),
     "merge": Operation("swap", _merged),
     "live": Operation("swap", _live),
+    **{method: Operation(method, partial(_merged, plan=_by_method(method))) for method in METHODS},
 }
+"""Methods are merged into full weights, which all of them make exactly."""

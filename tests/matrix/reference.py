@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 
 from matrix.adapters import Expert
 from matrix.architectures import LAYERS, VOCABULARY, Architecture
+from matrix.methods import METHODS, by_module
+from matrix.methods import combined as combined_by
 
 __all__ = [
     "SHARES",
@@ -74,9 +76,27 @@ SHARES: dict[str, Callable[[int | None, bool], Share]] = {
 }  # fmt: skip
 
 
-def expected(architecture: Architecture, composition: str, task: Changes, language: Changes) -> Changes:
-    """Σ c_i ΔW_i of every parameter that either expert changes; an expert that lacks it does not change it."""
+def expected(
+    architecture: Architecture, composition: str, task: Changes, language: Changes, base: PreTrainedModel
+) -> Changes:
+    """What a composition, or a method, makes of every parameter that either expert changes.
+
+    Σ c_i ΔW_i of a composition. An expert that lacks a parameter does not change it.
+    """
     combined: Changes = {}
+    if composition in METHODS:
+        stored = dict(untied(base).named_parameters())
+        for name in task.keys() | language.keys():
+            weight = stored[name] if name in stored else torch.zeros_like((task | language)[name])
+            changes = [one.get(name, torch.zeros_like(weight, dtype=torch.float64)) for one in (task, language)]
+            module = base.get_submodule(name.rpartition(".")[0])
+            in_by_out = isinstance(module, torch.nn.Embedding) or type(module).__name__ == "Conv1D"
+            transposed = in_by_out and weight.ndim == 2
+            combined[name] = torch.empty_like(weight, dtype=torch.float64)
+            views = zip(*(by_module(name, tensor) for tensor in (combined[name], weight, *changes)), strict=True)
+            for result, stored_part, *parts in views:
+                result.copy_(combined_by(composition, stored_part, parts, transposed=transposed))
+        return combined
     for name in task.keys() | language.keys():
         shares = SHARES[composition](architecture.layer_of(name), architecture.is_attention(name))
         parts = [

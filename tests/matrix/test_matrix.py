@@ -99,7 +99,7 @@ def _outcome(cell: Cell, prepared: Prepared, out: Path) -> str:
         return f"failed: refused unexpectedly: {error}" if reason is None else f"refused: {reason}"
     except Exception as error:  # of PEFT or transformers, which could not load the result, or of the library
         return f"failed: {type(error).__name__}: {error}"
-    changes = expected(architecture, operation.composition, prepared.task, prepared.language)
+    changes = expected(architecture, operation.composition, prepared.task, prepared.language, prepared.base)
     wrong = _differences(prepared, changes, result)
     return f"failed: {'; '.join(wrong)}" if wrong else "exact"
 
@@ -133,7 +133,10 @@ def test_the_matrix_would_notice(name: str, workshop: Workshop) -> None:
     compositions = {operation.composition for operation in OPERATIONS.values()}
     results = {
         composition: logits(
-            with_changes(prepared.base, expected(ARCHITECTURES[name], composition, prepared.task, prepared.language))
+            with_changes(
+                prepared.base,
+                expected(ARCHITECTURES[name], composition, prepared.task, prepared.language, prepared.base),
+            )
         )
         for composition in compositions
     }

@@ -29,15 +29,18 @@ def merged(
 
 
 def _elected(deltas: list[Array], weights: list[float], scale: float, normalize: bool) -> Array:
-    result = np.zeros_like(deltas[0])
-    for place in np.ndindex(*result.shape):
-        entries = [(weight * delta[place], weight) for delta, weight in zip(deltas, weights, strict=True)]
-        sign = 1 if math.fsum(value for value, _ in entries) >= 0 else -1
-        agreeing = [(value, weight) for value, weight in entries if value * sign > 0]
-        if agreeing:
-            result[place] = sum(value for value, _ in agreeing)
-            result[place] /= sum(weight for _, weight in agreeing) if normalize else 1
-    return scale * result
+    values = np.stack([weight * delta for delta, weight in zip(deltas, weights, strict=True)])
+    return scale * _agreeing(values, np.where(values.sum(0) >= 0, 1, -1), weights if normalize else None)
+
+
+def _agreeing(values: Array, signs: Array, divisors: Sequence[float] | None) -> Array:
+    """The sum of the values that have the elected sign, divided by the sum of their divisors."""
+    agree = values * signs > 0
+    total = np.where(agree, values, 0).sum(0)
+    if divisors is None:
+        return np.asarray(total)
+    below = np.tensordot(np.asarray(divisors, np.float64), agree, 1)
+    return np.divide(total, below, out=np.zeros_like(total), where=below > 0)
 
 
 def _sum(deltas: list[Array], weights: list[float], scale: float) -> Array:
@@ -115,14 +118,8 @@ def _sce(base: Array, full: list[Array], weights: list[float], _: Chooser, value
 
 def _elected_by_sum(deltas: Array, shares: Sequence[float]) -> Array:
     """SCE elects by the plain sum, and averages what agrees by its shares."""
-    result = np.zeros_like(deltas[0])
-    for place in np.ndindex(*result.shape):
-        values = [float(delta[place]) for delta in deltas]
-        sign = 1 if sum(values) >= 0 else -1
-        agreeing = [(value, share) for value, share in zip(values, shares, strict=True) if value * sign > 0]
-        if agreeing:
-            result[place] = sum(value * share for value, share in agreeing) / sum(share for _, share in agreeing)
-    return result
+    weighted = np.stack([delta * share for delta, share in zip(deltas, shares, strict=True)])
+    return _agreeing(weighted, np.where(deltas.sum(0) >= 0, 1, -1), shares)
 
 
 def _rotated(t: float, one: Array, other: Array) -> Array:

@@ -18,6 +18,7 @@ import torch
 from click.testing import Result
 from conftest import LAYERS, load_base, logits
 from matrix.architectures import ARCHITECTURES, build
+from methods import dense_methods
 from peft import (
     BOFTConfig,
     HiraConfig,
@@ -210,14 +211,36 @@ def test_ia3_finds_its_feedforward_modules_again(base: Base, tmp_path: Path) -> 
     [
         ({"row_threshold": 0.1}, COPIED, "row_threshold"),
         ({}, [{"blend": {"math": 1, "swahili": 1}, "weights": "magnitude"}], None),
+        ({}, [{"blend": {"math": 1, "swahili": 1}, "method": "core_ties", "density": 0.5}], "method"),
     ],
-    ids=["row_threshold", "magnitude"],
+    ids=["row_threshold", "magnitude", "core_ties"],
 )
 def test_what_needs_factors(fields: Any, rules: Any, parameter: str | None, base: Base, tmp_path: Path) -> None:
     experts = pair(base("llama"), tmp_path, dora(), dora())
     with pytest.raises(UnsupportedError) as caught:
         composed(experts, rules, **fields)
     assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("method", ["tsv", "iso_c", "knots_ties", "breadcrumbs_ties"])
+def test_a_method_combines_another_kind_with_lora(method: str, base: Base, tmp_path: Path) -> None:
+    """Each ΔW is what PEFT's merge of that expert alone makes."""
+    lora = LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM")
+    experts = pair(base("llama"), tmp_path, lora, dora())
+    values = {"density": 0.6} if method.endswith("ties") else {}
+    composition = Composition(task="math", language="swahili", method=method, **values)
+    merged = load_base(adapterswap.compose(composition, experts).merge(tmp_path / "out", base_model=base("llama")))
+    alone = [
+        PeftModel.from_pretrained(load_base(base("llama")), folder).merge_and_unload().state_dict()
+        for folder in experts.values()
+    ]
+    original = load_base(base("llama")).state_dict()
+    for name, tensor in merged.state_dict().items():
+        full = [weights[name].double().numpy() for weights in alone]
+        expected = dense_methods.merged(
+            method, original[name].double().numpy(), full, [1.0, 1.0], lambda *_: None, **values
+        )
+        close(tensor, expected, depth=8, scale=4.0, name=f"{name} ")
 
 
 @pytest.mark.parametrize(
