@@ -12,7 +12,7 @@ ROOT = Path(adapterswap.__file__).parent
 ROOMS = (
     "errors", "files", "drawing", "shipped", "experts", "changes", "methods", "planning", "arithmetic", "records",
     "processes", "progress", "bases", "writing", "merging", "extracting", "live", "serving", "checking", "converting",
-    "evaluation", "training", "sweeps", "analysis", "reporting", "lab", "recipes", "cli",
+    "evaluation", "training", "sweeps", "analysis", "reporting", "lab", "recipes", "studio", "cli",
 )  # fmt: skip
 UPWARD = {
     ("files", "shipped"),  # a recipe may extend a shipped one by its name

@@ -45,6 +45,7 @@ COMMANDS = {
     "sweep": "Judge many compositions over one loaded base.",
     "report": "Write one HTML page, LaTeX and CSV of a sweep or a lab run.",
     "serve": "Serve compositions by name with vLLM or llama.cpp.",
+    "studio": "See, try, judge and take home compositions on a local page.",
     "lab": "Tell the whole story on an embedded pico model, offline.",
 }
 

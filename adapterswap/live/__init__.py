@@ -5,6 +5,7 @@
 
 from adapterswap.live.composer import LiveComposer
 from adapterswap.live.loading import load_expert, load_experts
+from adapterswap.live.streaming import Answers, stream
 from adapterswap.live.switching import why_not_live
 
-__all__ = ["LiveComposer", "load_expert", "load_experts", "why_not_live"]
+__all__ = ["Answers", "LiveComposer", "load_expert", "load_experts", "stream", "why_not_live"]

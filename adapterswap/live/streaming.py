@@ -1,0 +1,246 @@
+"""One prompt, several compositions, and their answers as they are written: a mixed batch, token by token.
+
+Knows the composer and transformers' generation; knows nothing of who reads the answers. Decoding is greedy, so that an
+answer depends on nothing but the model, the composition and the prompt.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.errors import AdapterswapError, ArgumentError, RunError
+
+if TYPE_CHECKING:
+    from adapterswap.live.catalogue import Composable
+    from adapterswap.live.composer import LiveComposer
+
+__all__ = ["Answers", "stream"]
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a mixed batch has written so far.
+
+    Attributes:
+        texts: a text for each composition, without special tokens.
+        tokens: how many tokens each has written; the end of sequence is not counted.
+        ended: whether each has ended by itself.
+        switch_seconds: how long it took to set the compositions.
+        first_seconds: from setting them to the first token, the switch included; None before it.
+        seconds: from setting them until now.
+        done: nothing more will come.
+    """
+
+    texts: tuple[str, ...]
+    tokens: tuple[int, ...]
+    ended: tuple[bool, ...]
+    switch_seconds: float = 0.0
+    first_seconds: float | None = None
+    seconds: float = 0.0
+    done: bool = False
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all rows together, once there are tokens."""
+        return sum(self.tokens) / self.seconds if self.seconds and sum(self.tokens) else None
+
+
+def stream(
+    composer: LiveComposer,
+    tokenizer: Any,
+    prompt: str,
+    compositions: Sequence[Composable],
+    *,
+    max_new_tokens: int = 64,
+    chat: bool = False,
+    turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[Answers]:
+    """Answer one prompt by several compositions at once, and yield what there is after every token.
+
+    The model computes in a thread of its own while the caller reads. A caller who stops reading (`close()` of the
+    iterator) ends the generation at the next token.
+
+    Args:
+        composer: of the model.
+        tokenizer: the model's.
+        prompt: the text.
+        compositions: one for each answer; None and `base` are the base.
+        max_new_tokens: at most so many, fewer where the model's context ends.
+        chat: put the prompt into the tokenizer's chat template, as the user's message.
+        turn: makes a context that is entered while the model computes: a lock, where others use it too.
+
+    Raises:
+        ArgumentError: no composition, an empty prompt, one that fills the context, or a tokenizer without a template.
+        CompositionError, UnsupportedError: see `LiveComposer.use_rows`.
+        RunError: the device runs out of memory.
+    """
+    ids = _ids(tokenizer, prompt, chat=chat)
+    allowed = _allowed(composer, ids, max_new_tokens)
+    if not compositions:
+        raise ArgumentError("there is nothing to compare", "Name at least one composition", parameter="compositions")
+    news: queue.Queue[Answers | BaseException | None] = queue.Queue()
+    stopped = threading.Event()
+
+    def generate() -> None:
+        try:
+            with turn():
+                if not stopped.is_set():
+                    _generate(composer, tokenizer, ids, compositions, allowed, news.put, stopped)
+        except BaseException as error:  # the reader raises it
+            news.put(_explained(error))
+        finally:
+            news.put(None)
+
+    worker = threading.Thread(target=generate, daemon=True, name="adapterswap-stream")
+    worker.start()
+    try:
+        while (item := news.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        worker.join()
+
+
+def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    if not prompt.strip():
+        raise ArgumentError("the prompt is empty", "Write one", parameter="prompt")
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise ArgumentError("the base has no chat template", "Pass `chat=False`", parameter="chat")
+    messages = [{"role": "user", "content": prompt}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def _allowed(composer: LiveComposer, ids: list[int], wanted: int) -> int:
+    """How many tokens may follow the prompt."""
+    if wanted < 1:
+        raise ArgumentError(f"`max_new_tokens` is {wanted}", "Pass 1 or more", parameter="max_new_tokens")
+    config = composer.model.get_base_model().config.get_text_config()
+    context: int | None = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        return wanted
+    if len(ids) >= context:
+        raise ArgumentError(
+            f"the prompt has {len(ids)} tokens, and the model's context {context}", "Shorten it", parameter="prompt"
+        )
+    return min(wanted, context - len(ids))
+
+
+def _generate(
+    composer: LiveComposer,
+    tokenizer: Any,
+    ids: list[int],
+    compositions: Sequence[Composable],
+    allowed: int,
+    tell: Callable[[Answers], None],
+    stopped: threading.Event,
+) -> None:
+    import torch
+    from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+    class Stopped(StoppingCriteria):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return torch.full((len(input_ids),), stopped.is_set(), dtype=torch.bool, device=input_ids.device)
+
+    model = composer.model
+    ends = _ends(model)
+    written = _Written(tokenizer, len(compositions), ends, tell)
+    tokens = torch.tensor([ids] * len(compositions), device=next(model.parameters()).device)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
+    config = GenerationConfig(
+        max_new_tokens=allowed, do_sample=False, num_beams=1, eos_token_id=sorted(ends) or None, pad_token_id=pad
+    )
+    started = perf_counter()
+    with composer.use_rows(compositions):
+        written.begin(started)
+        with torch.inference_mode():
+            model.generate(
+                input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config, streamer=written,
+                stopping_criteria=StoppingCriteriaList([Stopped()]),
+            )  # fmt: skip
+    written.finish()
+
+
+def _ends(model: Any) -> set[int]:
+    """The tokens that end an answer."""
+    found = model.generation_config.eos_token_id
+    if found is None:
+        return set()
+    return {found} if isinstance(found, int) else set(found)
+
+
+class _Written:
+    """What transformers calls a streamer: it is handed the prompt, and then a token of each row at a time."""
+
+    def __init__(self, tokenizer: Any, rows: int, ends: set[int], tell: Callable[[Answers], None]) -> None:
+        self._tokenizer, self._ends, self._tell = tokenizer, ends, tell
+        self._rows: list[list[int]] = [[] for _ in range(rows)]
+        self._ended = [False] * rows
+        self._prompted = False
+        self._started = perf_counter()
+        self._last = Answers(("",) * rows, (0,) * rows, (False,) * rows)
+
+    def begin(self, started: float) -> None:
+        """The compositions are set, which began at `started`."""
+        self._started = started
+        self._last = replace(self._last, switch_seconds=perf_counter() - started)
+        self._tell(self._last)
+
+    def put(self, value: Any) -> None:
+        if not self._prompted:  # transformers begins with the prompt
+            self._prompted = True
+            return
+        for row, token in enumerate(value.reshape(-1).tolist()):
+            if token in self._ends:
+                self._ended[row] = True
+            if not self._ended[row]:
+                self._rows[row].append(token)
+        seconds = perf_counter() - self._started
+        self._last = replace(
+            self._last,
+            texts=tuple(self._tokenizer.decode(row, skip_special_tokens=True) for row in self._rows),
+            tokens=tuple(map(len, self._rows)),
+            ended=tuple(self._ended),
+            first_seconds=self._last.first_seconds or seconds,
+            seconds=seconds,
+        )
+        self._tell(self._last)
+
+    def end(self) -> None:
+        """Transformers calls it; what remains is said by `finish`, once the composition is left."""
+
+    def finish(self) -> None:
+        self._tell(replace(self._last, done=True))
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Running out of memory as an error of ours; every other as it is."""
+    text = str(error).lower()
+    if isinstance(error, AdapterswapError) or not (
+        isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in text for w in _OUT_OF_MEMORY))
+    ):
+        return error
+    _release_memory()
+    return RunError(
+        "the device ran out of memory while answering",
+        "Compare fewer compositions, shorten the prompt or lower `max_new_tokens`",
+        parameter="max_new_tokens",
+    )
+
+
+def _release_memory() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,68 @@
+"""A composition with single layers given to others: what a click on a picture of layers means.
+
+Knows compositions and rules; opens nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adapterswap.errors import CompositionError
+from adapterswap.experts.layers import NO_LAYER, Kind, format_layers, parse_layers
+from adapterswap.planning.allocation import Rule
+from adapterswap.planning.compositions import Composition
+
+__all__ = ["Painted", "paint"]
+
+Painted = Mapping[tuple[int, Kind], str]
+"""(layer, kind of module) → the expert that owns it, or `base`."""
+
+_KINDS: tuple[Kind, ...] = ("attention", "mlp", "other")
+_KEPT = {"experts", "base_model", "task_type", "num_layers", "row_threshold", "allow_negative"}
+
+
+def paint(composition: Composition, painted: Painted, num_layers: int) -> Composition:
+    """The composition as an allocation in which the painted modules go to their owners, and all others as before.
+
+    Args:
+        composition: any.
+        painted: the owner of each module that changes hands, by layer and kind; none leaves the composition as it is.
+        num_layers: L.
+
+    Raises:
+        CompositionError: a layer does not exist; see also `Composition.rules`.
+    """
+    if not painted:
+        return composition
+    if odd := sorted(layer for layer, _ in painted if not 0 <= layer < num_layers):
+        raise CompositionError(
+            f"there is no layer {odd[0]}: the model has {num_layers}, counted from 0",
+            "Leave it out",
+            parameter="layers",
+        )
+    layers = {layer for layer, _ in painted}
+    rules = (*_painted_rules(painted), *(_lenient(rule, layers) for rule in composition.rules(num_layers)))
+    kept = _KEPT | ({"seed"} if composition.is_random else set())
+    content: dict[str, Any] = {name: getattr(composition, name) for name in kept & composition.model_fields_set}
+    return Composition(allocation=rules, **content)
+
+
+def _lenient(rule: Rule, layers: set[int]) -> Rule:
+    """The rule, which may match nothing once these layers are painted over."""
+    shrinks = rule.layers not in (None, NO_LAYER) and not layers.isdisjoint(parse_layers(rule.layers or ""))
+    return rule.model_copy(update={"optional": True}) if shrinks or rule.layers is None else rule
+
+
+def _painted_rules(painted: Painted) -> list[Rule]:
+    """A rule for each owner and set of kinds: whole layers where attention and MLP go together."""
+    by_layer: dict[tuple[int, str], set[Kind]] = {}
+    for (layer, kind), owner in painted.items():
+        by_layer.setdefault((layer, owner), set()).add(kind)
+    grouped: dict[tuple[str, tuple[Kind, ...]], list[int]] = {}
+    for (layer, owner), kinds in sorted(by_layer.items()):
+        named = tuple(kind for kind in _KINDS if kind in kinds)
+        grouped.setdefault((owner, named), []).append(layer)
+    return [
+        Rule(layers=format_layers(layers), modules=kinds, expert=owner) for (owner, kinds), layers in grouped.items()
+    ]

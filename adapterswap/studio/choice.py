@@ -1,0 +1,137 @@
+"""What a visitor has chosen: the fields of a composition and the layers given by hand; and the address that says so.
+
+Plain data, from the page's controls or from an address, and back. Knows nothing of Gradio.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+from urllib.parse import parse_qsl, urlencode
+
+from adapterswap.errors import ArgumentError
+from adapterswap.experts.layers import Kind, format_layers, parse_layers
+from adapterswap.files.yamlfiles import validate
+from adapterswap.planning.compositions import ZONES, Composition
+from adapterswap.planning.painting import paint
+from adapterswap.planning.parameters import parameter_keys
+
+__all__ = ["FIELDS", "Choice", "first_choice", "from_address"]
+
+FIELDS = (
+    "method", "partition", *ZONES, "task_weight", "language_weight", "weights", "outside", *parameter_keys(), "seed",
+    "allow_negative",
+)  # fmt: skip
+"""The fields of a composition that the page has a control for, beside the experts."""
+
+_PAINT = re.compile(r"(attention|mlp|other)\.(\d[\d,-]*)=(.+)")
+_LONGEST = 8_000  # characters of an address
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One visitor's composition.
+
+    Attributes:
+        task, language: the experts of each side.
+        fields: more fields of a `Composition`, those of `FIELDS`.
+        painted: (layer, kind) → the owner that it was given to by hand.
+        prompt: what was typed last; it is a part of the address.
+    """
+
+    task: tuple[str, ...]
+    language: tuple[str, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    painted: Mapping[tuple[int, Kind], str] = field(default_factory=dict)
+    prompt: str = ""
+
+    def content(self) -> dict[str, Any]:
+        """The fields of the composition before layers were given by hand."""
+        return {"task": list(self.task), "language": list(self.language), **self.fields}
+
+    def composition(self, num_layers: int, **more: Any) -> Composition:
+        """The composition.
+
+        Args:
+            num_layers: L.
+            more: further fields, such as `experts` and `base_model`.
+
+        Raises:
+            FieldError, CompositionError: see `Composition` and `paint`.
+        """
+        plain = validate({**self.content(), **more}, Composition, where="this composition")
+        return paint(plain, self.painted, num_layers)
+
+    def address(self) -> str:
+        """The query of an address that says all of it: `?task=math&language=swahili&bottom=1`."""
+        items = [(key, value) for key in ("task", "language") for value in getattr(self, key)]
+        items += [(key, _text(value)) for key, value in self.fields.items()]
+        items += [("give", text) for text in self._painted_texts()]
+        items += [("prompt", self.prompt)] if self.prompt else []
+        return "?" + urlencode(items, safe=",+=")
+
+    def _painted_texts(self) -> Iterator[str]:
+        grouped: dict[tuple[Kind, str], list[int]] = {}
+        for (layer, kind), owner in self.painted.items():
+            grouped.setdefault((kind, owner), []).append(layer)
+        for (kind, owner), layers in sorted(grouped.items()):
+            yield f"{kind}.{format_layers(layers)}={owner}"
+
+
+def first_choice(experts: Sequence[str]) -> Choice:
+    """What a page shows first: the paper's layer swap of the first two experts; of a single one, with the base."""
+    names = [*experts, "base"]
+    return Choice((names[0],), (names[1],), {"method": "layer_swap"})
+
+
+def from_address(query: str, fallback: Choice) -> Choice:
+    """The choice that an address says, with the sides of `fallback` where it names none.
+
+    Raises:
+        ArgumentError: it is too long, or a part of it cannot be read. What it means, `composition` judges.
+    """
+    if len(query) > _LONGEST:
+        raise ArgumentError(f"the address has {len(query)} characters", f"Shorten it to {_LONGEST}", parameter="query")
+    sides: dict[str, list[str]] = {"task": [], "language": []}
+    fields: dict[str, Any] = {}
+    painted: dict[tuple[int, Kind], str] = {}
+    prompt = ""
+    for key, value in parse_qsl(query.removeprefix("?")):
+        if key in sides:
+            sides[key].append(value)
+        elif key == "prompt":
+            prompt = value
+        elif key == "give":
+            painted |= _read_painted(value)
+        elif key in FIELDS:
+            fields[key] = value
+        elif not key.startswith("__"):  # Gradio's own, such as __theme
+            raise ArgumentError(
+                f"the address holds {key!r}, which is no setting", f"Leave it out; there are {', '.join(FIELDS)}",
+                parameter="query",
+            )  # fmt: skip
+    if not (sides["task"] or sides["language"] or fields):
+        fields = dict(fallback.fields)
+    return Choice(
+        tuple(sides["task"]) or fallback.task, tuple(sides["language"]) or fallback.language, fields, painted, prompt
+    )
+
+
+def _read_painted(text: str) -> dict[tuple[int, Kind], str]:
+    match = _PAINT.fullmatch(text)
+    if match is None:
+        raise ArgumentError(
+            f"the address gives layers by {text!r}", "Write KIND.LAYERS=EXPERT, as in mlp.0-2=math", parameter="query"
+        )
+    kind = next(kind for kind in get_args(Kind) if kind == match[1])
+    try:
+        layers = parse_layers(match[2])
+    except ValueError as error:
+        raise ArgumentError(f"the address gives layers by {text!r}: {error}", "Correct it", parameter="query") from None
+    return {(layer, kind): match[3] for layer in layers}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,180 @@
+"""The controls of Compose: what each preset offers, and from their values to a choice and back.
+
+Knows which field of a composition a control stands for; what goes together, `Composition` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import gradio as gr
+
+from adapterswap.experts.layers import Kind
+from adapterswap.methods.method import Parameter
+from adapterswap.methods.registry import PARAMETERS, find_method, names_of
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.compositions import ZONES, Composition, Partition
+from adapterswap.studio.choice import Choice
+from adapterswap.studio.workspace import Workspace
+
+__all__ = ["Controls", "presets"]
+
+_PARTITION = "partition "
+_DENSITY = 0.5  # what a parameter that must be set begins with
+_LABELS = {
+    "bottom": "Bottom layers", "top": "Top layers",
+    "bottom_transition": "Blended above", "top_transition": "Blended below",
+}  # fmt: skip
+
+
+def presets() -> list[tuple[str, str]]:
+    """(title, name) of the layer swap by zones, of the second paper's partitions, and of every method."""
+    zones, *others = names_of()
+    partitions = [(f"Partition {name} of the second paper", _PARTITION + name) for name in get_args(Partition)]
+    return [("Layer swap by zones", zones), *partitions, *((find_method(name).title, name) for name in others)]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Which fields a preset has controls for."""
+
+    method: str
+    partition: str | None
+    fields: tuple[str, ...]
+
+    @classmethod
+    def of(cls, preset: str) -> _Offer:
+        if preset.startswith(_PARTITION):
+            return cls("layer_swap", preset.removeprefix(_PARTITION), ("outside",))
+        method = find_method(preset)
+        fields = [*ZONES, "outside", "weights"] if preset == "layer_swap" else []
+        fields += ["weights"] if preset == "soup" else []
+        fields += ["task_weight", "language_weight"] if method.weighted else []
+        fields += [parameter.name for parameter in method.parameters]
+        return cls(preset, None, tuple(fields))
+
+
+class Controls:
+    """The components, in the order in which events hand over their values.
+
+    Attributes:
+        components: by name: task, language, preset, and the fields of a composition.
+    """
+
+    def __init__(self, workspace: Workspace, choice: Choice) -> None:
+        self._workspace = workspace
+        self.components: dict[str, Any] = {}
+        names = list(workspace.experts)
+        add = self.components
+        with gr.Row(elem_classes="sides"):
+            add["task"] = gr.Dropdown(names, label="Task expert", multiselect=True, min_width=140)
+            add["language"] = gr.Dropdown([*names, BASE], label="Language expert", multiselect=True, min_width=140)
+        add["preset"] = gr.Dropdown(presets(), label="How they are combined", filterable=True)
+        most = workspace.num_layers
+        for pair in (ZONES[:2], ZONES[2:]):
+            with gr.Row(elem_classes="zones"):
+                for name in pair:
+                    add[name] = gr.Slider(0, most, step=1, label=_LABELS[name], min_width=140)
+        with gr.Row():
+            for name, label in (("task_weight", "Task weight"), ("language_weight", "Language weight")):
+                add[name] = gr.Slider(0, 2, step=0.05, label=label, min_width=140)
+        with gr.Row():
+            for parameter in PARAMETERS.values():
+                add[parameter.name] = _control(parameter)
+        with gr.Accordion("More", open=False):
+            add["outside"] = gr.Radio(
+                ["average", "task", "language"], label="Embeddings, heads and towers", value="average"
+            )
+            add["weights"] = gr.Radio(["equal", "magnitude"], label="Weights in blends", value="equal")
+        for name, update in zip(add, self.updates(choice), strict=True):
+            for key, value in update.items():
+                if key != "__type__":
+                    setattr(add[name], key, value)
+
+    def choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str = "") -> Choice:
+        """What the values of the controls mean: the fields that the preset has, where they differ from defaults."""
+        offer = _Offer.of(values["preset"])
+        fields: dict[str, Any] = {"method": offer.method}
+        fields |= {"partition": offer.partition} if offer.partition else {}
+        for name in offer.fields:
+            value = values[name]
+            required = name in PARAMETERS or name in ZONES[:2]
+            if value is not None and (required or value != Composition.model_fields[name].default):
+                fields[name] = _whole(name, value)
+        return Choice(
+            tuple(values["task"] or ()), tuple(values["language"] or ()), fields, unpacked(painted), prompt or ""
+        )
+
+    def updates(self, choice: Choice) -> list[dict[str, Any]]:
+        """What each control shows for a choice; the choice's mistakes are shown as they are."""
+        fields = choice.fields
+        partition, method = fields.get("partition"), str(fields.get("method", "layer_swap"))
+        known = {name for _, name in presets()}
+        preset = _PARTITION + str(partition) if partition else method
+        preset = preset if preset in known else "layer_swap"
+        offer = _Offer.of(preset)
+        offered = {name: name in offer.fields for name in (*ZONES, "task_weight", "language_weight", *PARAMETERS)}
+        values = {"task": list(choice.task), "language": list(choice.language), "preset": preset}
+        values |= {name: _number(fields.get(name), default) for name, default in self._defaults(offer).items()}
+        return [gr.update(value=values[name], visible=offered.get(name, True)) for name in self.components]
+
+    def _defaults(self, offer: _Offer) -> dict[str, Any]:
+        """The value of each field before anybody has set it."""
+        layers = self._workspace.num_layers
+        try:
+            zones = dict(zip(ZONES, Composition(method="layer_swap").zones(layers), strict=True))
+        except ValueError:  # a model of so few layers that the paper's default, in proportion, is none
+            zones = dict.fromkeys(ZONES, 0) | {"bottom": min(1, layers)}
+        own = {p.name: p for p in find_method(offer.method).parameters}
+        found: dict[str, Any] = {**zones, "task_weight": 1.0, "language_weight": 1.0}
+        for name, parameter in PARAMETERS.items():
+            parameter = own.get(name, parameter)
+            found[name] = _DENSITY if parameter.required else parameter.default
+        return {**found, "outside": "average", "weights": "equal"}
+
+
+def unpacked(painted: Mapping[str, str]) -> dict[tuple[int, Kind], str]:
+    """`3.mlp` → owner, as the page keeps it, by layer and kind."""
+    found: dict[tuple[int, Kind], str] = {}
+    for place, owner in painted.items():
+        layer, _, name = place.partition(".")
+        found |= {(int(layer), kind): owner for kind in get_args(Kind) if kind == name}
+    return found
+
+
+def packed(painted: Mapping[tuple[int, Kind], str]) -> dict[str, str]:
+    """The way back from `unpacked`."""
+    return {f"{layer}.{kind}": owner for (layer, kind), owner in painted.items()}
+
+
+def _control(parameter: Parameter) -> Any:
+    label = f"{parameter.name}: {parameter.description}"
+    if parameter.kind is bool:
+        return gr.Checkbox(label=label, visible=False, min_width=140)
+    if parameter.choices:
+        return gr.Dropdown(list(parameter.choices), label=label, visible=False, min_width=140)
+    low = parameter.ge if parameter.ge is not None else parameter.gt
+    high = parameter.le if parameter.le is not None else parameter.lt
+    if parameter.kind is float and low == 0 and high == 1:
+        return gr.Slider(0, 1, step=0.01, label=label, visible=False, min_width=140)
+    precision = 0 if parameter.kind is int else None
+    return gr.Number(label=label, visible=False, min_width=140, precision=precision)
+
+
+def _whole(name: str, value: Any) -> Any:
+    """Sliders of layers hand over floats where they were typed."""
+    return int(value) if name in ZONES and float(value).is_integer() else value
+
+
+def _number(value: Any, default: Any) -> Any:
+    """A field's value as its control takes it: addresses hold text."""
+    if value is None or isinstance(value, type(default)):
+        return default if value is None else value
+    try:
+        if isinstance(default, bool):
+            return str(value).lower() == "true"
+        return type(default)(value)
+    except ValueError:
+        return default

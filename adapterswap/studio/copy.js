@@ -1,0 +1,20 @@
+// Copy buttons: the text of the block beside the button, and a word that it is done.
+element.addEventListener("click", async (event) => {
+  const button = event.target.closest("button[data-copy]");
+  if (!button) return;
+  const content = element.querySelector("#" + CSS.escape(button.dataset.copy)).textContent;
+  try {
+    await navigator.clipboard.writeText(content);
+  } catch {
+    const area = document.createElement("textarea");
+    area.value = content;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+    button.focus();
+  }
+  const label = button.textContent;
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = label), 1500);
+});

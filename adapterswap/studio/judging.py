@@ -1,0 +1,280 @@
+"""Evaluations in the background: what can be judged, how far it is, and the table of results.
+
+Knows the workspace's model and the evaluation's functions; the intervals are Wilson's (1927), since scores are
+shares of right answers. Knows nothing of Gradio.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.errors import AdapterswapError, DataError, RunError, reason_of
+from adapterswap.evaluation import Settings, evaluate
+from adapterswap.evaluation.answers import is_correct
+from adapterswap.evaluation.mgsm import mgsm_task_names
+from adapterswap.evaluation.numbers import parse_number
+from adapterswap.lab.scenes import draw_problems
+from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.planning.compositions import Composition
+from adapterswap.studio.strip import text
+from adapterswap.studio.workspace import Workspace
+
+__all__ = [
+    "OWN_FILE",
+    "Judged",
+    "Progress",
+    "as_csv",
+    "as_rows",
+    "interval",
+    "judge",
+    "read_rows",
+    "table_html",
+    "tasks",
+]
+
+OWN_FILE = "a file of yours"
+_LAB = "lab problems in "
+_CHUNK = 50
+_TOKENS = 256
+_MOST_ROWS = 500
+_Z = 1.959964  # of the normal distribution, for 95 %
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an evaluation is."""
+
+    done: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One row of the table.
+
+    Attributes:
+        composition: what was judged, in words.
+        address: of the page that shows it.
+        task: what it was judged on.
+        right, of: how many documents were answered rightly, of how many.
+        low, high: the 95 % interval of the share.
+    """
+
+    composition: str
+    address: str
+    task: str
+    right: float
+    of: int
+    low: float
+    high: float
+
+    @property
+    def share(self) -> float:
+        return self.right / self.of
+
+
+def read_rows(path: str | Path) -> list[tuple[str, str]]:
+    """The prompts and right answers of a visitor's file: JSON lines with `prompt` and `answer`.
+
+    Raises:
+        DataError: the file is not of that form, or holds none or too many.
+    """
+    remedy = 'Write lines such as {"prompt": "2 + 2 =", "answer": "4"}'
+    found: list[tuple[str, str]] = []
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    content = json.loads(line)
+                    prompt, answer = str(content["prompt"]), str(content["answer"]).strip()
+                    if not prompt.strip() or not answer:
+                        raise DataError(f"line {number} has an empty prompt or answer", remedy, parameter="file")
+                    found.append((prompt, answer))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise DataError(f"the file cannot be read: {reason_of(error)}", remedy, parameter="file") from None
+    if not 1 <= len(found) <= _MOST_ROWS:
+        raise DataError(f"the file has {len(found)} rows", f"Give 1 to {_MOST_ROWS}", parameter="file")
+    return found
+
+
+def tasks(workspace: Workspace) -> list[str]:
+    """What can be judged: the lab's problems, where the models are the lab's, and MGSM."""
+    lab = [_LAB + language for language in workspace.lab.languages] if workspace.lab else []
+    return [*lab, *mgsm_task_names(), OWN_FILE]
+
+
+def interval(right: float, of: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of `right` of `of` (1927)."""
+    share, square = right / of, _Z * _Z
+    middle = share + square / (2 * of)
+    half = _Z * math.sqrt(share * (1 - share) / of + square / (4 * of * of))
+    scale = 1 + square / of
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def judge(
+    workspace: Workspace,
+    composition: Composition | None,
+    task: str,
+    limit: int,
+    *,
+    label: str,
+    address: str,
+    stopped: threading.Event,
+    rows: Sequence[tuple[str, str]] = (),
+) -> Iterator[Progress | Judged]:
+    """Evaluate what is composed on a task, in a thread of its own; others may use the model between batches.
+
+    Args:
+        workspace: whose model.
+        composition: what is judged; None is the base.
+        task: one of `tasks`.
+        limit: so many documents, the first ones.
+        label, address: what the row says.
+        stopped: ends it at the next batch.
+        rows: of the visitor's own file, for the task `OWN_FILE`.
+
+    Yields:
+        How far it is, and at the end the row; no row where it was stopped.
+
+    Raises:
+        AdapterswapError: see `evaluation.evaluate` and `LiveComposer.use`.
+    """
+    news: queue.Queue[Progress | Judged | BaseException | None] = queue.Queue()
+
+    def step(done: int, of: int) -> None:
+        news.put(Progress(done, of))
+        if stopped.is_set():
+            raise _Stopped
+        workspace.turns.step_aside()
+
+    def work() -> None:
+        try:
+            for name in composition.expert_names if composition else ():
+                workspace.check_live(name)
+            if task == OWN_FILE:
+                right, of = _judge_rows(workspace, composition, rows[:limit], news.put, stopped)
+            else:
+                with workspace.turns.turn(), workspace.live.use(composition):
+                    lab = task.startswith(_LAB)
+                    right, of = (_judge_lab if lab else _judge_task)(workspace, task, limit, step)
+            news.put(Judged(label, address, task, right, of, *interval(right, of)))
+        except _Stopped:
+            pass
+        except BaseException as error:  # the reader raises it
+            news.put(error)
+        finally:
+            news.put(None)
+
+    threading.Thread(target=work, daemon=True, name="adapterswap-judge").start()
+    try:
+        while (item := news.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item if isinstance(item, AdapterswapError) else _explained(item)
+            yield item
+    finally:
+        stopped.set()
+
+
+class _Stopped(BaseException):
+    """The visitor has left or pressed Stop; no library takes it for an error of its own."""
+
+
+def _judge_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
+    assert workspace.lab is not None
+    problems = draw_problems(workspace.lab.scene, "development", limit)
+    right = 0
+    step(0, len(problems))
+    for start in range(0, len(problems), _CHUNK):
+        chunk = problems[start : start + _CHUNK]
+        right += int(exact_match(workspace.live.model, Questions(chunk, task.removeprefix(_LAB))).sum())
+        step(start + len(chunk), len(problems))
+    return right, len(problems)
+
+
+def _judge_rows(
+    workspace: Workspace,
+    composition: Composition | None,
+    rows: Sequence[tuple[str, str]],
+    tell: Callable[[Progress], None],
+    stopped: threading.Event,
+) -> tuple[float, int]:
+    """Greedy answers, each in a turn of its own; right if the text is the answer, or ends in it as a number."""
+    right = 0
+    for number, (prompt, answer) in enumerate(rows):
+        tell(Progress(number, len(rows)))
+        if stopped.is_set():
+            raise _Stopped
+        *_, last = workspace.answers(prompt, [composition], max_new_tokens=_TOKENS, chat=False)
+        gold = parse_number(answer)
+        right += last.texts[0].strip() == answer or (gold is not None and is_correct(last.texts[0], gold))
+    return right, len(rows)
+
+
+def _judge_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
+    result = evaluate(
+        workspace.live.model, workspace.tokenizer, [task], Settings(limit=limit), on_progress=step
+    ).tasks[task]  # fmt: skip
+    names = [score.filter for score in result.scores]
+    best = result.score("normalized" if "normalized" in names else names[0])
+    return round(best.value * result.num_docs, 6), result.num_docs
+
+
+def _explained(error: BaseException) -> BaseException:
+    if isinstance(error, MemoryError) or "memory" in str(error).lower():
+        return RunError("Out of memory while judging", "Judge fewer documents at once, or use a smaller model")
+    return error
+
+
+def table_html(rows: Sequence[Judged]) -> str:
+    """The results, the latest first."""
+    if not rows:
+        return '<p class="timing">Nothing has been judged yet.</p>'
+    body = "".join(
+        f'<tr><td><a href="{text(row.address)}">{text(row.composition)}</a></td><td>{text(row.task)}</td>'
+        f'<td class="number">{row.right:g} / {row.of}</td><td class="number"><b>{row.share:.1%}</b></td>'
+        f'<td class="number">{row.low:.1%} – {row.high:.1%}</td></tr>'
+        for row in reversed(rows)
+    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("composition", "task", "right", "share", "95 %"))
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="judged scroll" tabindex="0">{table}</div>'
+
+
+def as_csv(rows: Sequence[Judged]) -> str:
+    """The results as CSV, in the order in which they came."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["composition", "task", "right", "of", "share", "low", "high", "address"])
+    for row in rows:
+        numbers = [row.right, row.of, row.share, row.low, row.high]
+        writer.writerow([_cell(row.composition), row.task, *numbers, row.address])
+    return stream.getvalue()
+
+
+def _cell(value: str) -> str:
+    """A text that no spreadsheet takes for a formula."""
+    return f"'{value}" if value[:1] in ("=", "+", "-", "@") else value
+
+
+def as_rows(kept: object) -> list[Judged]:
+    """The rows that a browser kept; what is not such a row is left out."""
+    found = []
+    for content in kept if isinstance(kept, list) else []:
+        try:
+            row = Judged(**content)
+            numbers = (float(row.right), float(row.low), float(row.high))
+            if row.of >= 1 and all(map(math.isfinite, numbers)) and row.address.startswith("?"):
+                found.append(row)
+        except (TypeError, ValueError, AttributeError):
+            continue
+    return found

@@ -1,0 +1,526 @@
+"""The studio's page: Compose beside Try, Take home, Understand and Judge.
+
+Wires controls to the workspace's functions and shows what they return or raise. No visitor's state is kept on the
+server but which of their answers is being written: the address holds the composition.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from adapterswap.errors import AdapterswapError, CompositionError
+from adapterswap.planning.allocation import BASE
+from adapterswap.studio import judging
+from adapterswap.studio.choice import Choice, first_choice, from_address
+from adapterswap.studio.controls import Controls, packed
+from adapterswap.studio.strip import error_html, legend_html, strip_html, text
+from adapterswap.studio.takeaway import FILES, lines, write_file
+from adapterswap.studio.trying import COLUMNS, answers_html, columns, score_html, timing_text, waiting_html
+from adapterswap.studio.understanding import analysis_html, suggestion_html
+from adapterswap.studio.workspace import Workspace
+
+__all__ = ["make_page", "page_css"]
+
+_NEXT = "the next one"
+_FAST: dict[str, Any] = {"queue": False, "show_progress": "hidden", "trigger_mode": "always_last"}
+_HIDDEN: dict[str, Any] = {"api_visibility": "private"}
+_REPLACE = "(address) => { history.replaceState(null, '', address + location.hash); return []; }"
+
+
+def _asset(name: str) -> str:
+    return files("adapterswap.studio").joinpath(name).read_text(encoding="utf-8")
+
+
+class _Visitors:
+    """For each visitor, the event that ends what is being written for them."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, threading.Event] = {}
+        self._guard = threading.Lock()
+
+    def begin(self, visitor: str) -> threading.Event:
+        """End what was being written, and begin something new."""
+        with self._guard:
+            if (before := self._ends.pop(visitor, None)) is not None:
+                before.set()
+            self._ends[visitor] = mine = threading.Event()
+            return mine
+
+    def leave(self, visitor: str) -> None:
+        with self._guard:
+            if (before := self._ends.pop(visitor, None)) is not None:
+                before.set()
+
+
+class _Page:
+    """One page over one workspace; `build` makes its components."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self.names = list(workspace.experts)
+        self.first = first_choice(self.names)
+        self.visitors = _Visitors()
+        self.judges = _Visitors()
+        self.answers: dict[str, str] = {}
+        if workspace.lab is not None:
+            self.answers = {
+                problem.prompt(language): problem.answer
+                for problem in workspace.lab.problems
+                for language in workspace.lab.languages
+            }
+
+    def build(self) -> Any:
+        with gr.Blocks(analytics_enabled=False, title="adapterswap studio", delete_cache=(600, 3600)) as blocks:
+            self._head()
+            with gr.Row(equal_height=False):
+                with gr.Column(scale=5, min_width=320, elem_classes="compose"):
+                    self._compose()
+                with gr.Column(scale=6, min_width=320), gr.Tabs():
+                    with gr.Tab("Try"):
+                        self._try()
+                    with gr.Tab("Take home"):
+                        self._take_home()
+                    with gr.Tab("Understand") as self.understand_tab:
+                        self._understand()
+                    with gr.Tab("Judge"):
+                        self._judge()
+            self._wire(blocks)
+        return blocks
+
+    # what is shown
+
+    def _head(self) -> None:
+        workspace = self.workspace
+        legend = legend_html(self.names, workspace.references)
+        gr.HTML(
+            f'<div id="head"><h1>adapterswap studio</h1><p>{text(workspace.base_model)}, {workspace.num_layers} '
+            f"layers</p>{legend}</div>"
+        )
+        for name, fault in workspace.faults.items():
+            gr.HTML(f"<p>{text(name)} could not be opened:</p>{error_html(fault)}")
+        for name, fault in workspace.not_live.items():
+            gr.HTML(f"<p>{text(name)} can be composed, but not tried here:</p>{error_html(fault)}")
+
+    def _compose(self) -> None:
+        self.strip = gr.HTML(
+            self._picture(self.first), js_on_load=_asset("page.js"), elem_id="strip",
+        )  # fmt: skip
+        self.problem = gr.HTML("", elem_id="problem", visible=True)
+        with gr.Row(equal_height=True):
+            self.brush = gr.Radio(
+                [_NEXT, *self.names, BASE], value=_NEXT, label="A click on a layer gives it to", elem_id="brush"
+            )
+        with gr.Row():
+            self.defaults = gr.Button("The paper's layers", size="sm")
+            self.clear = gr.Button("Undo clicks", size="sm")
+        self.controls = Controls(self.workspace, self.first)
+        self.painted = gr.State({})
+
+    def _try(self) -> None:
+        lab = self.workspace.lab
+        with gr.Row(visible=lab is not None, equal_height=True):
+            spoken = list(lab.languages) if lab else ["en"]
+            self.spoken = gr.Radio(spoken, value=spoken[0], label="Problems in", scale=2, min_width=120)
+            self.number = gr.Slider(1, 100, step=1, value=1, label="Problem", scale=4, min_width=180)
+        self.prompt = gr.Textbox(
+            self._problem_text(spoken[0], 1), label="Prompt", lines=2, max_lines=8, elem_id="prompt", max_length=20_000
+        )
+        with gr.Row(equal_height=True):
+            self.go = gr.Button("Answer", variant="primary", size="md", elem_id="go", min_width=100)
+            self.stop = gr.Button("Stop", size="md", min_width=80)
+        self.written = gr.HTML(waiting_html([], self.names), elem_id="written", min_height=110)
+        self.timing = gr.HTML('<p class="timing"></p>', elem_id="timing")
+        self.scores = gr.HTML("", elem_id="scores", visible=lab is not None)
+        with gr.Accordion("Options", open=False):
+            self.shown = gr.CheckboxGroup(
+                [(label, kind) for kind, label in COLUMNS.items()], value=list(COLUMNS), label="Side by side"
+            )
+            self.auto = gr.Checkbox(True, label="Answer again whenever the composition changes")
+            chat = bool(getattr(self.workspace.tokenizer, "chat_template", None))
+            self.chat = gr.Checkbox(chat, label="As a chat message", visible=chat)
+            self.tokens = gr.Slider(1, 512, value=24 if lab else 64, step=1, label="At most so many tokens")
+
+    def _take_home(self) -> None:
+        self.max_rank = gr.Number(
+            0, label="Largest rank (0: as large as it takes)", precision=0, minimum=0, elem_id="max-rank"
+        )
+        self.taken = gr.HTML("", js_on_load=_asset("copy.js"), elem_id="taken")
+        self.address = gr.Textbox(self.first.address(), visible="hidden", elem_id="address")
+        with gr.Row():
+            self.make = {
+                kind: gr.Button(f"Make the {label}", size="sm", elem_id=f"make-{kind}", min_width=140)
+                for kind, label in FILES.items()
+            }
+        self.made = gr.File(label="Ready to download", visible=False, elem_id="made", interactive=False)
+        self.make_problem = gr.HTML("")
+
+    def _understand(self) -> None:
+        gr.HTML(
+            '<p class="timing">Where these experts changed the base, layer by layer, and how their changes lie to each '
+            "other.</p>"
+        )
+        with gr.Row():
+            self.measure = gr.Button("Measure again", size="sm")
+            self.suggest = gr.Button("Suggest layers", size="sm", elem_id="suggest")
+            self.use = gr.Button("Use the suggestion", size="sm", interactive=False, elem_id="use-suggestion")
+        self.suggested = gr.HTML("", elem_id="suggested")
+        self.zones = gr.State(None)
+        self.measured = gr.HTML("", elem_id="measured")
+
+    def _judge(self) -> None:
+        known = judging.tasks(self.workspace)
+        with gr.Row(equal_height=True):
+            self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
+            self.limit = gr.Slider(10, 500, value=100, step=10, label="At most so many documents", min_width=160)
+        self.rows_file = gr.File(
+            label='A file of yours: JSON lines with "prompt" and "answer"', file_types=[".jsonl"], visible=False,
+            elem_id="rows",
+        )  # fmt: skip
+        with gr.Row(equal_height=True):
+            self.judge = gr.Button("Judge this composition", variant="primary", size="md", elem_id="judge")
+            self.judge_stop = gr.Button("Stop", size="md", min_width=80)
+        self.progress = gr.HTML("", elem_id="judging")
+        self.kept = gr.BrowserState([], storage_key="adapterswap-judged", secret="adapterswap")
+        self.table = gr.HTML(judging.table_html([]), elem_id="judged")
+        with gr.Row():
+            self.export = gr.Button("Export as CSV", size="sm", elem_id="export")
+            self.forget = gr.Button("Clear the table", size="sm")
+        self.exported = gr.File(label="Ready to download", visible=False, interactive=False, elem_id="exported")
+
+    # what happens
+
+    @property
+    def _inputs(self) -> list[Any]:
+        return [self.painted, self.prompt, *self.controls.components.values()]
+
+    def _choice(self, painted: Mapping[str, str], prompt: str, *values: Any) -> Choice:
+        named = dict(zip(self.controls.components, values, strict=True))
+        return self.controls.choice(named, painted, prompt)
+
+    def _picture(self, choice: Choice) -> str:
+        plan = self.workspace.plan(self.workspace.composition(choice))
+        return strip_html(plan, self.names, painted=list(choice.painted))
+
+    def _redraw(self, choice: Choice, max_rank: float | None) -> list[Any]:
+        """[strip, problem, taken, address] of a choice; the last good picture stays where there is none."""
+        try:
+            picture = self._picture(choice)
+            taken = self._taken(choice, max_rank)
+        except AdapterswapError as error:
+            return [gr.skip(), error_html(error), error_html(error), choice.address()]
+        return [picture, "", taken, choice.address()]
+
+    def _taken(self, choice: Choice, max_rank: float | None) -> str:
+        made = lines(self.workspace.composition(choice), max_rank=int(max_rank) if max_rank else None)
+        first = "<p>Save the YAML below as composition.yaml first.</p>" if made.needs_recipe else ""
+        blocks = {"Command line": (first, made.command), "Python": ("", made.python), "YAML": ("", made.yaml)}
+        sections = []
+        for number, (title, (remark, content)) in enumerate(blocks.items()):
+            sections.append(
+                f'<section><h4>{title}<button type="button" data-copy="copy-{number}" aria-label="Copy: {title}">Copy'
+                f'</button></h4>{remark}<pre id="copy-{number}" tabindex="0">{text_lines(content)}</pre></section>'
+            )
+        return f'<div class="take">{"".join(sections)}</div>'
+
+    def _restore(self, query: str) -> list[Any]:
+        """Everything as an address says: [painted, prompt, *controls, strip, problem, taken, address]."""
+        problem: AdapterswapError | None = None
+        try:
+            choice = from_address(query, self.first)
+            self.workspace.composition(choice)
+        except AdapterswapError as error:
+            problem, choice = error, self.first
+        prompt = choice.prompt or self._problem_text(self.spoken.value, 1)
+        updates = self.controls.updates(choice)
+        drawn = self._redraw(choice, None)
+        if problem is not None:
+            drawn[1] = error_html(problem)
+        return [packed(choice.painted), prompt, *updates, *drawn]
+
+    def _problem_text(self, language: str, number: float) -> str:
+        if self.workspace.lab is None:
+            return ""
+        return self.workspace.lab.problems[int(number) - 1].prompt(language)
+
+    def _give(self, event: gr.EventData, brush: str, max_rank: float | None, *inputs: Any) -> list[Any]:
+        """A click on the strip: [painted, strip, problem, taken, address]."""
+        choice = self._choice(*inputs)
+        cell = str(event._data.get("cell", "")) if isinstance(event._data, dict) else ""
+        try:
+            plan = self.workspace.plan(self.workspace.composition(choice))
+        except AdapterswapError as error:
+            return [gr.skip(), gr.skip(), error_html(error), gr.skip(), gr.skip()]
+        layer, _, kind = cell.partition(".")
+        places = {
+            f"{slot.layer}.{slot.kind}": slot.owner
+            for slot in plan
+            if slot.layer is not None and str(slot.layer) == layer and kind in ("", slot.kind)
+        }
+        painted = dict(packed(choice.painted))
+        owners = [*self.names, BASE]
+        current = next(iter(places.values()), None)
+        wanted = brush
+        if brush == _NEXT:
+            wanted = owners[(owners.index(current) + 1) % len(owners)] if current in owners else owners[0]
+        if wanted in owners:
+            painted |= dict.fromkeys(places, wanted)
+        return [painted, *self._redraw(self._choice(painted, *inputs[1:]), max_rank)]
+
+    def _answer(
+        self, request: gr.Request, shown: list[str], tokens: float, chat: bool, *inputs: Any
+    ) -> Iterator[list[Any]]:
+        """[written, timing, scores] while the answers are written, and the scores of the lab's problems at the end."""
+        mine = self.visitors.begin(request.session_hash or "")
+        choice = self._choice(*inputs)
+        if not choice.prompt.strip():
+            yield ['<p class="timing">Write a prompt to see answers.</p>', "", gr.skip()]
+            return
+        try:
+            compared = columns(self.workspace, choice, shown)
+            yield [waiting_html(compared, self.names), gr.skip(), gr.skip()]
+            right = self.answers.get(choice.prompt)
+            stream = self.workspace.answers(
+                choice.prompt, [column.composition for column in compared], max_new_tokens=int(tokens), chat=chat
+            )
+            try:
+                for answers in stream:
+                    if mine.is_set():
+                        return
+                    if answers.first_seconds is None:
+                        continue
+                    timing = timing_text(answers, rows=len(compared))
+                    yield [answers_html(compared, answers, self.names, right=right), timing, gr.skip()]
+            finally:
+                stream.close()  # type: ignore[attr-defined]
+            if self.workspace.lab is not None and not mine.is_set():
+                yield [gr.skip(), gr.skip(), score_html(self.workspace.scores(self.workspace.composition(choice)))]
+        except AdapterswapError as error:
+            yield [error_html(error), "", gr.skip()]
+
+    def _make(self, kind: str, max_rank: float | None, *inputs: Any) -> list[Any]:
+        """[made, problem]: a file to download, or why there is none."""
+        folder = Path(tempfile.mkdtemp(prefix="adapterswap-studio-"))
+        try:
+            composition = self.workspace.composition(self._choice(*inputs))
+            path = write_file(self.workspace, composition, kind, folder, max_rank=int(max_rank) if max_rank else None)
+        except AdapterswapError as error:
+            return [gr.update(visible=False), error_html(error)]
+        return [gr.update(value=str(path), visible=True), ""]
+
+    def _measure(self, *inputs: Any) -> str:
+        choice = self._choice(*inputs)
+        try:
+            named = [name for name in self.names if name in (*choice.task, *choice.language, *choice.painted.values())]
+            if not named:
+                raise CompositionError("no expert is chosen", "Choose a task expert", parameter="task")
+            return analysis_html(self.workspace.analysis(named), self.names, self.workspace.num_layers)
+        except AdapterswapError as error:
+            return error_html(error)
+
+    def _suggest(self, *inputs: Any) -> list[Any]:
+        """[suggested, zones, use]: what `suggest` proposes for the first expert of each side."""
+        choice = self._choice(*inputs)
+        try:
+            sides = [next((name for name in names if name != BASE), None) for names in (choice.task, choice.language)]
+            if None in sides:
+                raise CompositionError(
+                    "a suggestion needs an expert on each side", "Choose a task and a language expert", parameter="task"
+                )
+            found = self.workspace.suggestion(*map(str, sides))
+        except AdapterswapError as error:
+            return [error_html(error), None, gr.update(interactive=False)]
+        return [suggestion_html(found), dict(found.composition), gr.update(interactive=True)]
+
+    def _judge_now(
+        self, request: gr.Request, task: str, limit: float, path: str | None, kept: Any, *inputs: Any
+    ) -> Iterator[list[Any]]:
+        """[progress, kept, table] while it is judged."""
+        stopped = self.judges.begin(request.session_hash or "")
+        choice = self._choice(*inputs)
+        rows = judging.as_rows(kept)
+        try:
+            composition = self.workspace.composition(choice)
+            self.workspace.plan(composition)
+            own = judging.read_rows(path) if task == judging.OWN_FILE and path else ()
+            if task == judging.OWN_FILE and not path:
+                raise CompositionError("no file was uploaded", "Choose one above", parameter="file")
+            address = Choice(choice.task, choice.language, choice.fields, choice.painted).address()
+            yield [progress_html(None), gr.skip(), gr.skip()]
+            for news in judging.judge(
+                self.workspace, composition, task, int(limit), label=label_of(choice), address=address,
+                stopped=stopped, rows=own,
+            ):  # fmt: skip
+                if isinstance(news, judging.Progress):
+                    yield [progress_html(news), gr.skip(), gr.skip()]
+                else:
+                    rows = [*rows, news]
+                    yield ["", [asdict(row) for row in rows], judging.table_html(rows)]
+            if stopped.is_set() and (not rows or len(rows) == len(judging.as_rows(kept))):
+                yield ['<p class="timing">Stopped.</p>', gr.skip(), gr.skip()]
+        except AdapterswapError as error:
+            yield [error_html(error), gr.skip(), gr.skip()]
+
+    def _wire_measuring(self, blocks: Any, everything: list[Any]) -> None:
+        """Understand and Judge."""
+        once: dict[str, Any] = {"concurrency_id": "measuring", "concurrency_limit": 1, **_HIDDEN}
+        gr.on([self.understand_tab.select, self.measure.click], self._measure, self._inputs, self.measured, **once)
+        self.suggest.click(self._suggest, self._inputs, [self.suggested, self.zones, self.use], **once)
+
+        def use(zones: dict[str, Any] | None, max_rank: float | None, *inputs: Any) -> list[Any]:
+            before = self._choice(*inputs)
+            fields = {"method": "layer_swap", **(zones or {})}
+            choice = Choice(before.task, before.language, fields, {}, before.prompt)
+            return [{}, *self.controls.updates(choice), *self._redraw(choice, max_rank)]
+
+        self.use.click(
+            use, [self.zones, self.max_rank, *self._inputs], [self.painted, *everything], **_FAST, **_HIDDEN
+        ).success(**self._again)
+        self.task.input(
+            lambda task: gr.update(visible=task == judging.OWN_FILE), self.task, self.rows_file, **_FAST, **_HIDDEN
+        )
+        self.judge.click(
+            self._judge_now, [self.task, self.limit, self.rows_file, self.kept, *self._inputs],
+            [self.progress, self.kept, self.table], show_progress="hidden", concurrency_limit=None, **_HIDDEN,
+        )  # fmt: skip
+
+        def stop(request: gr.Request) -> None:
+            self.judges.leave(request.session_hash or "")
+
+        self.judge_stop.click(stop, None, None, **_FAST, **_HIDDEN)
+        blocks.unload(stop)
+
+        def table(kept: Any) -> str:
+            return judging.table_html(judging.as_rows(kept))
+
+        self.kept.change(table, self.kept, self.table, **_FAST, **_HIDDEN)  # also when the browser hands it over
+        self.forget.click(lambda: [[], judging.table_html([])], None, [self.kept, self.table], **_FAST, **_HIDDEN)
+
+        def export(kept: Any) -> Any:
+            path = Path(tempfile.mkdtemp(prefix="adapterswap-studio-")) / "judged.csv"
+            path.write_text(judging.as_csv(judging.as_rows(kept)), encoding="utf-8")
+            return gr.update(value=str(path), visible=True)
+
+        self.export.click(export, self.kept, self.exported, **_HIDDEN)
+
+    def _wire(self, blocks: Any) -> None:
+        controls = self.controls.components
+        drawn = [self.strip, self.problem, self.taken, self.address]
+
+        def redraw(max_rank: float | None, *inputs: Any) -> list[Any]:
+            return self._redraw(self._choice(*inputs), max_rank)
+
+        def preset(max_rank: float | None, *inputs: Any) -> list[Any]:
+            choice = self._choice(*inputs)
+            updates = self.controls.updates(choice)
+            return [*updates, *self._redraw(choice, max_rank)]
+
+        def reset(max_rank: float | None, *inputs: Any) -> list[Any]:
+            before = self._choice(*inputs)
+            choice = Choice(before.task, before.language, {"method": "layer_swap"}, {}, before.prompt)
+            return [{}, *self.controls.updates(choice), *self._redraw(choice, max_rank)]
+
+        def unpaint(max_rank: float | None, *inputs: Any) -> list[Any]:
+            return [{}, *self._redraw(self._choice({}, *inputs[1:]), max_rank)]
+
+        moved = [component.input for name, component in controls.items() if name != "preset"]
+        gr.on(
+            [*moved, self.prompt.input, self.max_rank.input], redraw, [self.max_rank, *self._inputs], drawn,
+            **_FAST, **_HIDDEN,
+        )  # fmt: skip
+        everything = [*controls.values(), *drawn]
+        done = [
+            controls["preset"].input(preset, [self.max_rank, *self._inputs], everything, **_FAST, **_HIDDEN),
+            self.defaults.click(reset, [self.max_rank, *self._inputs], [self.painted, *everything], **_FAST, **_HIDDEN),
+            self.clear.click(unpaint, [self.max_rank, *self._inputs], [self.painted, *drawn], **_FAST, **_HIDDEN),
+            self.strip.select(
+                self._give, [self.brush, self.max_rank, *self._inputs], [self.painted, *drawn], **_FAST, **_HIDDEN
+            ),
+        ]
+        self.address.change(None, [self.address], [], js=_REPLACE, **_HIDDEN)
+        restored = blocks.load(
+            self._restore, [self.address], [self.painted, self.prompt, *everything], js="() => location.search",
+            **{**_FAST, **_HIDDEN},
+        )  # fmt: skip
+        for picker in (self.spoken, self.number):
+            done.append(picker.input(self._problem_text, [self.spoken, self.number], self.prompt, **_FAST, **_HIDDEN))
+        asked = [self.shown, self.tokens, self.chat, *self._inputs]
+        answering: dict[str, Any] = {
+            "fn": self._answer, "inputs": asked, "outputs": [self.written, self.timing, self.scores],
+            "show_progress": "hidden", "concurrency_limit": None, "trigger_mode": "multiple", **_HIDDEN,
+        }  # fmt: skip
+        gr.on([self.go.click, self.prompt.submit], **answering)
+        restored.success(**answering)
+
+        def answer_again(request: gr.Request, auto: bool, *inputs: Any) -> Iterator[list[Any]]:
+            if auto:
+                yield from self._answer(request, *inputs)
+
+        settled = [
+            getattr(component, "release", component.input) for name, component in controls.items() if name != "preset"
+        ]
+        self._again = again = {**answering, "fn": answer_again, "inputs": [self.auto, *asked]}
+        gr.on(settled, **again)
+        for event in done:
+            event.success(**again)
+
+        def leave(request: gr.Request) -> None:
+            self.visitors.leave(request.session_hash or "")
+
+        self.stop.click(leave, None, None, **_FAST, **_HIDDEN)
+        blocks.unload(leave)
+        self._wire_measuring(blocks, everything)
+        for kind, button in self.make.items():
+            button.click(
+                _with_kind(self._make, kind), [self.max_rank, *self._inputs], [self.made, self.make_problem],
+                concurrency_id="files", concurrency_limit=1, **_HIDDEN,
+            )  # fmt: skip
+
+
+def _with_kind(make: Callable[..., list[Any]], kind: str) -> Callable[..., list[Any]]:
+    def call(*inputs: Any) -> list[Any]:
+        return make(kind, *inputs)
+
+    return call
+
+
+def progress_html(progress: judging.Progress | None) -> str:
+    """A bar, or that others use the model."""
+    if progress is None or not progress.of:
+        return '<p class="timing" role="status">Waiting for the model …</p>'
+    share = 100 * progress.done / progress.of
+    return (
+        f'<div class="progress" role="status"><span>{progress.done} of {progress.of}</span>'
+        f'<span class="bar" role="progressbar" aria-label="judged" aria-valuenow="{share:.0f}">'
+        f'<i style="width:{share:.1f}%"></i></span></div>'
+    )
+
+
+def label_of(choice: Choice) -> str:
+    """A choice in a few words, for the table of results."""
+    sides = "+".join(" and ".join(names) for names in (choice.task, choice.language))
+    settings = [f"{key}={value}" for key, value in choice.fields.items() if (key, value) != ("method", "layer_swap")]
+    given = [f"{len(choice.painted)} given by hand"] if choice.painted else []
+    return ", ".join([sides, *settings, *given])
+
+
+def text_lines(content: str) -> str:
+    """Several lines, safe inside HTML."""
+    return "\n".join(text(line) for line in content.split("\n"))
+
+
+def page_css() -> str:
+    """The style of what the studio draws itself."""
+    return _asset("page.css")
+
+
+def make_page(workspace: Workspace) -> Any:
+    """The page over a workspace; `serve_page` serves it."""
+    return _Page(workspace).build()

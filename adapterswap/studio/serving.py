@@ -1,0 +1,153 @@
+"""A page on the network: this machine alone unless told otherwise, and nothing from anywhere else.
+
+Gradio's analytics are off, its fonts are the system's, and a content security policy forbids the browser to fetch
+from, or send to, any other place.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+from adapterswap.errors import ArgumentError, DependencyError, RunError
+from adapterswap.studio.workspace import Workspace
+
+__all__ = ["check_installed", "serve_page"]
+
+_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
+    "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
+)
+_FIRST_PORT = 7860
+_MOST_UPLOADED = "1mb"
+_QUIET = {
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),  # of statistics of events, which it makes with pandas each time
+    "GRADIO_ANALYTICS_MAX_EVENTS": "1",
+}
+
+
+def check_installed() -> None:
+    """Raise `DependencyError` where Gradio is not installed."""
+    if find_spec("gradio") is None:
+        raise DependencyError("the studio needs gradio, which is not installed", "pip install 'adapterswap[studio]'")
+
+
+def serve_page(
+    workspace: Workspace,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    open_browser: bool = False,
+    on_ready: Callable[[str], None] = lambda url: None,
+    wait: bool = True,
+) -> Callable[[], None]:
+    """Serve the page over a workspace.
+
+    Args:
+        workspace: what it works on.
+        host: the address to listen on.
+        port: the port; by default the first free one from 7860.
+        open_browser: open the page in the default browser.
+        on_ready: called with the page's address once it can be visited.
+        wait: serve until interrupted; otherwise return at once.
+
+    Returns:
+        What ends serving.
+
+    Raises:
+        DependencyError: Gradio is not installed.
+        ArgumentError: the port is not a port.
+        RunError: the port is taken.
+    """
+    check_installed()
+    port = _free_port(host) if port is None else port
+    if not 1 <= port <= 65535:
+        raise ArgumentError(f"`port` is {port}", "Pass a number from 1 to 65535", parameter="port")
+    os.environ.update(_QUIET)  # read when it is imported and when it is launched
+    import gradio as gr
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    from adapterswap.studio.page import make_page, page_css
+
+    middleware = [Middleware(_Guarded)]
+    if _is_loopback(host):  # a name of a stranger that resolves to this machine is refused
+        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", host]))
+    page = make_page(workspace).queue(default_concurrency_limit=None, max_size=200)
+    system = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+    theme = gr.themes.Base(
+        primary_hue="blue",
+        neutral_hue="slate",
+        radius_size="sm",
+        spacing_size="sm",
+        font=system,
+        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"],
+    ).set(
+        body_text_color_subdued="*neutral_600",
+        block_info_text_color="*neutral_600",
+        block_label_text_color="*neutral_700",
+    )
+    try:
+        _, url, _ = page.launch(
+            server_name=host, server_port=port, share=False, inbrowser=open_browser, inline=False, quiet=True,
+            prevent_thread_lock=True, footer_links=[], theme=theme, css=page_css(), ssr_mode=False, pwa=False,
+            mcp_server=False, enable_monitoring=False, run_history=False, max_file_size=_MOST_UPLOADED,
+            show_error=False, app_kwargs={"middleware": middleware}, max_threads=64,
+        )  # fmt: skip
+    except OSError as error:
+        raise RunError(
+            f"the page cannot be served on {host}: {error}", "Choose another `port`", parameter="port"
+        ) from None
+    on_ready(url)
+    if wait:
+        try:
+            page.block_thread()
+        finally:
+            page.close(verbose=False)
+    return lambda: page.close(verbose=False)
+
+
+def _free_port(host: str) -> int:
+    """The first port that nobody listens on. Gradio would look itself, and leave sockets open."""
+    for port in range(_FIRST_PORT, _FIRST_PORT + 100):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried, suppress(OSError):
+            tried.bind((host, port))
+            return port
+    raise RunError(f"no port from {_FIRST_PORT} on is free on {host}", "Pass `port`", parameter="port")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Guarded:
+    """ASGI middleware that adds the policy to every answer."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        async def sent(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"content-security-policy", _POLICY.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                    (b"referrer-policy", b"no-referrer"),
+                ]
+            await send(message)
+
+        await self.app(scope, receive, sent if scope["type"] == "http" else send)

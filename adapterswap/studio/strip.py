@@ -1,0 +1,155 @@
+"""The strip of layers as HTML: a column per layer, a button for its attention and one for its MLP.
+
+Every cell holds its letter and its name too, so nothing depends on colours. Decides nothing; everything that files say
+is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from adapterswap.errors import AdapterswapError, printable
+from adapterswap.planning.allocation import BASE
+from adapterswap.planning.describe import blend_of, draw, headline, marks, owner_label, unusual
+from adapterswap.planning.notebook import COLOURS
+from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
+
+__all__ = ["colour_of", "error_html", "legend_html", "strip_html", "text"]
+
+_REMARKS = 4
+_KIND = {"attention": "attention", "mlp": "MLP", "other": "other"}
+_SHORT = {"attention": "attn", "mlp": "mlp", "other": "other"}
+
+
+def text(value: object) -> str:
+    """A text from a file, a model or a visitor, safe inside HTML."""
+    return escape(printable(str(value)))
+
+
+def colour_of(name: str, experts: Sequence[str]) -> tuple[str, str]:
+    """An expert's colour and that of text on it, the same in every picture of a page."""
+    return COLOURS[list(experts).index(name) % len(COLOURS)] if name in experts else ("#8a8f98", "#000000")
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """What the picture shows of one kind of module in one layer."""
+
+    letter: str
+    meaning: str
+    shares: Mapping[str, float]
+
+
+def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[int, str]] = ()) -> str:
+    """The picture of a plan.
+
+    Args:
+        plan: any.
+        experts: all that there are, in the order that gives them their colours.
+        painted: the (layer, kind) that were given to an expert by hand, which get a mark.
+    """
+    cells = _cells(plan)
+    kinds = [kind for kind in _KIND if any(of == kind for _, of in cells)]
+    columns = []
+    for layer in range(plan.num_layers):
+        buttons = "".join(
+            _button(layer, kind, cells.get((layer, kind)), experts, (layer, kind) in painted) for kind in kinds
+        )
+        columns.append(
+            f'<div class="layer" role="group" aria-label="layer {layer}"><button type="button" class="number" '
+            f'tabindex="-1" data-cell="{layer}" title="layer {layer}: give all of it">{layer}</button>{buttons}</div>'
+        )
+    names = "".join(f"<span>{_SHORT[kind]}</span>" for kind in kinds)
+    remarks = "".join(f"<li>{text(line)}</li>" for line in unusual(plan)[:_REMARKS])
+    return (
+        f'<div class="strip"><p class="headline">{text(headline(plan))}</p>'
+        f'<div class="body"><div class="kinds" aria-hidden="true"><span></span>{names}</div>'
+        f'<div class="layers" role="group" aria-label="layers from bottom to top">{"".join(columns)}</div></div>'
+        f"{_legend(plan, experts)}" + (f'<ul class="remarks">{remarks}</ul>' if remarks else "") + "</div>"
+    )
+
+
+def error_html(error: AdapterswapError) -> str:
+    """Why something is not possible, in the words of the error."""
+    lines = "".join(f"<li>{text(problem)}</li>" for problem in error.problems)
+    return f'<div class="problem" role="alert"><ul>{lines}</ul></div>'
+
+
+def legend_html(experts: Sequence[str], references: Mapping[str, str]) -> str:
+    """The experts with their colours."""
+    items = "".join(
+        f'<span class="expert" title="{text(references.get(name, ""))}"><i style="{_ground({name: 1.0}, experts)}"></i>'
+        f"{text(name)}</span>"
+        for name in experts
+    )
+    return f'<div class="experts">{items}</div>'
+
+
+def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
+    picture = draw(marks(plan), plan.num_layers, tuple(plan.experts))
+    letters = {meaning: letter for letter, meaning in picture.legend.items()}
+    found: dict[tuple[int, str], list[Slot]] = {}
+    shown = {(mark.layer, mark.kind) for mark in marks(plan)}
+    for slot in plan:
+        if slot.layer is not None and (slot.layer, slot.kind) in shown and not slot.in_full:
+            found.setdefault((slot.layer, slot.kind), []).append(slot)
+    return {place: _cell(slots, letters) for place, slots in found.items()}
+
+
+def _cell(slots: Sequence[Slot], letters: Mapping[str, str]) -> _Cell:
+    meanings = list(dict.fromkeys(owner_label(slot) or blend_of(slot) for slot in slots))
+    shares: dict[str, float] = {}
+    for slot in slots:
+        for term in slot.terms:
+            shares[term.expert] = shares.get(term.expert, 0.0) + abs(term.coefficient)
+    if len(meanings) > 1:
+        return _Cell("*", "; ".join(meanings), shares)
+    owner = owner_label(slots[0])
+    letter = "·" if owner == BASE else letters.get(meanings[0], "?") if owner else "+"
+    return _Cell(letter, meanings[0], {} if owner == BASE else shares)
+
+
+def _button(layer: int, kind: str, cell: _Cell | None, experts: Sequence[str], by_hand: bool) -> str:
+    if cell is None:
+        return f'<span class="cell none" title="layer {layer} {_KIND[kind]}: no expert adapts it"></span>'
+    label = f"layer {layer} {_KIND[kind]}: {cell.meaning}" + (", given by hand" if by_hand else "")
+    mark = " by-hand" if by_hand else ""
+    plain = "" if cell.shares else " base"
+    return (
+        f'<button type="button" class="cell{mark}{plain}" tabindex="-1" data-cell="{layer}.{kind}" '
+        f'aria-label="{text(label)}" title="{text(label)}" style="{_ground(cell.shares, experts)}">'
+        f"{text(cell.letter)}</button>"
+    )
+
+
+def _ground(shares: Mapping[str, float], experts: Sequence[str]) -> str:
+    """An expert's colour; of a blend, stripes as wide as the shares."""
+    if not shares:
+        return ""
+    if len(shares) == 1:
+        colour, ink = colour_of(next(iter(shares)), experts)
+        return f"background:{colour};color:{ink}"
+    total, edge, stops = sum(shares.values()) or 1.0, 0.0, []
+    for name, share in shares.items():
+        colour, _ = colour_of(name, experts)
+        stops.append(f"{colour} {edge:.0f}% {(edge := edge + 100 * share / total):.0f}%")
+    return f"background:linear-gradient(135deg,{','.join(stops)});color:#fff;text-shadow:0 0 3px #000,0 0 3px #000"
+
+
+def _legend(plan: Plan, experts: Sequence[str]) -> str:
+    counts: dict[str, int] = {}
+    shares: dict[str, Mapping[str, float]] = {}
+    letters: dict[str, str] = {}
+    for cell in _cells(plan).values():
+        counts[cell.meaning] = counts.get(cell.meaning, 0) + 1
+        shares[cell.meaning], letters[cell.meaning] = cell.shares, cell.letter
+    shown = sorted(counts, key=lambda meaning: -counts[meaning])[:8]
+    items = "".join(
+        f'<li><span class="swatch{"" if shares[meaning] else " base"}" style="{_ground(shares[meaning], experts)}">'
+        f"{text(letters[meaning])}</span>{text(meaning)}</li>"
+        for meaning in shown
+    )
+    return f'<ul class="legend" aria-label="what the colours mean">{items}</ul>'

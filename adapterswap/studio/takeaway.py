@@ -1,0 +1,141 @@
+"""A composition to take home: the command line, the Python lines and the YAML that make exactly it, and its files.
+
+Knows compositions and the public functions that write them. Knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapterswap.files.yamltext import dump_yaml
+from adapterswap.planning.composing import compose
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.names import own_name
+from adapterswap.studio.choice import FIELDS
+from adapterswap.studio.workspace import Workspace
+from adapterswap.writing import write_adapter
+from adapterswap.writing.folder import CARD
+from adapterswap.writing.gguf import export
+
+__all__ = ["FILES", "Lines", "file_name", "lines", "write_file"]
+
+FILES = {"adapter": "adapter (.zip)", "gguf": "GGUF, for llama.cpp and Ollama", "card": "model card"}
+_RECIPE = "composition.yaml"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What makes one composition.
+
+    Attributes:
+        command: for a shell; it may need `yaml` in the file composition.yaml.
+        python: lines for a script.
+        yaml: a recipe for `adapterswap compose`.
+        needs_recipe: the command reads the recipe, since options cannot say all of it.
+    """
+
+    command: str
+    python: str
+    yaml: str
+    needs_recipe: bool
+
+
+def lines(composition: Composition, *, max_rank: int | None = None) -> Lines:
+    """What makes the composition, whose `experts` and `base_model` say where they lie.
+
+    Args:
+        composition: what `Workspace.composition` returned.
+        max_rank: see `write_adapter`.
+    """
+    content = _content(composition)
+    out = file_name(composition)
+    bounds = {} if max_rank is None else {"max_rank": max_rank}
+    options = _options(composition, content)
+    words = ["adapterswap", "compose", *(options or [_RECIPE])]
+    words += [word for name, value in bounds.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    written = ", ".join([repr(out), *(f"{name}={value}" for name, value in bounds.items())])
+    python = f"import adapterswap\n\nplan = adapterswap.compose(adapterswap.Composition({_arguments(content)}))\n"
+    return Lines(
+        shlex.join([*words, "-o", out]), f"{python}plan.write({written})\n", dump_yaml(content), options is None
+    )
+
+
+def file_name(composition: Composition) -> str:
+    """A name for a folder or file of the composition: `math+swahili`."""
+    names = [re.sub(r"[^\w.-]+", "-", name) for name in composition.experts or composition.expert_names]
+    return "+".join(names[:3]) or "base"
+
+
+def write_file(
+    workspace: Workspace, composition: Composition, kind: str, folder: Path, *, max_rank: int | None = None
+) -> Path:
+    """Write one of `FILES` into an empty folder, and return its path.
+
+    Raises:
+        AdapterswapError: see `write_adapter` and `export`.
+    """
+    plan = compose(composition, {name: workspace.experts[name] for name in composition.expert_names})
+    name = file_name(composition)
+    if kind == "gguf":
+        path = folder / f"{name}.gguf"
+        export(plan, path, max_rank=max_rank)
+        return path
+    adapter = write_adapter(plan, folder / name, max_rank=max_rank)
+    if kind == "card":
+        return adapter / CARD
+    path = folder / f"{name}.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for file in sorted(adapter.iterdir()):
+            archive.write(file, f"{name}/{file.name}")
+    return path
+
+
+def _content(composition: Composition) -> dict[str, Any]:
+    """The composition as plain data, without what is a default."""
+    content = composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
+    if composition.allocation is not None:
+        return {**content, "allocation": [rule.as_data() for rule in composition.allocation]}
+    sides = {"task": composition.task, "language": composition.language}
+    named = {side: names[0] if len(names) == 1 else list(names) for side, names in sides.items()}
+    places: dict[str, Any] = {key: content.pop(key) for key in ("experts", "base_model") if key in content}
+    return {**places, **named, **{key: value for key, value in content.items() if key not in named}}
+
+
+def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] | None:
+    """The composition as options of `compose`; None where only a recipe can say it.
+
+    Options name experts by their folders, each mention anew: other names, and an expert on both sides, need the recipe.
+    """
+    experts = composition.experts
+    twice = {*composition.task} & {*composition.language}
+    if composition.allocation is not None or twice or any(own_name(place) != name for name, place in experts.items()):
+        return None
+    words: list[str] = []
+    for option, names in (("-t", composition.task), ("-l", composition.language)):
+        for name in names:
+            words += [option, experts.get(name, name)]
+    words += ["--base-model", composition.base_model] if composition.base_model else []
+    for key in FIELDS:
+        if key == "allow_negative":
+            words += ["--allow-negative"] if content.get(key) else []
+        elif key in content:
+            value = content[key]
+            words += [f"--{key.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def _arguments(content: Mapping[str, Any]) -> str:
+    written = []
+    for key, value in content.items():
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            items = "".join(f"        {item!r},\n" for item in value)
+            written.append(f"    {key}=[\n{items}    ],\n")
+        else:
+            written.append(f"    {key}={value!r},\n")
+    return "\n" + "".join(written)

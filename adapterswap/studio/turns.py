@@ -1,0 +1,61 @@
+"""One queue for one model: who comes first computes first.
+
+Knows nothing of models or pages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """A lock that is handed on in the order of asking.
+
+    A long task that holds it lets others in between its steps with `step_aside`.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+        self._held = False
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the turn, and hold it inside the block."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def step_aside(self) -> None:
+        """Let everybody who waits now go first; to be called by the holder."""
+        if self._waiting:
+            self._release()
+            self._acquire()
+
+    def _acquire(self) -> None:
+        with self._guard:
+            if not self._held and not self._waiting:
+                self._held = True
+                return
+            mine = threading.Event()
+            self._waiting.append(mine)
+        mine.wait()
+
+    def _release(self) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().set()  # the lock stays held, by the next
+            else:
+                self._held = False

@@ -1,0 +1,302 @@
+"""What a studio works on: a base in memory, experts by name, their live composer, and one queue for all of them.
+
+Opens and loads; what does not open or load is kept with its reason, and everything else goes on. Knows nothing of
+pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.analysis.analyzing import Analysis, analyze
+from adapterswap.analysis.measuring import suggest
+from adapterswap.analysis.suggesting import Suggestion
+from adapterswap.bases import Base, choose_device, load_weights, open_base
+from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, DataError, NotFoundError
+from adapterswap.experts.adapters import Adapter, open_adapter
+from adapterswap.files.smallfiles import exists, expand, is_folder
+from adapterswap.lab.lexicon import LANGUAGES
+from adapterswap.lab.report import LAB_FORMAT
+from adapterswap.lab.scenes import SCENES, Scene, draw_problems
+from adapterswap.lab.scoring import Questions, exact_match
+from adapterswap.live import LiveComposer, stream
+from adapterswap.live.inventory import layers_of_base
+from adapterswap.planning.composing import compose
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.names import own_name
+from adapterswap.planning.plan import Plan
+from adapterswap.serving.manifest import read_manifest
+from adapterswap.serving.names import check_expert_name
+from adapterswap.studio.choice import Choice
+from adapterswap.studio.turns import Turns
+
+if TYPE_CHECKING:
+    from adapterswap.lab.world import WordProblem
+    from adapterswap.live.catalogue import Composable
+    from adapterswap.live.streaming import Answers
+
+__all__ = ["LabProblems", "Workspace", "open_lab", "open_workspace"]
+
+_SHOWN_PROBLEMS = 100
+
+
+@dataclass(frozen=True)
+class LabProblems:
+    """Word problems of the lab with their right answers: the development set, which the lab's choices are made on."""
+
+    scene: Scene
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """The constructed language first, which is what the experts are for."""
+        return tuple(reversed(LANGUAGES))
+
+    @cached_property
+    def questions(self) -> dict[str, Questions]:
+        return {language: Questions(self.problems, language) for language in self.languages}
+
+    @cached_property
+    def problems(self) -> list[WordProblem]:
+        return draw_problems(self.scene, "development", _SHOWN_PROBLEMS)
+
+
+@dataclass
+class Workspace:
+    """A base with its experts, open and loaded.
+
+    Attributes:
+        base_model: the base as it was named: a folder or a Hub id.
+        base: its config and tokenizer.
+        num_layers: L.
+        references: expert → the folder or Hub id that it was named by.
+        experts: those that could be opened.
+        faults: expert → why it could not be opened; it takes part in nothing.
+        not_live: expert → why it is not loaded into the model; it can be composed, and not tried.
+        composer: of the model; None where no expert could be loaded.
+        lab: word problems, where the models are the lab's.
+        allow_paths: whether visitors may open further experts by their paths.
+        turns: who may compute with the model now.
+    """
+
+    base_model: str
+    base: Base
+    num_layers: int
+    references: dict[str, str]
+    experts: dict[str, Adapter]
+    faults: dict[str, AdapterswapError]
+    not_live: dict[str, AdapterswapError]
+    composer: LiveComposer | None
+    lab: LabProblems | None = None
+    allow_paths: bool = False
+    turns: Turns = field(default_factory=Turns)
+    _analysis: dict[tuple[str, ...], Analysis] = field(default_factory=dict)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.base.tokenizer
+
+    def composition(self, choice: Choice) -> Composition:
+        """What a visitor has chosen, with the places of its experts and of the base: what a recipe would say.
+
+        Raises:
+            FieldError, CompositionError: see `Choice.composition`.
+        """
+        named = {*choice.task, *choice.language, *choice.painted.values()}
+        places = {name: reference for name, reference in self.references.items() if name in named}
+        return choice.composition(self.num_layers, experts=places, base_model=self.base_model)
+
+    def plan(self, composition: Composition) -> Plan:
+        """`adapterswap.compose` with the opened experts."""
+        for name in composition.expert_names:
+            if name in self.faults:
+                raise self.faults[name]
+        return compose(composition, self.experts)
+
+    def answers(
+        self, prompt: str, compositions: Sequence[Composable], *, max_new_tokens: int, chat: bool
+    ) -> Iterator[Answers]:
+        """`adapterswap.live.stream` in turn with everybody else.
+
+        Raises:
+            AdapterswapError: see `stream`; why an expert is not loaded.
+        """
+        for composition in compositions:
+            if isinstance(composition, Composition):
+                for name in composition.expert_names:
+                    self.check_live(name)
+        return stream(
+            self.live, self.tokenizer, prompt, compositions, max_new_tokens=max_new_tokens, chat=chat,
+            turn=self.turns.turn,
+        )  # fmt: skip
+
+    def scores(self, composition: Composition | None) -> dict[str, tuple[int, int]]:
+        """How many of the lab's problems a composition answers rightly, of how many, by language.
+
+        Raises:
+            AdapterswapError: see `LiveComposer.use`; why an expert is not loaded.
+        """
+        assert self.lab is not None
+        for name in composition.expert_names if composition else ():
+            self.check_live(name)
+        with self.turns.turn(), self.live.use(composition):
+            found = {language: exact_match(self.live.model, asked) for language, asked in self.lab.questions.items()}
+        return {language: (int(right.sum()), len(right)) for language, right in found.items()}
+
+    def check_live(self, name: str) -> None:
+        """Raise the reason why an expert is not loaded into the model, if there is one."""
+        fault = self.faults.get(name) or self.not_live.get(name)
+        if fault is not None:
+            raise fault
+
+    @property
+    def live(self) -> LiveComposer:
+        """The composer; where there is none, why no expert could be loaded."""
+        if self.composer is None:
+            raise next(iter([*self.not_live.values(), *self.faults.values()]))
+        return self.composer
+
+    def analysis(self, names: Sequence[str]) -> Analysis:
+        """`adapterswap.analyze` of these experts; the last results are kept."""
+        key = tuple(names)
+        if key not in self._analysis:
+            if len(self._analysis) > 16:
+                self._analysis.pop(next(iter(self._analysis)))
+            self._analysis[key] = analyze({name: self.experts[name] for name in names})
+        return self._analysis[key]
+
+    def suggestion(self, task: str, language: str) -> Suggestion:
+        """`adapterswap.suggest` for two experts, by their weights."""
+        return suggest(self.experts[task], self.experts[language], num_layers=self.num_layers)
+
+    def add(self, reference: str) -> str:
+        """Open and load another expert by its folder or Hub id, and return its name.
+
+        Raises:
+            ArgumentError: visitors may not name paths, or the name is taken.
+            AdapterswapError: it cannot be opened, or does not fit the model.
+        """
+        if not self.allow_paths:
+            raise ArgumentError("this studio opens no further experts", "Start it with `allow_paths=True`")
+        name = own_name(reference)
+        check_expert_name(name)
+        if name in self.references:
+            raise ArgumentError(f"there is already an expert {name!r}", "Rename its folder", parameter="reference")
+        adapter = open_adapter(expand(reference) if is_folder(expand(reference)) else reference)
+        with self.turns.turn():
+            self.live.load_expert(adapter, name)
+        self.references[name], self.experts[name] = _short(reference), adapter
+        return name
+
+
+def open_workspace(
+    base_model: str,
+    experts: str | Path | Mapping[str, str],
+    *,
+    lab: Scene | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    allow_paths: bool = False,
+) -> Workspace:
+    """Open a base and experts, and load all of them into one model.
+
+    Args:
+        base_model: folder or Hub id of the base.
+        experts: a folder of adapters' folders, a file experts.yaml, or folders and Hub ids by name.
+        lab: the scene, where the models are the lab's.
+        device: where torch computes.
+        dtype: of the base's weights.
+        allow_paths: let visitors open further experts by their paths.
+
+    Raises:
+        BaseModelError: the base cannot be opened or loaded, or does not say how many layers it has.
+        ArgumentError, FieldError, NotFoundError: see `read_manifest`.
+        ExpertError: not one of the experts can be opened.
+    """
+    target = choose_device(device)
+    named = dict(experts) if isinstance(experts, Mapping) else dict(read_manifest(experts).experts)
+    base = open_base(base_model)
+    num_layers = layers_of_base(base)
+    if num_layers is None:
+        raise BaseModelError(
+            f"the config of {base_model} does not say how many layers it has", "Use another base",
+            parameter="base_model",
+        )  # fmt: skip
+    opened: dict[str, Adapter] = {}
+    faults: dict[str, AdapterswapError] = {}
+    for name, reference in named.items():
+        try:
+            opened[name] = open_adapter(reference)
+        except AdapterswapError as error:
+            faults[name] = error.within(name)
+    if not opened:
+        raise next(iter(faults.values()))
+    composer, not_live = _load(load_weights(base, dtype=dtype).to(target).eval(), opened)
+    references = {name: _short(reference) for name, reference in named.items()}
+    return Workspace(
+        _short(base_model), base, num_layers, references, opened, faults, not_live, composer,
+        LabProblems(lab) if lab else None, allow_paths,
+    )  # fmt: skip
+
+
+def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
+    """Open the models that `adapterswap lab` left in a folder.
+
+    Args:
+        folder: what the lab wrote.
+        seed: whose models.
+        options: `device`, `dtype` and `allow_paths` of `open_workspace`.
+
+    Raises:
+        NotFoundError: there is no such folder, or no such seed in it.
+        DataError: the folder was not written by the lab.
+        AdapterswapError: see `open_workspace`.
+    """
+    place = expand(folder)
+    record = place / "results.json"
+    if not exists(record):
+        raise NotFoundError(f"{place} holds no lab run", "Run `adapterswap lab` first", parameter="lab")
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        scene = SCENES[content["scene"]["name"]] if content["format"] == LAB_FORMAT else None
+    except (ValueError, KeyError, TypeError):
+        scene = None
+    if scene is None:
+        raise DataError(f"{record} is not a lab run's", "Pass what `adapterswap lab` wrote", parameter="lab")
+    models = place / f"seed-{seed}"
+    if not is_folder(models):
+        there = sorted(path.name.removeprefix("seed-") for path in place.glob("seed-*"))
+        raise NotFoundError(
+            f"{place} has no seed {seed}", f"Choose among {', '.join(there) or 'none'}", parameter="seed"
+        )
+    named = {name: str(models / name) for name in ("math", "language")}
+    return open_workspace(str(models / "base"), named, lab=scene, **options)
+
+
+def _load(model: Any, experts: Mapping[str, Adapter]) -> tuple[LiveComposer | None, dict[str, AdapterswapError]]:
+    """A composer with the experts that the model can hold, and why it cannot hold the others."""
+    composer: LiveComposer | None = None
+    not_live: dict[str, AdapterswapError] = {}
+    for name, adapter in experts.items():
+        try:
+            if composer is None:
+                composer = LiveComposer.from_experts(model, {name: adapter})
+            else:
+                composer.load_expert(adapter, name)
+        except AdapterswapError as error:
+            not_live[name] = error
+    return composer, not_live
+
+
+def _short(reference: str) -> str:
+    """A folder below the current one as a relative path, so that commands can be read; all else as it is."""
+    path = expand(reference)
+    if not is_folder(path):
+        return reference
+    place, here = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(place, here) if place.startswith(here + os.sep) else place

@@ -1,0 +1,186 @@
+"""What a visitor has chosen, as an address and as a composition, and the lines that make it: nothing is lost."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from adapterswap.cli import main
+from adapterswap.errors import AdapterswapError, ArgumentError, CompositionError, DataError, FieldError, NotFoundError
+from adapterswap.experts.layers import Kind
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.painting import paint
+from adapterswap.studio import judging
+from adapterswap.studio.choice import Choice, first_choice, from_address
+from adapterswap.studio.takeaway import lines, write_file
+from adapterswap.studio.workspace import Workspace, open_lab, open_workspace
+
+from .conftest import random_expert
+
+QUERIES = [
+    "?task=math&language=language&bottom=2&top=1",
+    "?task=math&language=language&bottom=1&top=1&bottom_transition=1&task_weight=0.5",
+    "?task=math&language=base&bottom=1&top=0",
+    "?task=math&language=language&partition=B",
+    "?task=math&language=language&method=soup&task_weight=0.25",
+    "?task=math&task=language&language=language&method=soup",
+    "?task=math&language=language&method=task_arithmetic&scale=0.7",
+    "?task=math&language=language&method=slerp",
+    "?task=math&language=language&bottom=1&top=1&give=mlp.0,3=base&give=attention.5=math&give=mlp.5=math",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_the_command_the_lines_and_the_recipe_make_the_same_bytes(
+    workspace: Workspace, query: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the page offers for download is what the copied command line writes, and the Python lines, byte for byte."""
+    choice = from_address(query, first_choice(list(workspace.experts)))
+    composition = workspace.composition(choice)
+    made = lines(composition)
+    downloads, by_command, by_python = (tmp_path / name for name in ("downloads", "command", "python"))
+    for folder in (downloads, by_command, by_python):
+        folder.mkdir()
+    archive = write_file(workspace, composition, "adapter", downloads)
+    monkeypatch.chdir(by_command)
+    Path("composition.yaml").write_text(made.yaml, encoding="utf-8")
+    result = CliRunner().invoke(main, made.command.replace("'", "").split()[1:])
+    assert result.exit_code == 0, result.output
+    monkeypatch.chdir(by_python)
+    exec(made.python, {})
+    written = {path.name: path.read_bytes() for path in next(p for p in by_command.iterdir() if p.is_dir()).iterdir()}
+    assert written == {path.name: path.read_bytes() for path in next(by_python.iterdir()).iterdir()}
+    with zipfile.ZipFile(archive) as opened:
+        assert written == {Path(name).name: opened.read(name) for name in opened.namelist()}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_an_address_says_all_of_a_choice(workspace: Workspace, query: str) -> None:
+    first = first_choice(list(workspace.experts))
+    choice = from_address(query, first)
+    again = from_address(choice.address(), first)
+    assert again == choice
+    assert workspace.composition(again) == workspace.composition(choice)
+
+
+@pytest.mark.parametrize(
+    "query", ["?nonsense=1", "?give=mlp", "?give=mlp.x=math", "?give=mlp.9-1=math", "?prompt=" + "a" * 9000]
+)
+def test_a_strange_address_is_refused(query: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        from_address(query, first_choice(["math"]))
+    assert caught.value.parameter == "query"
+
+
+@given(st.text(max_size=60))
+def test_no_address_is_anything_but_read_or_refused(text: str) -> None:
+    try:
+        choice = from_address("?" + text, first_choice(["math", "language"]))
+        choice.composition(6)
+    except AdapterswapError:
+        pass
+
+
+@given(
+    painted=st.dictionaries(
+        st.tuples(st.integers(0, 5), st.sampled_from(["attention", "mlp"])),
+        st.sampled_from(["math", "language", "base"]),
+    ),
+    bottom=st.integers(0, 3),
+    top=st.integers(0, 3),
+)
+def test_painted_layers_change_hands_and_no_others(painted: Any, bottom: int, top: int) -> None:
+    """Each module's owner is the painted one, or that of the composition: compared rule by rule."""
+    plain = Composition(task="math", language="language", bottom=bottom, top=top)
+    rules = paint(plain, painted, 6).rules(6)
+    for layer in range(6):
+        kinds: dict[Kind, str] = {"attention": "self_attn.q_proj", "mlp": "mlp.up_proj"}
+        for kind, name in kinds.items():
+            module = f"model.layers.{layer}.{name}"
+            (found, *_) = (rule.expert for rule in rules if rule.matches(module, layer, kind))
+            by_zones = "language" if layer < bottom or layer >= 6 - top else "math"
+            assert found == painted.get((layer, kind), by_zones)
+
+
+def test_a_layer_that_does_not_exist_cannot_be_painted() -> None:
+    with pytest.raises(CompositionError) as caught:
+        paint(Composition(), {(6, "mlp"): "base"}, 6)
+    assert caught.value.parameter == "layers"
+
+
+def test_mistakes_are_the_plans_own(workspace: Workspace) -> None:
+    first = first_choice(list(workspace.experts))
+    with pytest.raises(CompositionError) as overlap:
+        workspace.plan(workspace.composition(from_address("?bottom=5&top=5", first)))
+    assert overlap.value.parameter == "bottom"
+    with pytest.raises(FieldError):
+        workspace.composition(from_address("?method=ties", first))
+    with pytest.raises(FieldError):
+        workspace.composition(Choice((), ("language",), {}))
+
+
+def test_a_broken_expert_is_named_and_the_others_go_on(lab_run: Path, tmp_path: Path) -> None:
+    good = random_expert(lab_run / "seed-0/base", tmp_path / "good", 5)
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "adapter_config.json").write_text("{")
+    workspace = open_workspace(str(lab_run / "seed-0/base"), tmp_path, device="cpu")
+    assert list(workspace.experts) == [good.name]
+    assert list(workspace.faults) == [bad.name]
+    with pytest.raises(AdapterswapError, match="bad"):
+        workspace.plan(workspace.composition(Choice(("good",), ("bad",), {"bottom": 1, "top": 0})))
+
+
+def test_experts_are_added_by_path_only_where_that_is_allowed(lab_run: Path, tmp_path: Path) -> None:
+    third = random_expert(lab_run / "seed-0/base", tmp_path / "third", 7)
+    closed = open_lab(lab_run, device="cpu")
+    with pytest.raises(ArgumentError):
+        closed.add(str(third))
+    opened = open_lab(lab_run, device="cpu", allow_paths=True)
+    assert opened.add(str(third)) == "third"
+    assert opened.plan(opened.composition(Choice(("math",), ("third",), {"bottom": 1, "top": 0}))).num_layers == 6
+    with pytest.raises(ArgumentError):
+        opened.add(str(third))
+
+
+def test_a_folder_that_is_no_lab_run(tmp_path: Path, lab_run: Path) -> None:
+    with pytest.raises(NotFoundError):
+        open_lab(tmp_path)
+    (tmp_path / "results.json").write_text("[]")
+    with pytest.raises(DataError):
+        open_lab(tmp_path)
+    with pytest.raises(NotFoundError) as caught:
+        open_lab(lab_run, 3)
+    assert caught.value.parameter == "seed"
+
+
+@pytest.mark.parametrize(("right", "of"), [(0, 10), (10, 10), (3, 7), (59, 100), (1, 1)])
+def test_the_interval_is_wilsons(right: int, of: int) -> None:
+    expected = binomtest(right, of).proportion_ci(method="wilson")
+    np.testing.assert_almost_equal(judging.interval(right, of), (expected.low, expected.high), decimal=7)
+
+
+def test_what_a_browser_kept_is_checked() -> None:
+    row = {"composition": "=1+1", "address": "?task=math", "task": "lab", "right": 3, "of": 4, "low": 0.1, "high": 0.9}
+    kept = [row, {**row, "of": 0}, {**row, "address": "javascript:alert(1)"}, {"right": 1}, 7, {**row, "low": "x"}]
+    assert [found.right for found in judging.as_rows(kept)] == [3]
+    assert judging.as_rows("nonsense") == []
+    assert "\n'=1+1,lab,3,4,0.75" in judging.as_csv(judging.as_rows(kept))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"prompt": "a"}', '{"prompt": " ", "answer": "b"}', "\xff"])
+def test_a_file_of_rows_is_read_or_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a b", "answer": 4}\n', encoding="utf-8")
+    assert judging.read_rows(path) == [("a b", "4")]
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(DataError):
+        judging.read_rows(path)
