@@ -30,15 +30,20 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
     if tensor.data is not None:
         return tensor.data.read(tensor.shape)
     values = np.zeros(tensor.view or tensor.shape, np.float32)
+    begun: set[int] = set()
     with np.errstate(all="ignore"):  # as in `encode`
         for piece in tensor.pieces:
-            numbers = read_numbers(piece.expert, files[piece.path], piece.tensor) * np.float32(piece.factor)
+            numbers = read_numbers(piece.expert, files[piece.path], piece.source) * np.float32(piece.factor)
             if piece.rows is not None:
                 numbers *= piece.rows[:, None]
             if tensor.axis is None:
                 values += numbers
             else:
-                width = piece.tensor.shape[tensor.axis]
+                width = piece.source.shape[tensor.axis]
                 place = (slice(None),) * tensor.axis + (slice(piece.offset, piece.offset + width),)
-                values[place] = numbers
+                if piece.cut is not None and piece.offset in begun:
+                    values[place] += numbers
+                else:
+                    values[place] = numbers
+                begun.add(piece.offset)
     return finite_bytes(values, tensor.dtype, tensor.key)

@@ -99,7 +99,6 @@ def uses_rslora(plan: Plan) -> bool:
 
 
 def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
-    first = next(iter(plan.adapters.values())).config
     return adapter_config(
         shapes,
         rank,
@@ -110,7 +109,7 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         task_type=plan.task_type,
         auto_mapping=plan.auto_mapping,
         fan_in_fan_out=_fan_in_fan_out(plan),
-        tied=first.tied,
+        tied=any(adapter.ties_factors for adapter in plan.adapters.values()),
         saved=[name for name, module in plan.saved.items() if module.terms and not is_bias(name)],
         variant={**variant_of(plan.modules.values()), **trained_biases(plan), **_parameters(plan)},
     )

@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -80,7 +80,8 @@ class Form:
 class Piece:
     """A source tensor, multiplied by `factor`, at `offset` along the output's rank axis.
 
-    `rows` says which rows stay (of B, so of ΔW); the others become zero.
+    `rows` says which rows stay (of B, so of ΔW); the others become zero. `cut` are the first row of the source that
+    enters and the one after the last, where not all do: pieces at one offset are then added up.
     """
 
     expert: str
@@ -89,6 +90,18 @@ class Piece:
     factor: float = 1.0
     offset: int = 0
     rows: npt.NDArray[np.bool_] | None = None
+    cut: tuple[int, int] | None = None
+
+    @property
+    def source(self) -> Tensor:
+        """The tensor, or the rows of it that enter."""
+        if self.cut is None:
+            return self.tensor
+        first, last = self.cut
+        count, *rest = self.tensor.shape
+        row = self.tensor.nbytes // count
+        start = self.tensor.start + first * row
+        return replace(self.tensor, shape=(last - first, *rest), start=start, stop=start + (last - first) * row)
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,8 @@ class OutputTensor:
         if self.data is not None:
             return False
         alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == (self.view or self.shape)
+        if any(piece.cut is not None for piece in self.pieces):
+            return False
         plain = all(p.factor == 1 and p.rows is None and p.tensor.dtype == self.dtype for p in self.pieces)
         return plain and (alone or self.axis == 0)
 

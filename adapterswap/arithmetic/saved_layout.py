@@ -24,6 +24,9 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
     """
     if not module.terms:
         return
+    if any((part.terms, part.rest) != (module.terms, module.rest) for part in module.rows):
+        yield from _by_rows(module, plan)
+        return
     wrapped = is_bias(module.name) and module.name.removesuffix(".bias") in adapted
     for parameter, tensor in module.terms[0].whole.tensors.items():
         pieces = [
@@ -41,3 +44,24 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
         yield OutputTensor(
             parameter_key(module.name, parameter, wrapped=wrapped), dtype, tensor.shape, None, tuple(pieces)
         )
+
+
+def _by_rows(module: Slot, plan: Plan) -> Iterator[OutputTensor]:
+    """An embedding or head whose rows are not all made alike; see `planning.vocabulary`."""
+    first = module.terms[0].whole
+    for parameter, tensor in first.tensors.items():
+        pieces = []
+        for part in module.rows:
+            cut = part.start, part.stop
+            for term in part.terms:
+                held = term.whole.tensors[parameter]
+                pieces.append(Piece(term.expert, term.change.path, held, term.coefficient, part.start, cut=cut))
+            if part.rest:
+                assert plan.composition.base_model is not None
+                name = parameter_name(module.name, parameter)
+                path, own = find_base_tensor(plan.composition.base_model, name, tensor, rows=part.stop)
+                pieces.append(Piece(BASE, path, own, part.rest, part.start, cut=cut))
+        dtypes = {piece.tensor.dtype for piece in pieces}
+        shape = (module.rows[-1].stop, *tensor.shape[1:])
+        dtype = tensor.dtype if len(dtypes) == 1 else "F32"
+        yield OutputTensor(parameter_key(module.name, parameter), dtype, shape, 0, tuple(pieces))

@@ -17,7 +17,7 @@ from adapterswap.errors import BaseModelError, ExpertError, Problems, Unsupporte
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, has_both_stacks, language_config
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config
 from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.tying import shared_embeddings, tied_keys
@@ -65,6 +65,8 @@ def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> Tie
 
 def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
     """Whether an adapter may change an embedding or a head: a weight outside the layers with a row for each token."""
+    if adapter.vocabulary:
+        return True
     vocabulary = language_config(skeleton.config).get("vocab_size")
     shapes = [
         tensor.shape for module in adapter.saved.values() if module.layer is None for tensor in module.tensors.values()
@@ -219,7 +221,9 @@ def locate(
         for parameter, tensor in saved.tensors.items():
             holder = saved.name.removesuffix(".bias") if is_bias(saved.name) else saved.name
             key = stored_name(holder, parameter)
-            if key is None or parameters[key].tensor.shape != tensor.shape:
+            resized = not is_bias(saved.name) and is_vocabulary(saved.name, saved.layer)  # which the plan has settled
+            first = 1 if resized else 0
+            if key is None or parameters[key].tensor.shape[first:] != tensor.shape[first:]:
                 stored = (
                     "stores no such tensor" if key is None else f"stores it as {list(parameters[key].tensor.shape)}"
                 )

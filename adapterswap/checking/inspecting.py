@@ -174,7 +174,10 @@ class Inspection:
         }
 
     def _owner(self, name: str) -> dict[str, Any]:
-        return {} if self.record is None else {"owner": self.record.modules.get(name)}
+        if self.record is None:
+            return {}
+        rows = {"rows": self.record.rows[name]} if name in self.record.rows else {}
+        return {"owner": self.record.modules.get(name), **rows}
 
     def _composed_of(self) -> dict[str, Any]:
         if self.record is None:

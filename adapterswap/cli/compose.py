@@ -148,12 +148,29 @@ def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     modules = f"{kept} of {len(plan.modules)} modules" if kept < len(plan.modules) else f"{kept} modules"
     told = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
+    for remark in _tokenizer_remarks(plan):
+        note(remark)
     if (clash := licence_warning(licences(plan))) is not None:
         note(f"Warning: {clash}")
     for one, other in _same(plan):
         note(f"Warning: {one} and {other} are one folder, so the composition takes everything from one expert")
     _print_numbers(written)
     note_output(out_path, dry_run=dry_run)
+
+
+def _tokenizer_remarks(plan: Plan) -> list[str]:
+    """Whose tokenizer and chat template the result has, where the experts' differ."""
+    from adapterswap.writing.tokenizer import united_tokenizer
+
+    united = united_tokenizer(plan)
+    if united is None:
+        return []
+    told = [
+        f"Warning: {name} has another tokenizer than {united.owner}, which the result has" for name in united.others
+    ]
+    for name in united.other_templates:
+        told.append(f"Warning: {name} has another chat template than {united.template}, which the result has")
+    return told
 
 
 def _same(plan: Plan) -> list[tuple[str, str]]:

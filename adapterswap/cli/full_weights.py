@@ -96,7 +96,12 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
     note(f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}")
     source, folder = tokenizer_source(plan), plan.skeleton.name
-    note(f"config and tokenizer are those of {source}" + f" ({folder})" * (folder != source))
+    if source in plan.adapters:
+        note(f"config is that of base ({folder}), tokenizer that of {source}")
+    else:
+        note(f"config and tokenizer are those of {source}" + f" ({folder})" * (folder != source))
+    for remark in plan.notes:
+        note(remark)
     if (clash := licence_warning(licences(plan))) is not None:
         note(f"Warning: {clash}")
     for name in differing_tokenizers(plan):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from adapterswap.errors import Problems, UnsupportedError
+from adapterswap.experts.layers import EMBEDDINGS, HEADS
 from adapterswap.experts.peft_kinds import LORA_PARTS, PeftKind
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.tensorfile import Tensor, TensorFile
@@ -50,7 +51,7 @@ _REFUSED_KEYS = {
     "base_layer.bias": "a trained bias of the base, and the config says that none was trained",
 }
 
-# What `save_embedding_layers=True` adds to modules that hold more than their LoRA; the file holds it once more.
+# What `save_embedding_layers=True` adds to modules that PEFT trained in full, beside the weight under their own name.
 _DOUBLES = (".original_module.weight", ".modules_to_save.weight")
 
 _FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
@@ -74,8 +75,9 @@ class SortedKeys(NamedTuple):
 
     Attributes:
         factors: of LoRA.
-        saved: modules in `modules_to_save`: their parameters by the name within the module. A bias of the base that was
-            trained stands by its own full name, with `bias` as its parameter.
+        saved: modules in `modules_to_save`, and the embeddings and heads that `save_embedding_layers` stores whole:
+            their parameters by the name within the module. A bias of the base that was trained stands by its own full
+            name, with `bias` as its parameter.
         parts: of another kind than LoRA: tensors by what follows the module's name.
         shared: of such a kind: tensors that all modules use, by their name.
     """
@@ -178,6 +180,7 @@ def sort_keys(
             f"{folder}: {twice[0]} is stored twice, under names that mean the same module", "Save the adapter again"
         )
     saved_ends = tuple(modules_to_save)
+    keys = set(canonical.values())
     own = LORA_PARTS if kind is None else kind.parts
     for stored, tensor in file.tensors.items():
         key = canonical[stored]
@@ -189,6 +192,8 @@ def sort_keys(
         if _is_copy(key):
             continue
         name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
+        if key.endswith(_DOUBLES) and f"{_PREFIX}{name.rpartition('.')[0]}.{parameter}" in keys:
+            continue  # PEFT loads the tensor under the module's own name; this is that once more, or the base's
         if key.startswith(_PREFIX) and not key.endswith(_DOUBLES) and (holder := _saved_module(name, saved_ends)):
             saved.setdefault(holder, {})[key.removeprefix(f"{_PREFIX}{holder}.")] = tensor
             continue
@@ -212,6 +217,8 @@ def sort_keys(
             )
         elif key.startswith(_PREFIX) and key.endswith(_DOUBLES):
             _refuse_copy(key.removeprefix(_PREFIX), folder, problems)
+        elif key.startswith(_PREFIX) and parameter == "weight" and name.rpartition(".")[2] in EMBEDDINGS | HEADS:
+            saved[name] = {parameter: tensor}  # save_embedding_layers: PEFT puts it over the base's when it loads it
         elif key.startswith(_PREFIX) and parameter == "weight" and ".lora_" not in key:
             whole.append(key.removeprefix(_PREFIX))
         else:

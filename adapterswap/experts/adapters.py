@@ -24,10 +24,11 @@ from adapterswap.experts.adapter_keys import (
     part_key,
     sort_keys,
 )
-from adapterswap.experts.layers import KeptLayers, Kind, kind_of, layer_container, layer_of
+from adapterswap.experts.layers import KeptLayers, Kind, is_vocabulary, kind_of, layer_container, layer_of
 from adapterswap.experts.peft_kinds import KINDS, LORA_PARTS
 from adapterswap.experts.shapes import and_more
 from adapterswap.experts.sources import Source, find_source, subfolders_with
+from adapterswap.experts.tokenizers import TOKENIZER_FILES
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
 
@@ -41,8 +42,8 @@ _FIRST_FUSED = "gate_up_proj"  # the first of a fused layer's two parameters in 
 
 _MISMATCH = "The file and its config do not belong together: save the adapter again"
 
-# What to fetch from the Hub; the last two say why there are no weights, where there are none.
-ADAPTER_FILES = [WEIGHTS, CONFIG, PROVENANCE, "adapter_model*.bin", "*.index.json", "README.md"]
+# What to fetch from the Hub; pickles and an index say why there are no weights, where there are none.
+ADAPTER_FILES = [WEIGHTS, CONFIG, PROVENANCE, "adapter_model*.bin", "*.index.json", "README.md", *TOKENIZER_FILES]
 
 
 @dataclass(frozen=True)
@@ -228,10 +229,24 @@ class Adapter:
         return {**self.modules, **self.opaque, **self.saved}
 
     @property
+    def ties_factors(self) -> bool:
+        """Whether the LoRA of an embedding counts for the head that is tied to it (`ensure_weight_tying`).
+
+        Of modules in `modules_to_save` it says nothing: PEFT saves both, each under its own name.
+        """
+        return self.config.tied and any(module.layer is None for module in self.factors.values())
+
+    @property
     def factors(self) -> dict[str, LoraModule]:
         """The modules that hold A and B, by name: those of LoRA, and those of its variants."""
         variants = {name: part.lora for name, part in self.opaque.items() if part.lora is not None}
         return {**self.modules, **variants}
+
+    @property
+    def vocabulary(self) -> dict[str, LoraModule | FullModule]:
+        """The embeddings and heads that it changes, by name."""
+        parts: dict[str, LoraModule | FullModule] = {**self.factors, **self.saved}
+        return {name: part for name, part in parts.items() if is_vocabulary(name, part.layer)}
 
     def check_low_rank(self, purpose: str, name: str | None = None) -> None:
         """Raise `UnsupportedError` if a module's change is not s·B·A, which `purpose` needs: `analyze needs`."""

@@ -14,8 +14,17 @@ from typing import Any
 
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.fitting import check_config
-from adapterswap.experts.layers import Kind, kind_of, layer_container, layer_of, stacked_layers_in_config
+from adapterswap.experts.layers import (
+    EMBEDDINGS,
+    HEADS,
+    Kind,
+    kind_of,
+    layer_container,
+    layer_of,
+    stacked_layers_in_config,
+)
 from adapterswap.experts.sources import Source, find_source
+from adapterswap.experts.tokenizers import TOKENIZER_FILES
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.smallfiles import exists, read_json
 from adapterswap.files.tensorfile import Tensor, TensorFile, read_header
@@ -39,10 +48,7 @@ MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 
 # The small files that a model needs beside its config and weights.
-COMPANIONS = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*",
-    "merges.txt", "*.jinja", "chat_template*", "*.tiktoken", "*processor_config.json", "LICENSE*", "NOTICE*",
-)  # fmt: skip
+COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 
 WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS]
 
@@ -148,8 +154,16 @@ def _read_checkpoint(source: Source, what: str) -> Checkpoint:
     return Checkpoint(source, config, shards, parameters, container)
 
 
-def find_base_tensor(base_model: str, key: str, like: Tensor) -> tuple[Path, Tensor]:
+def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | None = None) -> tuple[Path, Tensor]:
     """The file and the place of the base's tensor `key`, which must have the shape of `like`.
+
+    A head that is not stored is the embedding's weight, which it is tied to.
+
+    Args:
+        base_model: the base's folder or Hub id.
+        key: the tensor's.
+        like: an expert's.
+        rows: how many rows it must have at least, where `like` is of a resized vocabulary.
 
     Raises:
         NotFoundError: the base does not exist, here or on the Hub.
@@ -159,10 +173,15 @@ def find_base_tensor(base_model: str, key: str, like: Tensor) -> tuple[Path, Ten
     folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
     with _about_base():
         shards = read_shards(folder)
+    if key.rpartition(".")[0].rpartition(".")[2] in HEADS and not any(key in shard.tensors for shard in shards):
+        stored = (name for shard in shards for name in shard.tensors if name.endswith(".weight"))
+        key = next((name for name in stored if name.split(".")[-2] in EMBEDDINGS), key)
     for shard in shards:
         tensor = shard.tensors.get(key)
-        if tensor is not None and tensor.shape == like.shape and tensor.dtype in FLOATS:
-            return shard.path, tensor
+        if tensor is not None and tensor.dtype in FLOATS:
+            wanted = like.shape if rows is None else tensor.shape[:1] + like.shape[1:]
+            if tensor.shape == wanted and (rows is None or tensor.shape[0] >= rows):
+                return shard.path, tensor
         if tensor is not None:
             raise BaseModelError(
                 f"{key} is {tensor.dtype} {list(tensor.shape)} in the base {base_model}, and {like.dtype} "

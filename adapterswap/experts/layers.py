@@ -30,6 +30,7 @@ __all__ = [
     "format_depth",
     "format_layers",
     "has_both_stacks",
+    "is_vocabulary",
     "kind_of",
     "language_config",
     "layer_container",
@@ -333,6 +334,11 @@ def parse_layers(text: str) -> frozenset[int]:
             raise ValueError(f"the range {part.strip()} runs backwards")
         layers.update(range(first, last + 1))
     return frozenset(layers)
+
+
+def is_vocabulary(module: str, layer: int | None) -> bool:
+    """Whether a module of that name is an embedding or a head: its weight has a row for each token."""
+    return layer is None and module.rpartition(".")[2] in EMBEDDINGS | HEADS
 
 
 def format_layers(layers: Iterable[int]) -> str:

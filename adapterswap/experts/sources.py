@@ -35,6 +35,7 @@ __all__ = [
     "at_revision",
     "base_config",
     "cached_base_config",
+    "cached_base_folder",
     "find_source",
     "hub_remedy",
     "is_hub_id",
@@ -234,18 +235,27 @@ def cached_base_config(reference: str) -> Mapping[str, Any] | None:
 
     The network is not used. None where there is none that can be read.
     """
-    path = expand(reference)
-    with suppress(ExpertError, BaseModelError):
-        if is_folder(path):
-            return read_json(path / "config.json")
-        wanted = parse_hub_id(reference)
-        if wanted is not None and not wanted.subfolder:
-            from huggingface_hub import try_to_load_from_cache
+    folder = cached_base_folder(reference)
+    with suppress(ExpertError):
+        return None if folder is None else read_json(folder / "config.json")
+    return None
 
-            cached = try_to_load_from_cache(wanted.repo, "config.json", revision=wanted.revision)
-            if isinstance(cached, str):
-                _check_links(Path(cached).parent, reference, BaseModelError)
-                return read_json(Path(cached))
+
+def cached_base_folder(reference: str) -> Path | None:
+    """The folder of a base model where it is on this machine, as for `cached_base_config`."""
+    path = expand(reference)
+    if is_folder(path):
+        return path
+    wanted = parse_hub_id(reference)
+    if wanted is None or wanted.subfolder:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(wanted.repo, "config.json", revision=wanted.revision)
+    with suppress(BaseModelError):
+        if isinstance(cached, str):
+            _check_links(Path(cached).parent, reference, BaseModelError)
+            return Path(cached).parent
     return None
 
 

@@ -24,6 +24,7 @@ from adapterswap.errors import (
     UnsupportedError,
     reason_of,
 )
+from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.anatomy import shape_of
 from adapterswap.experts.layers import KeptLayers, NumLayers, format_layers
@@ -119,6 +120,14 @@ def check_loadable(adapter: Adapter, name: str) -> None:
         raise UnsupportedError(
             f"the expert {name!r} has LoRA on the parameter {fused}, which the live composer cannot switch",
             "Write the composition with `compose`, and load that",
+        )
+    ends = tuple(adapter.config.modules_to_save)
+    over = [name for name in adapter.saved if not is_bias(name) and not (ends and name.endswith(ends))]
+    over += [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
+    if over:
+        raise UnsupportedError(
+            f"the expert {name!r} carries whole weights ({over[0]}), which PEFT would put over the base's own",
+            "Load it with PEFT and save it with save_embedding_layers=False, or merge it into its base with `merge`",
         )
     if adapter.config.bias != "none":
         raise UnsupportedError(

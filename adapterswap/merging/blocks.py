@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -132,6 +132,9 @@ def read_blocks(work: Work, files: Mapping[Path, int], entered: Entered) -> Iter
 
 def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
     slot = work.slot
+    if slot.rows:
+        yield from _blocks_by_rows(work, reader)
+        return
     base = slot.base if slot.needs_base else None
     rows, columns = work.matrix
     step = rows if slot.is_held_whole else max(1, _COMPUTED // columns)
@@ -144,6 +147,24 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
         factors = tuple(reader.factors(term) for term in slot.low_rank) if start == 0 else ()
         opaque = tuple(map(reader.opaque, slot.opaque))
         yield Block(work, start, stop, whole, reader.elements(BASE, base, *cut) if base else None, factors, opaque)
+
+
+def _blocks_by_rows(work: Work, reader: _Reader) -> Iterator[Block]:
+    """The blocks of an embedding or head whose rows are not all made alike.
+
+    The base's rows are all read where one enters, so that the hash of what was computed with is of the whole tensor.
+    """
+    slot, columns = work.slot, work.matrix[1]
+    base = slot.base if any(part.rest for part in slot.rows) else None
+    for rows in slot.rows:
+        part = replace(work, slot=replace(slot, terms=rows.terms))
+        for start, stop in row_ranges(rows.stop - rows.start, max(1, _COMPUTED // columns)):
+            first, last = start + rows.start, stop + rows.start
+            cut = (first * columns, last * columns)
+            whole = tuple(reader.elements(term.expert, term.whole, *cut) for term in rows.terms)
+            inside = base is not None and last <= base.tensor.shape[0]
+            own = reader.elements(BASE, base, *cut) if base is not None and inside else None
+            yield Block(part, first, last, whole, own if rows.rest else None, ())
 
 
 class _Reader:

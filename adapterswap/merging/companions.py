@@ -1,7 +1,8 @@
 """The files beside the weights: config.json, generation config, tokenizer, chat template, licence.
 
-They are the skeleton's, byte for byte; only config.json is written anew where the result's dtype or its tied head say
-otherwise. Knows Hugging Face's file names; nothing of tensors.
+They are the skeleton's, byte for byte; only config.json is written anew where the result's dtype, its tied head or its
+vocabulary say otherwise, and the tokenizer is the experts' where they have tokens or a chat template of their own.
+Knows Hugging Face's file names; nothing of tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.experts.checkpoints import COMPANIONS, MODEL_CONFIG
+from adapterswap.experts.tokenizers import write_united
 from adapterswap.files.smallfiles import exists, write_json
 from adapterswap.merging.shards import ModelForm
 from adapterswap.planning.plan import Plan
+from adapterswap.writing.tokenizer import tokenizer_folders, united_tokenizer
 
 __all__ = ["copy_companions", "differing_tokenizers", "tokenizer_source"]
 
@@ -28,6 +31,9 @@ def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
     source = plan.skeleton.source.folder
     for path in sorted({path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, folder / path.name)
+    united = None if plan.checkpoints else united_tokenizer(plan)
+    if united is not None:
+        write_united(united, tokenizer_folders(plan), folder)
     changed = _config(plan.skeleton.config, plan, form)
     if changed == plan.skeleton.config:
         shutil.copyfile(source / MODEL_CONFIG, folder / MODEL_CONFIG)
@@ -36,12 +42,19 @@ def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
 
 
 def tokenizer_source(plan: Plan) -> str:
-    """Whose config and tokenizer the result has: `base`, or an expert's name."""
-    return "base" if plan.base is not None else next(iter(plan.checkpoints))
+    """Whose tokenizer the result has: `base`, or an expert's name."""
+    if plan.checkpoints:
+        return "base" if plan.base is not None else next(iter(plan.checkpoints))
+    united = united_tokenizer(plan)
+    return "base" if united is None else united.owner
 
 
 def differing_tokenizers(plan: Plan) -> list[str]:
-    """The full experts whose tokenizer.json is not the one that the result has, byte for byte."""
+    """The experts whose tokenizer the result does not follow: full ones whose tokenizer.json is another one, byte for
+    byte, and adapters whose tokens have other ids."""
+    if not plan.checkpoints:
+        united = united_tokenizer(plan)
+        return [] if united is None else list(united.others)
 
     def digest(folder: Path) -> str | None:
         path = folder / _TOKENIZER
@@ -54,6 +67,7 @@ def differing_tokenizers(plan: Plan) -> list[str]:
 def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str, Any]:
     """config.json with the result's dtype and without a tie that no longer holds, nested language models included."""
     changed = dict(config)
+    resized = {slot.base.tensor.shape[0]: slot.shape[0] for slot in plan if slot.rows and slot.base is not None}
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
             changed[key] = _config(value, plan, form)
@@ -61,6 +75,8 @@ def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str,
             changed[key] = form.dtype
         elif key == "tie_word_embeddings" and plan.untied:
             changed[key] = False
+        elif key == "vocab_size" and value in resized:
+            changed[key] = resized[value]
     if config is plan.skeleton.config:
         if plan.untied:
             changed["tie_word_embeddings"] = False

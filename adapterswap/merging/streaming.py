@@ -111,6 +111,7 @@ def _sources(plan: Plan) -> list[TensorFile]:
     for slot in plan:
         copied = slot.copied
         whole: list[Whole] = [copied] if copied else [term.whole for term in slot.whole]
+        whole += [term.whole for rows in slot.rows for term in rows.terms]
         if slot.base is not None and copied is None and slot.needs_base:
             whole.append(slot.base)
         used |= {part.path for part in whole} | {term.change.path for term in (*slot.low_rank, *slot.opaque)}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from adapterswap.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 from adapterswap.experts.adapter_keys import is_bias
-from adapterswap.experts.adapters import Adapter, Part
+from adapterswap.experts.adapters import Adapter, FullModule, Part
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.layers import (
     NO_LAYER,
@@ -17,6 +17,7 @@ from adapterswap.experts.layers import (
     Stack,
     depth_of,
     has_both_stacks,
+    is_vocabulary,
     parse_layers,
     stack_in,
     stack_of,
@@ -111,9 +112,10 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
                 "Compose experts of one revision, or pass `base_model=org/name@revision` for the result",
                 kind=ExpertError,
             )
-        if one.tied != other.tied:
+        if first.ties_factors != adapter.ties_factors:
             problems.add(
-                f"ensure_weight_tying is {one.tied} in {first_name}, and {other.tied} in {name}",
+                f"{first_name if first.ties_factors else name} ties the LoRA of its embedding to the head "
+                f"(ensure_weight_tying), and {name if first.ties_factors else first_name} does not",
                 "Compose experts that treat the base's tied embeddings alike",
                 kind=ExpertError,
             )
@@ -152,7 +154,10 @@ def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Par
         for adapter in (one, other)
     ]
     yield factors[0], factors[1]
-    yield one.saved, other.saved
+    resized = {
+        name for name in one.saved.keys() & other.saved.keys() if _is_resized(one.saved[name], other.saved[name])
+    }
+    yield {name: part for name, part in one.saved.items() if name not in resized}, other.saved
     same = [
         name
         for name, part in one.opaque.items()
@@ -161,6 +166,12 @@ def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Par
         and (part.method, part.settings, part.values) == (twin.method, twin.settings, twin.values)
     ]
     yield {name: one.opaque[name] for name in same}, {name: other.opaque[name] for name in same}
+
+
+def _is_resized(one: FullModule, other: FullModule) -> bool:
+    """Whether they are one embedding or head, with different numbers of rows: `vocabulary` compares these."""
+    shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (one, other)]
+    return is_vocabulary(one.name, one.layer) and shapes[0] == shapes[1]
 
 
 def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:

@@ -22,7 +22,14 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part, by_layer
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.experts.layers import NumLayers, format_depth, has_both_stacks, same_depth, stacked_layers_in_config
+from adapterswap.experts.layers import (
+    NumLayers,
+    format_depth,
+    has_both_stacks,
+    is_vocabulary,
+    same_depth,
+    stacked_layers_in_config,
+)
 from adapterswap.planning.allocation import Rule
 from adapterswap.planning.checks import (
     check_architecture,
@@ -43,7 +50,8 @@ from adapterswap.planning.depth import settle_depth
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.reconciling import reference_of, under_one_name
 from adapterswap.planning.short_names import as_composition
-from adapterswap.planning.slots import Slot, Term
+from adapterswap.planning.slots import Rows, Slot, Term
+from adapterswap.planning.vocabulary import check_sizes, settle_vocabulary
 
 __all__ = ["base_of", "make_plan", "merge_plan"]
 
@@ -149,13 +157,14 @@ def _plan_of_modules(
     if whole.keys() & others.keys():  # some experts adapt it and others hold it in full: the owner decides what it is
         modules = [replace(slot, in_full=bool(slot.whole) and len(slot.whole) == len(slot.terms)) for slot in modules]
     filled = [*modules, *_filled(rules, saved, changes, problems)]
-    filled = sorted(filled, key=lambda slot: slot.in_full)
+    vocabularies = settle_vocabulary(filled, adapters, composition, problems)
+    filled = sorted(vocabularies.slots, key=lambda slot: slot.in_full)
     check_matches(rules, filled, adapters, composition, problems)
     check_saved(filled, composition, problems)
     check_opaque(filled, adapters, composition, problems)
     return Plan(
         composition, rules, adapters, depth.num_layers, {slot.name: slot for slot in filled},
-        base_source=depth.base, notes=depth.notes,
+        base_source=depth.base, notes=(*depth.notes, *vocabularies.notes),
     )  # fmt: skip
 
 
@@ -355,11 +364,33 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
             factors = len(planned.low_rank) == len(planned.terms)  # then `resolve` has found the coefficients
             method = "linear" if planned.is_linear and (factors or planned.in_full) else planned.method
             slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
+            slot = _resized(slot, planned, having, problems)
         filled[key] = slot
     filled, untied = _settle_head(filled, tied, plan.adapters, base)
+    check_sizes({n: s.shape[0] for n, s in filled.items() if is_vocabulary(s.module, s.layer)}, problems)
     check_numbers(filled, problems)
     problems.raise_if_any()
     return replace(plan, slots=filled, is_model=True, base=base, untied=untied)
+
+
+def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems: Problems) -> Slot:
+    """A stored embedding or head with the rows that the plan gives it."""
+    rows = tuple(
+        replace(part, terms=tuple(replace(term, change=having[term.expert].change) for term in part.terms))
+        for part in planned.rows
+        if all(term.expert in having for term in part.terms)
+    )
+    if rows:
+        return replace(slot, rows=rows, shape=(rows[-1].stop, *slot.shape[1:]))
+    odd = next((term for term in slot.whole if term.whole.tensor.shape != slot.shape), None)
+    if odd is not None:
+        problems.add(
+            f"{odd.expert} holds {slot.name} with {odd.whole.tensor.shape[0]} rows, and the base has {slot.shape[0]}, "
+            "which was not known when the experts were composed",
+            "Pass `base_model` when you compose them",
+            parameter="base_model",
+        )
+    return slot
 
 
 def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:
@@ -380,11 +411,12 @@ def _settle_head(
         return slots, False
     head, embedding = slots[tied.head], slots[tied.embedding]
 
-    def entering(slot: Slot) -> dict[tuple[str, str], float]:
-        return {(term.side, term.expert): term.coefficient for term in slot.terms}
+    def entering(slot: Slot) -> dict[tuple[str, str, int], float]:
+        rows = slot.rows or [Rows(0, 0, slot.terms, slot.rest)]
+        return {(term.side, term.expert, part.start): term.coefficient for part in rows for term in part.terms}
 
     together = entering(head) == entering(embedding) and all(
-        adapters[name].config.tied for _, name in entering(head) if name in adapters
+        adapters[name].config.tied for _, name, _ in entering(head) if name in adapters
     )
     if together and tied.head not in skeleton.parameters:
         return {name: slot for name, slot in slots.items() if name != tied.head}, False

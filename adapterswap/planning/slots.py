@@ -18,7 +18,7 @@ from adapterswap.experts.adapters import LoraModule
 from adapterswap.experts.layers import Kind
 from adapterswap.planning.allocation import BASE, BlendMethod, Rule
 
-__all__ = ["Slot", "Term", "reweighted"]
+__all__ = ["Rows", "Slot", "Term", "reweighted"]
 
 _NOTHING = 1e-12  # a coefficient of the base below this is a rounding of the experts' coefficients
 
@@ -67,6 +67,31 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows of an embedding or head that are made alike, where not all of them are: the vocabulary was resized.
+
+    Attributes:
+        start, stop: which rows; `stop` is the one after the last.
+        terms: as a slot's, all of whole weights.
+        rest: the base's coefficient.
+        is_new: they are rows of tokens that the base does not have.
+    """
+
+    start: int
+    stop: int
+    terms: tuple[Term, ...]
+    rest: float
+    is_new: bool = False
+
+    @property
+    def made_of(self) -> str | dict[str, float]:
+        """The owner's name, or each expert's coefficient, as plain data."""
+        if len(self.terms) == 1 and self.terms[0].coefficient == 1:
+            return self.terms[0].expert
+        return {term.expert: term.coefficient for term in self.terms}
+
+
+@dataclass(frozen=True)
 class Slot:
     """What becomes of one module, or of one stored tensor.
 
@@ -82,6 +107,7 @@ class Slot:
         in_full: experts hold the module's weights whole (`modules_to_save`).
         dtype, shape: as the model stores the tensor; empty for a module of an adapter.
         base: the base's own tensor; None where the plan has none.
+        rows: of an embedding or head with rows that the base or an expert lacks: all rows, in order; else empty.
     """
 
     name: str
@@ -96,6 +122,7 @@ class Slot:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     base: Whole | None = None
+    rows: tuple[Rows, ...] = ()
 
     @property
     def is_stored(self) -> bool:
@@ -197,6 +224,8 @@ class Slot:
     @property
     def copied(self) -> Whole | None:
         """The tensor whose numbers are the result, unchanged; None where something is computed."""
+        if self.rows:
+            return None
         if not self.terms:
             return self.base
         return self.terms[0].whole if self.owner is not None and self.whole else None

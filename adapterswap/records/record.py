@@ -171,6 +171,9 @@ class CompositionRecord(_Written):
         validation_alias=AliasChoices("modules", "tensors"),  # of an adapter, of a merged model
         description="The owner, or each expert's coefficient.",
     )
+    rows: dict[str, dict[str, str | dict[str, float]]] = Field(
+        default={}, description="Of embeddings and heads with new tokens: the same for ranges of rows, such as `96-97`."
+    )
     slice: SliceRecord | None = None
     conversion: ConversionRecord | None = None
     magnitudes: dict[str, float] = Field(default={}, description="The mean |ΔW| by which weights were divided.")
@@ -320,6 +323,8 @@ def composition_record(
             fields["slice"] = SliceRecord(layers=format_layers(kept.layers), **only)
     if base is not None:
         fields["base"] = base
+    if rows := {slot.name: {f"{r.start}-{r.stop - 1}": r.made_of for r in slot.rows} for slot in plan if slot.rows}:
+        fields["rows"] = rows
     return CompositionRecord(
         composition=plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints)),
         experts=dict(experts),

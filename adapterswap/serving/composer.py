@@ -194,7 +194,7 @@ class NamedComposer:
 
     def _write(self, plan: Plan, path: Path) -> None:
         # The hashes are of the very files that are copied: both are held to the stamp of when they were opened.
-        write_prepared(_for_any_engine(plan), path, hashes=self._hashes(plan))
+        write_prepared(_for_any_engine(plan), path, hashes=self._hashes(plan), tokenizer=False)
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
         return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.adapters.items()}

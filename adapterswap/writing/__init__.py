@@ -20,6 +20,7 @@ from adapterswap.errors import CompositionError, check_type
 from adapterswap.experts.adapter_config import check_written
 from adapterswap.experts.adapters import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.experts.peft_kinds import LORA
+from adapterswap.experts.tokenizers import write_united
 from adapterswap.files.folders import atomic_folder, check_target
 from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.planning.plan import Plan
@@ -29,6 +30,7 @@ from adapterswap.writing.folder import CARD, COMPOSED
 from adapterswap.writing.kinds import check_kinds
 from adapterswap.writing.loadable import check_heads, loadable_form, with_written_names
 from adapterswap.writing.tensors import write_tensors
+from adapterswap.writing.tokenizer import tokenizer_folders, united_tokenizer
 
 __all__ = ["Prepared", "prepare", "write_adapter", "write_prepared"]
 
@@ -73,9 +75,9 @@ def write_adapter(
 ) -> Path:
     """Write the composed adapter to the folder `out_path`.
 
-    It holds `adapter_model.safetensors`, `adapter_config.json`, `adapterswap.json` (what was composed from what) and a
-    model card. Modules with one owner are copied byte for byte; blends are rank concatenations, computed in float32
-    and rounded once to the experts' dtype.
+    It holds `adapter_model.safetensors`, `adapter_config.json`, `adapterswap.json` (what was composed from what), a
+    model card, and the tokenizer and chat template where an expert's folder has them. Modules with one owner are copied
+    byte for byte; blends are rank concatenations, computed in float32 and rounded once to the experts' dtype.
 
     Args:
         plan: what to write.
@@ -141,16 +143,20 @@ def write_prepared(
     overwrite: bool = False,
     hashes: Mapping[str, str] | None = None,
     amend: Callable[[CompositionRecord, Path], CompositionRecord] = lambda record, folder: record,
+    tokenizer: bool = True,
 ) -> Path:
     """Write what `prepare` made; see `write_adapter`.
 
     `hashes` are the SHA-256 of the experts' files by name, where they were found since the experts were opened: hashing
     is most of a swap's time. They are believed. `amend` adds to the record; it gets the folder of the
-    written files too.
+    written files too. `tokenizer` writes the experts' tokenizer too, where they carry one.
     """
     out_path, plan = expand(out_path), written.plan
     with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
         sha256 = write_tensors(plan, written.layout, folder / WEIGHTS, hashes)
+        united = united_tokenizer(plan) if tokenizer else None
+        if united is not None:
+            write_united(united, tokenizer_folders(plan), folder)
         record = composition_record(
             plan,
             {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},

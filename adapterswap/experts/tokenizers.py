@@ -1,0 +1,180 @@
+"""The tokenizer beside an expert or a base: its files, its tokens by id, and one tokenizer for several experts.
+
+Trainers save the tokenizer in the adapter's folder. Its tokens say which rows of an embedding are whose. Knows Hugging
+Face's file names and the format of tokenizer.json, which the tokenizers library reads; knows nothing of weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from adapterswap.errors import ExpertError, UnsupportedError, reason_of
+from adapterswap.files.smallfiles import exists, open_regular, read_json
+
+__all__ = [
+    "BASE",
+    "TOKENIZER_FILES",
+    "Tokens",
+    "United",
+    "clashes",
+    "read_tokens",
+    "tokenizer_files",
+    "unite",
+    "write_united",
+]
+
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.model", "vocab*", "merges.txt", "*.jinja",
+    "chat_template*", "*.tiktoken", "*processor_config.json",
+)  # fmt: skip
+
+Tokens = Mapping[int, str]
+
+BASE = "base"  # the name that no expert can have
+_FAST, _SETTINGS, _JINJA = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_REMEDY = "Save the tokenizer beside the adapter again, with tokenizer.save_pretrained(FOLDER)"
+
+
+@dataclass(frozen=True)
+class United:
+    """One tokenizer for several experts.
+
+    Attributes:
+        owner: whose files it is made of.
+        added: tokens that only others have, by id, with the folder of one that has them.
+        template: whose chat template it has; None where nobody has one.
+        others: the experts whose tokenizers it does not follow, since they give an id, or a token, another meaning.
+        other_templates: the experts whose chat templates it does not have.
+    """
+
+    owner: str
+    added: Mapping[int, Path] = field(default_factory=dict)
+    template: str | None = None
+    others: tuple[str, ...] = ()
+    other_templates: tuple[str, ...] = ()
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of the tokenizer and the chat template in a folder, sorted by name."""
+    return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+
+
+def read_tokens(folder: Path) -> Tokens | None:
+    """The tokens of the tokenizer.json in a folder, by id; None where there is none.
+
+    Raises:
+        ExpertError: the tokenizers library cannot read it.
+    """
+    path = folder / _FAST
+    if not exists(path):
+        return None
+    found = path.stat()
+    return _read(path, (found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, stamp: tuple[int, int]) -> Tokens:
+    from tokenizers import Tokenizer
+
+    with open_regular(path, _REMEDY) as file:
+        content = file.read()
+    try:
+        vocabulary = Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises Exception itself
+        raise ExpertError(f"{path} is not a tokenizer: {reason_of(error)}", _REMEDY) from None
+    return {number: token for token, number in vocabulary.items()}
+
+
+def clashes(one: Tokens, other: Tokens) -> list[str]:
+    """Where two tokenizers disagree, in words: an id that is two tokens, a token that has two ids."""
+    found = [f"{i} is {one[i]!r} and {other[i]!r}" for i in sorted(one.keys() & other.keys()) if one[i] != other[i]]
+    if found:
+        return found
+    ids, others = ({token: i for i, token in tokens.items()} for tokens in (one, other))
+    return [f"{t!r} is {ids[t]} and {others[t]}" for t in sorted(ids.keys() & others.keys()) if ids[t] != others[t]]
+
+
+def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | None = None) -> United | None:
+    """The tokenizer of what experts are composed to: the base's if it has all tokens, else the first expert's that has,
+    else the first one and the others' added tokens. The chat template is the first expert's that has one.
+
+    Args:
+        experts: their folders by name, in the order of the plan.
+        base: the base's folder, where full weights are made.
+        rows: of the embedding, where it is known: a tokenizer with ids beyond it is not followed.
+
+    Returns:
+        The tokenizer; None where no folder holds one.
+
+    Raises:
+        ExpertError: see `read_tokens`.
+    """
+    folders = {**({} if base is None else {BASE: base}), **experts}
+    having = {name: folder for name, folder in folders.items() if tokenizer_files(folder)}
+    if not having:
+        return None
+    templates = {name: found for name in (*experts, BASE) if (found := _template(having.get(name))) is not None}
+    template = next(iter(templates), None)
+    odd = tuple(name for name in templates if name != BASE and templates[name] != templates[str(template)])
+    fast = {name: (folder / _FAST).read_bytes() for name, folder in having.items() if exists(folder / _FAST)}
+    if len(set(fast.values())) < 2:  # reading a large vocabulary takes longer than composing adapters
+        return United(next(iter(fast or having)), {}, template, (), odd)
+    tokens = {name: read_tokens(having[name]) or {} for name in fast}
+    beyond = {name for name, own in tokens.items() if rows is not None and max(own, default=0) >= rows}
+    within = [name for name in tokens if name not in beyond] or list(tokens)
+    first = max(within, key=lambda name: all(tokens[name].items() >= tokens[other].items() for other in within))
+    added: dict[int, Path] = {}
+    whole, others = dict(tokens[first]), []
+    for name, own in tokens.items():
+        if (name in beyond and name != first) or clashes(whole, own):
+            others.append(name)
+            continue
+        added |= dict.fromkeys(own.keys() - whole.keys(), having[name])
+        whole |= own
+    return United(first, added, template, tuple(others), odd)
+
+
+def _template(folder: Path | None) -> str | None:
+    """The chat template of the tokenizer in a folder."""
+    if folder is None:
+        return None
+    if exists(folder / _JINJA):
+        return (folder / _JINJA).read_text(encoding="utf-8")
+    if not exists(folder / _SETTINGS):
+        return None
+    found = read_json(folder / _SETTINGS, _REMEDY).get("chat_template")
+    return found if isinstance(found, str) else None
+
+
+def write_united(united: United, folders: Mapping[str, Path], target: Path) -> None:
+    """Write the files of a united tokenizer into the folder `target`; `folders` are all that it may be made of.
+
+    Raises:
+        UnsupportedError: the tokenizers library does not give the united tokens their ids: they leave gaps.
+        OSError: a file cannot be written.
+    """
+    for path in tokenizer_files(folders[united.owner]):
+        (target / path.name).write_bytes(path.read_bytes())
+    template = None if united.template is None else _template(folders[united.template])
+    if template is not None and template != _template(target):
+        (target / _JINJA).write_text(template, encoding="utf-8")  # which counts before one in tokenizer_config.json
+    if not united.added:
+        return
+    content = json.loads((target / _FAST).read_text(encoding="utf-8"))
+    entries = {entry["id"]: entry for entry in content["added_tokens"]}
+    wanted = dict(read_tokens(folders[united.owner]) or {})
+    for number, folder in united.added.items():
+        theirs = json.loads((folder / _FAST).read_text(encoding="utf-8"))["added_tokens"]
+        entries |= {entry["id"]: entry for entry in theirs if entry["id"] == number}
+        wanted[number] = (read_tokens(folder) or {})[number]
+    content["added_tokens"] = [entries[number] for number in sorted(entries)]
+    (target / _FAST).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+    if read_tokens(target) != wanted:
+        raise UnsupportedError(
+            "The experts' added tokens leave gaps between their ids, which a tokenizer.json cannot hold",
+            "Add the same tokens, in the same order, to each expert's tokenizer",
+        )

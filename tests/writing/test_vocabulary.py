@@ -1,0 +1,274 @@
+"""Experts with tokens of their own: compared with a transplant by hand, row by row, of the weights that PEFT merges."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from refusals import refused
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tolerances import close
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+import adapterswap
+from adapterswap.errors import BaseModelError, CompositionError, ExpertError, UnsupportedError
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.making import make_plan
+from adapterswap.planning.plan import Plan
+
+LAYERS, SIZE = 4, 96
+BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
+TWO = ("<a>", "<aa>")
+
+# What PEFT is asked for; and the tokens that are added first.
+EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "plain": ({}, ()),
+    "both": (BOTH, ()),
+    "both+2": (BOTH, TWO),
+    "both+3": (BOTH, (*TWO, "<a3>")),
+    "embedding+2": ({"modules_to_save": ["embed_tokens"]}, TWO),  # and the head, as PEFT saves it by itself
+    "frozen+2": ({}, TWO),  # likewise both
+    "lora+2": ({"target_modules": ["q_proj", "embed_tokens", "lm_head"]}, TWO),
+    "other+1": (BOTH, ("<b>",)),
+    "embedding": ({"modules_to_save": ["embed_tokens"]}, ()),
+    "together": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, ()),
+    "together+2": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, TWO),
+}
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """`bases(tied)`: a pico Llama with a tokenizer and a chat template."""
+    made: dict[bool, Path] = {}
+
+    def make(tied: bool) -> Path:
+        if tied not in made:
+            made[tied] = folder = tmp_path_factory.mktemp("base")
+            torch.manual_seed(0)
+            sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+            AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=SIZE, **sizes, **heads)).save_pretrained(folder)
+            words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZE)}, unk_token="w0"))
+            words.pre_tokenizer = pre_tokenizers.Whitespace()
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
+            tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+            tokenizer.save_pretrained(folder)
+        return made[tied]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def trained(bases: Callable[[bool], Path], tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """`trained("both+2", tied=True)`: a random expert, as PEFT saves it, with its tokenizer beside it."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def make(name: str, *, tied: bool = False) -> Path:
+        if (name, tied) not in made:
+            options, tokens = EXPERTS[name]
+            tokenizer, model = AutoTokenizer.from_pretrained(bases(tied)), loaded(bases(tied))
+            if tokens:
+                tokenizer.add_tokens(list(tokens))
+                torch.manual_seed(len(made))
+                model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+            settings = {"r": 4, "use_rslora": True, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PEFT tells of what it does about ties and embeddings
+                adapted = get_peft_model(model, LoraConfig(**(settings | options)))
+                generator = torch.Generator().manual_seed(1 + len(made))
+                for key, parameter in adapted.named_parameters():
+                    if "lora_" in key or "modules_to_save" in key:
+                        parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.05
+                made[name, tied] = tmp_path_factory.mktemp("expert")
+                adapted.save_pretrained(made[name, tied])
+            tokenizer.save_pretrained(made[name, tied])
+        return made[name, tied]
+
+    return make
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def size_of(*names: str) -> int:
+    return SIZE + max(len(EXPERTS[name][1]) for name in names)
+
+
+def in_peft(base: Path, adapter: Path, size: int) -> Any:
+    model = loaded(base)
+    if size != SIZE:
+        model.resize_token_embeddings(size, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(model, adapter).eval()
+
+
+def answers(model: Any, size: int) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(40).reshape(2, 20) * 7 % size).logits
+
+
+def plan_of(task: Path, language: Path, base: Path | None, **options: Any) -> Plan:
+    composition = Composition(task=("t",), language=("l",), bottom=1, top=1, base_model=base and str(base), **options)
+    return make_plan(composition, {"t": adapterswap.open_adapter(task), "l": adapterswap.open_adapter(language)})
+
+
+def transplant(base: Path, task: Path, language: Path, sizes: tuple[int, int], outside: str) -> Any:
+    """Composed by hand: layers 0 and 3 of the language, rows that both have by the rule, others as they are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT tells of ties that come apart
+        ours, theirs = (
+            {key: value.clone() for key, value in in_peft(base, adapter, size).merge_and_unload().state_dict().items()}
+            for adapter, size in zip((task, language), sizes, strict=True)
+        )
+    weights = {}
+    for key, own in ours.items():
+        other = theirs[key]
+        if ".layers." in key:
+            weights[key] = other if key.split(".")[2] in ("0", "3") else own
+            continue
+        both = min(len(own), len(other))
+        shared = {"average": (own[:both] + other[:both]) / 2, "task": own[:both], "language": other[:both]}[outside]
+        weights[key] = torch.cat([shared, own[both:], other[both:]])
+    config = AutoConfig.from_pretrained(base, tie_word_embeddings=False, vocab_size=max(sizes))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.load_state_dict(weights)
+    return model
+
+
+UNTIED = [
+    ("both+2", "both+2"), ("both+2", "both+3"), ("both+3", "plain"), ("plain", "both+2"), ("both", "both+2"),
+    ("embedding+2", "plain"), ("frozen+2", "both+2"), ("frozen+2", "plain"),
+]  # fmt: skip
+TIED = [
+    ("embedding", "plain"), ("together", "plain"), ("together", "embedding"), ("together+2", "plain"),
+    ("together", "together+2"), ("together", "embedding+2"), ("plain", "embedding+2"), ("both", "plain"),
+    ("frozen+2", "together"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("outside", ["average", "task", "language"])
+@pytest.mark.parametrize(
+    ("task", "language", "tied"), [(*pair, False) for pair in UNTIED] + [(*pair, True) for pair in TIED]
+)
+def test_the_result_is_the_transplant(
+    task: str, language: str, outside: Any, tied: bool, trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    base, one, two = bases(tied), trained(task, tied=tied), trained(language, tied=tied)
+    sizes = size_of(task), size_of(language)
+    try:
+        plan = plan_of(one, two, base, outside=outside)
+    except CompositionError:  # the head or the embedding goes to an expert that has none, and new tokens have no row
+        assert outside != "average"
+        assert size_of(task if outside == "task" else language) < max(sizes)
+        return
+    expected = answers(transplant(base, one, two, sizes, outside), max(sizes))
+    out = plan.write(tmp_path / "out")
+    close(answers(in_peft(base, out, max(sizes)), max(sizes)), expected, depth=LAYERS)
+    merged = loaded(plan.merge(tmp_path / "merged"))
+    assert merged.config.vocab_size == max(sizes)
+    close(answers(merged, max(sizes)), expected, depth=LAYERS)
+    tokens = {token for name in (task, language) for token in EXPERTS[name][1]}
+    for folder in (out, tmp_path / "merged"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert len(tokenizer) == SIZE + len(tokens)
+        assert tokenizer.chat_template is not None
+        assert adapterswap.verify(folder, {"t": one, "l": two}, base_model=base).equal
+
+
+def test_inspect_says_whose_the_new_rows_are(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    plan = plan_of(trained("both+2"), trained("plain"), bases(False))
+    assert plan.notes[-1].endswith("model.resize_token_embeddings(98)")
+    shown = run("inspect", plan.write(tmp_path / "out"), "--json")
+    saved = {module["name"]: module for module in json.loads(shown.stdout)["saved"]}
+    assert saved["lm_head"]["rows"] == {"0-95": {"t": 0.5}, "96-97": "t"}
+
+
+def test_the_live_composer_does_not_let_peft_change_the_base(trained: Make, bases: Callable[[bool], Path]) -> None:
+    for name in ("frozen+2", "both+2"):
+        with refused(UnsupportedError, match="over the base's own"):
+            adapterswap.LiveComposer.from_experts(loaded(bases(False)), {"t": trained(name)})
+
+
+def test_a_clash_names_the_ids_and_the_tokens(trained: Make, bases: Callable[[bool], Path]) -> None:
+    with refused(ExpertError, match=r"96 is '<a>' and '<b>'"):
+        plan_of(trained("both+2"), trained("other+1"), bases(False))
+
+
+def test_new_rows_need_an_owner(trained: Make, bases: Callable[[bool], Path]) -> None:
+    with refused(CompositionError, match="to the base, and the new tokens of t"):
+        plan_of(trained("both+2"), trained("plain"), bases(False), outside="language")
+
+
+def test_the_bases_rows_are_needed_for_an_average_with_them(trained: Make) -> None:
+    with refused(BaseModelError, parameter="base_model"):
+        plan_of(trained("both+2"), trained("plain"), None)
+
+
+def test_without_a_tokenizer_two_owners_of_a_row_are_refused(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    for name in ("both+2", "frozen+2"):
+        shutil.copytree(trained(name), tmp_path / name)
+        for path in (tmp_path / name).glob("tokenizer*"):
+            path.unlink()
+    with refused(ExpertError, match="no tokenizer.json"):
+        plan_of(tmp_path / "both+2", tmp_path / "frozen+2", bases(False))
+    plan = plan_of(tmp_path / "both+2", trained("plain"), bases(False))  # one owner: its rows are known by their place
+    assert [rows.made_of for rows in plan.slots["lm_head"].rows if rows.is_new] == ["t"]
+
+
+def test_lora_on_a_resized_embedding_is_copied_and_not_blended(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """Half of ΔW would make half of a new token's row."""
+    base, lora = bases(False), trained("lora+2")
+    with refused(UnsupportedError, match="has new tokens"):
+        plan_of(lora, trained("plain"), base)
+    out = plan_of(lora, trained("plain"), base, outside="task").write(tmp_path / "out")
+    expected = transplant(base, lora, trained("plain"), (98, 96), "task")
+    close(answers(in_peft(base, out, 98), 98), answers(expected, 98), depth=LAYERS)
+
+
+def test_a_resized_embedding_without_its_head_is_refused(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """PEFT would draw the head's new rows at random."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(trained("embedding+2"), tmp_path / "torn")
+    path = tmp_path / "torn" / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(path).items() if "lm_head" not in key}, path)
+    with refused(UnsupportedError, match="would have 98 rows"):
+        plan_of(tmp_path / "torn", trained("both"), bases(False))
+    with refused(UnsupportedError, match="would have 98 rows"):
+        adapterswap.merge(tmp_path / "torn", bases(False), out_path=tmp_path / "merged")
+
+
+def test_another_chat_template_is_reported_and_tokens_without_rows_are_not_followed(
+    trained: Make, bases: Callable[[bool], Path], tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    base = bases(False)
+    shutil.copytree(trained("plain"), tmp_path / "chatty")
+    (tmp_path / "chatty" / "chat_template.jinja").write_text("{{ messages }}")
+    zones = ("--bottom", 1, "--top", 1)
+    result = run("compose", "-t", tmp_path / "chatty", "-l", trained("plain"), "-o", tmp_path / "out", *zones)
+    assert result.exit_code == 0, result.stderr
+    assert "another chat template than chatty" in result.stderr
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    shutil.copyfile(trained("both+2") / "tokenizer.json", tmp_path / "chatty" / "tokenizer.json")
+    result = run("merge", tmp_path / "chatty", "-o", tmp_path / "merged")
+    assert result.exit_code == 0, result.stderr
+    assert "chatty has another tokenizer.json, which the result does not follow" in result.stderr
+    assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
