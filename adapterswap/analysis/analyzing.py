@@ -96,6 +96,9 @@ class Analysis:
                     "experts": list(pair.experts),
                     "shared_start": pair.shared_start,
                     "layers": {str(layer): numbers for layer, numbers in pair.by_layer().items()},
+                    "shuffled": {str(layer): bands for layer, bands in pair.shuffled_by_layer().items()},
+                    "cosine": pair.cosine,
+                    "shuffled_cosine": pair.shuffled_cosine,
                     "modules": {
                         module.matrix.name: {
                             "cosine": module.cosine,
@@ -131,7 +134,7 @@ class Analysis:
         """
         require_matplotlib("pictures")
         width = width_in_inches(column_width)
-        from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_norms
+        from adapterswap.analysis.pictures import draw_fractions, draw_interference, draw_meetings, draw_norms
 
         with atomic_folder(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs) as folder, style():
             write_fractions(self.tables, folder / "changes.csv")
@@ -141,6 +144,8 @@ class Analysis:
                 relative = all(change.base_norm for each in self.changes for change in each.modules)
                 norms = {each.expert: each.layer_norms(relative=relative) for each in self.changes}
                 save(draw_norms(norms, width, relative=relative), folder, "norms")
+            if len(self.pairs) > 1:
+                save(draw_meetings(self.pairs, width), folder, "cosines")
             for pair in self.pairs:
                 save(draw_interference(pair, width), folder, "-".join(pair.experts))
 

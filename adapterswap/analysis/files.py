@@ -19,7 +19,7 @@ def _names(record: Mapping[str, Any]) -> Sequence[str]:
     if not isinstance(experts, dict) or not isinstance(pairs, list):
         return ()
     names = [pair["experts"] for pair in pairs if isinstance(pair, dict) and isinstance(pair.get("experts"), list)]
-    drawn = ["changes", "norms", *(glob.escape("-".join(map(str, each))) for each in names)]
+    drawn = ["changes", "norms", "cosines", *(glob.escape("-".join(map(str, each))) for each in names)]
     return (_RECORD, "changes.csv", *(f"{name}.{suffix}" for name in drawn for suffix in FORMATS))
 
 

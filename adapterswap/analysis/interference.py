@@ -24,6 +24,7 @@ __all__ = ["Interference", "ModuleInterference", "check_shared", "interfere"]
 # The same seed gives two LoRA experts the same initial A, and training changes A little. So many of a shared start's
 # rows agree that any threshold between chance (about 0) and 1 tells it; .92 was measured after ordinary training.
 _SHARED_START = 0.5
+_NORMAL = 1.96  # standard deviations to either side of the mean hold 95 %
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,30 @@ class Interference:
 
     def by_layer(self) -> dict[int, dict[str, float | None]]:
         """Cosine (of the layer's matrices side by side), mean overlaps, and the share of signs in conflict."""
+        return {layer: _together(modules) for layer, modules in self._layers().items()}
+
+    def shuffled_by_layer(self) -> dict[int, dict[str, tuple[float, float] | None]]:
+        """Where the same numbers lie in 95 % of cases if the second expert is shuffled: (low, high)."""
+        return {layer: _band(modules) for layer, modules in self._layers().items()}
+
+    @property
+    def cosine(self) -> float | None:
+        """Of all matrices in layers, side by side."""
+        modules = [module for module in self.modules if module.matrix.layer is not None]
+        return cosine(math.fsum(module.product for module in modules), _norms(modules))
+
+    @property
+    def shuffled_cosine(self) -> tuple[float, float] | None:
+        """Where `cosine` lies in 95 % of cases if the second expert is shuffled."""
+        modules = [module for module in self.modules if module.matrix.layer is not None]
+        return _band(modules)["cosine"] if modules else None
+
+    def _layers(self) -> dict[int, list[ModuleInterference]]:
         layers: dict[int, list[ModuleInterference]] = {}
         for module in self.modules:
             if module.matrix.layer is not None:
                 layers.setdefault(module.matrix.layer, []).append(module)
-        return {layer: _together(modules) for layer, modules in sorted(layers.items())}
+        return dict(sorted(layers.items()))
 
 
 def interfere(
@@ -88,11 +108,43 @@ def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint |
     return first_name, second_name
 
 
+def _norms(modules: list[ModuleInterference]) -> tuple[float, float]:
+    one, other = (math.sqrt(math.fsum(module.norms[side] ** 2 for module in modules)) for side in (0, 1))
+    return one, other
+
+
+def _band(modules: list[ModuleInterference]) -> dict[str, tuple[float, float] | None]:
+    """As `_together` puts modules together, each shuffled independently of the others."""
+    norms = _norms(modules)
+    elements = [module.elements for module in modules]
+    weights: dict[str, list[float] | None] = {
+        "product": [1 / (norms[0] * norms[1])] * len(modules) if norms[0] * norms[1] else None,
+        "written": [1 / len(modules)] * len(modules),
+        "read": [1 / len(modules)] * len(modules),
+        "conflict": [each / sum(elements) for each in elements] if sum(elements) else None,
+    }
+    ends = {"cosine": (-1.0, 1.0)}
+    found: dict[str, tuple[float, float] | None] = {}
+    for name, key in (("cosine", "product"), ("written", "written"), ("read", "read"), ("sign_conflicts", "conflict")):
+        shares = weights[key]
+        if shares is None:
+            found[name] = None
+            continue
+        mean = math.fsum(share * module.shuffled[key].mean for share, module in zip(shares, modules, strict=True))
+        variance = math.fsum(
+            share**2 * module.shuffled[key].variance for share, module in zip(shares, modules, strict=True)
+        )
+        low, high = ends.get(name, (0.0, 1.0))
+        half = _NORMAL * math.sqrt(variance)
+        found[name] = max(low, mean - half), min(high, mean + half)
+    return found
+
+
 def _together(modules: list[ModuleInterference]) -> dict[str, float | None]:
-    norms = [math.sqrt(math.fsum(module.norms[side] ** 2 for module in modules)) for side in (0, 1)]
+    norms = _norms(modules)
     elements = sum(module.elements for module in modules)
     return {
-        "cosine": cosine(math.fsum(module.product for module in modules), (norms[0], norms[1])),
+        "cosine": cosine(math.fsum(module.product for module in modules), norms),
         "written": float(np.mean([module.written for module in modules])),
         "read": float(np.mean([module.read for module in modules])),
         "sign_conflicts": sum(module.conflicts for module in modules) / elements if elements else None,

@@ -11,22 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.analysis.changes import FractionTable
 from adapterswap.analysis.interference import Interference
-from adapterswap.drawing import GREY, HATCH, NOTE, SMALL, TEXT, Look, looks, new_figure, wrapped
+from adapterswap.drawing import GREY, HATCH, NOTE, SMALL, TEXT, Look, looks, new_figure, readable_on, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_fractions", "draw_interference", "draw_norms", "family_of"]
+__all__ = ["draw_fractions", "draw_interference", "draw_meetings", "draw_norms", "family_of"]
+
+_BAND = "#dcdcdc"
+_CELL = 0.27  # inches that a number needs
 
 _TALLEST = 40.0  # inches of a heatmap's rows; more layers share them
+_TOGETHER = 6  # experts in one panel
 _ABREAST = 5.0  # inches, from which three panels stand side by side
 
 
-def draw_fractions(tables: Sequence[FractionTable], width: float) -> Figure:
-    """A heatmap for each expert, all on one scale: the share of rows above the threshold, layer by module."""
+def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: bool = True) -> Figure:
+    """A heatmap for each expert, layer by module: the share of rows above the threshold.
+
+    Args:
+        tables: the experts' shares.
+        width: in inches.
+        one_scale: the same colours for all; otherwise each ends at its own largest share, as in the paper.
+    """
     import numpy as np
 
-    most = max(max(table.cells.values()) for table in tables) or 1.0
+    together = max(max(table.cells.values()) for table in tables)
     columns = max(len(table.modules) for table in tables)
     layers = max(len(table.layers) for table in tables)
     across = max(1, min(3, len(tables), int((width - 0.7) / (0.35 + 0.11 * columns))))
@@ -38,7 +48,10 @@ def draw_fractions(tables: Sequence[FractionTable], width: float) -> Figure:
         for (layer, module), value in table.cells.items():
             values[layer, table.modules.index(module)] = value
         _hatch(axes, values)
+        most = (together if one_scale else max(table.cells.values())) or 1.0
         image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most, aspect="auto")
+        if not one_scale:
+            _bar(figure, image, [axes])
         axes.set_xticks(range(len(table.modules)), [_short(module) for module in table.modules], rotation=90)
         axes.set_yticks(_ticks(len(table.layers)))
         at = "" if table.threshold is None else f"\nabove {table.threshold:.2g}"
@@ -48,10 +61,15 @@ def draw_fractions(tables: Sequence[FractionTable], width: float) -> Figure:
         axes.remove()
     for axes in grid[:, 0]:
         axes.set_ylabel("layer")
-    bar = figure.colorbar(image, ax=list(grid.flat[: len(tables)]), shrink=0.6, pad=0.01)
+    if one_scale:
+        _bar(figure, image, list(grid.flat[: len(tables)]))
+    return figure
+
+
+def _bar(figure: Figure, image: Any, panels: Sequence[Any]) -> None:
+    bar = figure.colorbar(image, ax=panels, shrink=0.6, pad=0.01)
     bar.set_label("share of rows")
     bar.ax.tick_params(labelsize=NOTE)
-    return figure
 
 
 def _hatch(axes: Any, values: Any) -> None:
@@ -68,22 +86,36 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
     """A line for each expert: ‖ΔW‖ of every layer, or ‖ΔW‖ / ‖W‖ where `relative`.
 
     Experts of one family (math1, math2, …: names that differ in their last number) share a colour, and differ in line
-    and marker.
+    and marker. More than `_TOGETHER` experts have a panel for each family, on the same axes, so that lines stay apart.
     """
     look = _by_family(list(norms))
     columns, lines = _legend_shape(list(norms), width)
-    figure = new_figure(width, 1.9 + lines * 0.17)
-    axes = figure.add_subplot()
+    families = {expert: family_of(expert) if len(norms) > _TOGETHER else "" for expert in norms}
+    names = list(dict.fromkeys(families.values()))
+    across = min(len(names), 1 if width < _ABREAST else 3)
+    down = -(-len(names) // across)
+    figure = new_figure(width, 0.3 + 1.6 * down + lines * 0.17)
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    panels = dict(zip(names, grid.flat, strict=False))
     handles = []
     for expert, layers in norms.items():
+        axes = panels[families[expert]]
         colour, marker, line = look[expert]
         shown: dict[str, Any] = {
             "color": colour, "linestyle": line, "marker": marker, "markersize": 2.6,
             "markevery": max(1, len(layers) // 8), "linewidth": 1.0,
         }  # fmt: skip
         handles += axes.plot(list(layers), list(layers.values()), label=wrapped(expert, 24), **shown)
-    axes.set_ylim(bottom=0)
-    _finish(axes, "layer", "‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖")
+    for place, (name, axes) in enumerate(panels.items()):
+        if name:
+            axes.set_title(wrapped(name, int(width / across / 0.07)), fontsize=SMALL)
+        lowest = place + across >= len(names)
+        axes.tick_params(labelbottom=lowest)
+        first = place % across == 0
+        _finish(axes, "layer" if lowest else "", ("‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖") if first else "")
+    for axes in grid.flat[len(names) :]:
+        axes.remove()
+    grid[0, 0].set_ylim(bottom=0)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.0, handlelength=2.6)
     return figure
 
@@ -91,16 +123,21 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
 def draw_interference(pair: Interference, width: float) -> Figure:
     """Three panels over the layers: the cosine, the overlap of subspaces beside chance, the signs in conflict.
 
-    The axes show no less than a tenth to either side of what two unrelated experts have (cosines of 0, one half of the
-    signs), so that noise does not look like a finding.
+    A grey band behind each line shows where it lies in 95 % of cases if one of the experts is shuffled. The axes show
+    no less than a tenth to either side of what two unrelated experts have (cosines of 0, one half of the signs), so
+    that noise does not look like a finding.
     """
-    layers = pair.by_layer()
-    chance = [sum(module.by_chance) / 2 for module in pair.modules]
+    layers, shuffled = pair.by_layer(), pair.shuffled_by_layer()
     stacked = width < _ABREAST
     figure = new_figure(width, 4.1 if stacked else 1.9)
     cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
     figure.suptitle(_wrapped_names(pair, width), fontsize=TEXT)
     cosine.axhline(0, color=GREY, linewidth=0.8)
+    for axes, key, hatch in ((cosine, "cosine", ""), (overlap, "written", ""), (overlap, "read", "////"),
+                             (signs, "sign_conflicts", "")):  # fmt: skip
+        known = [(layer, band[key]) for layer, band in shuffled.items() if band[key] is not None]
+        _draw_band(axes, known, hatch, label="shuffled" if axes is cosine else "_")
+    cosine.legend()
     first, second, _ = looks(3)
     for axes, key, look in ((cosine, "cosine", first), (overlap, "written", first), (overlap, "read", second),
                             (signs, "sign_conflicts", first)):  # fmt: skip
@@ -109,7 +146,6 @@ def draw_interference(pair: Interference, width: float) -> Figure:
         axes.plot(list(layers), values, label=key, linewidth=1.0, **line)
     if pair.shared_start is not None:
         overlap.set_title("`read` shows a shared initial A", fontsize=SMALL)
-    overlap.axhline(sum(chance) / len(chance), color=GREY, linestyle=":", label="by chance")
     overlap.set_ylim(bottom=0)
     overlap.legend()
     signs.axhline(0.5, color=GREY, linestyle=":")
@@ -118,6 +154,54 @@ def draw_interference(pair: Interference, width: float) -> Figure:
         axes.set_ylim(max(ends[0] - 0.02, min(low, middle - 0.1)), min(ends[1] + 0.02, max(high, middle + 0.1)))
     for axes, name in ((cosine, "cosine of ΔW"), (overlap, "overlap of subspaces"), (signs, "signs in conflict")):
         _finish(axes, "" if stacked and axes is not signs else "layer", name)
+    return figure
+
+
+def _draw_band(axes: Any, ends: Sequence[tuple[int, Any]], hatch: str, label: str) -> None:
+    """From low to high at each layer, half a layer wide to either side, so that a single layer has one too."""
+    x = [side for layer, _ in ends for side in (layer - 0.5, layer + 0.5)]
+    low, high = ([end[place] for _, end in ends for _ in range(2)] for place in (0, 1))
+    axes.fill_between(x, low, high, color=_BAND, edgecolor=GREY if hatch else _BAND, hatch=hatch, linewidth=0.3,
+                      label=label, zorder=0)  # fmt: skip
+
+
+def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
+    """The cosine of every two experts, all layers together: a square of experts by experts.
+
+    Cosines within the band of a shuffled expert are grey. Colours end at the cosine that is largest in size, or at a
+    tenth where all are smaller, so that noise stays pale.
+    """
+    import numpy as np
+
+    names = list(dict.fromkeys(name for pair in pairs for name in pair.experts))
+    values = np.full((len(names), len(names)), np.nan)
+    inside = set()
+    for pair in pairs:
+        one, other = (names.index(name) for name in pair.experts)
+        if pair.cosine is None:
+            continue
+        values[other, one] = pair.cosine
+        band = pair.shuffled_cosine
+        if band is not None and band[0] <= pair.cosine <= band[1]:
+            inside.add((other, one))
+    most = max(0.1, float(np.nanmax(np.abs(values), initial=0.0)) if np.isfinite(values).any() else 0.0)
+    labels = [wrapped(name, 14) for name in names]
+    size = min(width, 1.2 + 0.42 * len(names))
+    figure = new_figure(width, size)
+    axes = figure.add_subplot()
+    image = axes.imshow(values[1:, :-1], cmap="PuOr", vmin=-most, vmax=most)
+    axes.set_xticks(range(len(names) - 1), labels[:-1], rotation=90)
+    axes.set_yticks(range(len(names) - 1), labels[1:])
+    axes.tick_params(labelsize=NOTE, length=0)
+    fits = (size - 1.2) / len(names) > _CELL
+    for (row, column), value in np.ndenumerate(values):
+        if np.isnan(value) or not fits:
+            continue
+        colour = GREY if (row, column) in inside else readable_on(tuple(image.cmap(image.norm(value))))
+        axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=NOTE, color=colour)
+    bar = figure.colorbar(image, ax=axes, shrink=0.7, pad=0.02)
+    bar.set_label("cosine of ΔW")
+    bar.ax.tick_params(labelsize=NOTE)
     return figure
 
 

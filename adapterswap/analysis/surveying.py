@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.analysis.deltas import Matrix, Reader, delta_reader, matrices
+from adapterswap.analysis.shuffling import Marginals, Null, shuffled_overlap, shuffled_product
 from adapterswap.arithmetic.lowrank import cosine
 from adapterswap.arithmetic.threads import map_in_threads
 from adapterswap.changes.deltas import Delta, Factors, finite
@@ -39,6 +40,7 @@ _NOTHING = 1e-6  # what a direction carries that is left out, beside the stronge
 
 _BLOCK = 2**18  # elements of ΔW that are formed at a time, which the processor's cache holds
 _STORED = 2**20  # elements of a base's weight that are read at a time
+_SHUFFLES = 24  # of a matrix, over all pairs; of each pair from 2 to 8
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class ModuleInterference:
         by_chance: what `written` and `read` would be for random subspaces: max(rank) / out, and max(rank) / in.
         conflicts: elements where X and Y have different signs, both not zero.
         elements: elements where both are not zero.
+        shuffled: `product`, `written`, `read` and the share of signs in `conflict` where Y is shuffled.
         start: the mean cosine of A's rows at equal places; None where ranks differ or an expert has no A. Near 0 unless
             both were trained from one initial A.
     """
@@ -82,6 +85,7 @@ class ModuleInterference:
     by_chance: tuple[float, float]
     conflicts: int
     elements: int
+    shuffled: Mapping[str, Null]
     start: float | None = None
 
     @property
@@ -185,17 +189,23 @@ def _measure(
     if not couples:
         return found
     mixed = len(factors) < len(deltas)
-    spaces: dict[str, tuple[Vectors, Vectors]] = {}
+    spaces: dict[str, tuple[Vectors, Vectors]] = {}  # where some are dense, in coordinates of the matrix itself
+    full: dict[str, tuple[Vectors, Vectors]] = {}  # in coordinates of the matrix itself
     for expert, delta in deltas.items():
         if joint is not None and expert in place:
             spectrum = joint.spectrum_of(place[expert])
             kept = spectrum.sigma > spectrum.sigma[:1].sum() * _NOTHING
             space = spectrum.u[:, kept], spectrum.vt[kept].T
-            # Where some are dense, in coordinates of the matrix itself.
-            spaces[expert] = (joint.left.expand(space[0]), joint.right.expand(space[1])) if mixed else space
+            full[expert] = joint.left.expand(space[0]), joint.right.expand(space[1])
+            spaces[expert] = full[expert] if mixed else space
         else:
             assert not isinstance(delta, Factors)
-            spaces[expert] = _dense_space(delta)
+            spaces[expert] = full[expert] = _dense_space(delta)
+    sums = {
+        expert: _sums(delta, norms[expert]) if isinstance(delta, Factors) else dense.sums[expert]
+        for expert, delta in deltas.items()
+    }
+    shuffles = max(2, min(8, _SHUFFLES // len(couples)))
     for one, other in couples:
         (columns, rows_), (other_columns, other_rows) = spaces[one], spaces[other]
         rank = max(columns.shape[1], other_columns.shape[1])
@@ -210,6 +220,12 @@ def _measure(
             by_chance=(min(1.0, rank / out), min(1.0, rank / width)),
             conflicts=dense.conflicts[one, other],
             elements=dense.elements[one, other],
+            shuffled={
+                "product": shuffled_product(sums[one], sums[other]),
+                "written": shuffled_overlap(full[one][0], full[other][0], f"{held[one].name} written", shuffles),
+                "read": shuffled_overlap(full[one][1], full[other][1], f"{held[one].name} read", shuffles),
+                "conflict": _shuffled_conflict(dense.signs[one], dense.signs[other]),
+            },
             start=_start(deltas[one], deltas[other]),
         )
     return found
@@ -227,6 +243,8 @@ class _Dense:
         squares: by expert with a full checkpoint's ΔW, ‖ΔW‖².
         products: by two experts of which one is a full checkpoint, ⟨X, Y⟩.
         conflicts, elements: by two experts, see `ModuleInterference`.
+        sums: by expert with a full checkpoint's ΔW, where there are pairs.
+        signs: by expert, of its signs (−1, 0 and 1), where there are pairs.
     """
 
     means: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
@@ -234,6 +252,8 @@ class _Dense:
     products: dict[tuple[str, str], float] = field(default_factory=dict)
     conflicts: dict[tuple[str, str], int] = field(default_factory=dict)
     elements: dict[tuple[str, str], int] = field(default_factory=dict)
+    sums: dict[str, Marginals] = field(default_factory=dict)
+    signs: dict[str, Marginals] = field(default_factory=dict)
 
 
 def _by_blocks(
@@ -252,6 +272,9 @@ def _by_blocks(
     found.squares = dict.fromkeys(whole, 0.0)
     found.products = {pair: 0.0 for pair in couples if whole & {*pair}}
     found.conflicts, found.elements = dict.fromkeys(couples, 0), dict.fromkeys(couples, 0)
+    rows_of = {(what, expert): np.zeros(out) for what in ("sum", "sign") for expert in deltas}
+    columns_of = {key: np.zeros(width) for key in rows_of}
+    nonzero = dict.fromkeys(deltas, 0)
     memory = {expert: np.empty((step, width), np.float32) for expert in deltas}
     scratch, unlike = np.empty((step, width), np.float32), np.empty((step, width), np.bool_)
     zeros = {expert: np.empty((step, width), np.bool_) for expert in deltas}
@@ -274,6 +297,17 @@ def _by_blocks(
             blocks[expert] = block
             if couples:
                 has_zeros[expert] = bool(np.equal(block, 0, out=zeros[expert][:count]).any())
+                if expert in whole:
+                    rows_of["sum", expert][start:stop] = block.sum(axis=1, dtype=np.float64)
+                    columns_of["sum", expert] += block.sum(axis=0, dtype=np.float64)
+                by_row, by_column = _counted(np.greater(block, 0, out=unlike[:count]))
+                if has_zeros[expert]:
+                    fewer_in_row, fewer_in_column = _counted(np.less(block, 0, out=unlike[:count]))
+                else:
+                    fewer_in_row, fewer_in_column = width - by_row, count - by_column
+                rows_of["sign", expert][start:stop] = by_row - fewer_in_row
+                columns_of["sign", expert] += by_column - fewer_in_column
+                nonzero[expert] += int(by_row.sum() + fewer_in_row.sum())
         for one, other in couples:
             # The sign of a float32 is its first bit.
             x, y = blocks[one].view(np.int32), blocks[other].view(np.int32)
@@ -289,9 +323,36 @@ def _by_blocks(
             if (one, other) in found.products:
                 product = np.sum(np.multiply(blocks[one], blocks[other], dtype=np.float64))
                 found.products[one, other] += float(product)
+    if couples:
+        found.sums = {
+            each: Marginals(rows_of["sum", each], columns_of["sum", each], found.squares[each]) for each in whole
+        }
+        found.signs = {
+            each: Marginals(rows_of["sign", each], columns_of["sign", each], float(nonzero[each])) for each in deltas
+        }
     if rows:
         found.means = {expert: np.concatenate(parts) for expert, parts in means.items()}
     return found
+
+
+def _counted(true: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """How many are true in each row, and in each column. Bytes are added where they cannot overflow: it is faster."""
+    in_rows = np.array([np.count_nonzero(row) for row in true], np.int64)
+    kind = np.uint8 if len(true) < 256 else np.int64
+    return in_rows, np.add.reduce(true.view(np.uint8), axis=0, dtype=kind).astype(np.int64)
+
+
+def _sums(delta: Factors, norm: float) -> Marginals:
+    """Of ΔW = B·A, without forming it."""
+    b, a = delta.b.astype(np.float64), delta.a.astype(np.float64)
+    return Marginals(b @ a.sum(axis=1), b.sum(axis=0) @ a, norm**2)
+
+
+def _shuffled_conflict(one: Marginals, other: Marginals) -> Null:
+    """Of elements where neither is zero, the share whose signs differ: (1 − ⟨signs, signs⟩ / elements) / 2."""
+    product = shuffled_product(one, other)
+    elements = one.squares * other.squares / (len(one.rows) * len(one.columns))
+    return Null((1 - product.mean / elements) / 2, product.variance / elements**2 / 4) if elements else Null(0.5, 0.0)
 
 
 def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) -> float | None:

@@ -142,6 +142,13 @@ def _print(found: Analysis) -> None:
         above = f"whose mean absolute change is above {found.threshold:.3g}"
         note(f"rows: the share {above}, of each kind of matrix, averaged over the kinds in a layer")
     for pair in found.pairs:
+        shuffled, outside = pair.shuffled_by_layer(), []
+        for layer, numbers in pair.by_layer().items():
+            band, cosine = shuffled[layer]["cosine"], numbers["cosine"]
+            if band is not None and cosine is not None and not band[0] <= cosine <= band[1]:
+                outside.append(str(layer))
+        where = f"in layers {', '.join(outside)}" if outside else "in no layer"
+        note(f"{' and '.join(pair.experts)}: cosines beyond those of shuffled experts (95 %) {where}")
         if pair.shared_start is not None:
             note(
                 f"{' and '.join(pair.experts)} were trained from the same initial A (their rows have a mean cosine of "

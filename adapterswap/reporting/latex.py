@@ -20,11 +20,11 @@ __all__ = ["COLUMNS", "LAYOUTS", "TableStyle", "latex_tables"]
 
 LAYOUTS = ("methods", "languages", "paper")
 
-# What LaTeX reads as commands, as text.
+# What LaTeX reads as commands, as text; [ and * are commands behind the \\ of the line before.
 _SPECIAL = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", '"': "''", "Δ": r"$\Delta$",
+    "|": r"\textbar{}", '"': "''", "Δ": r"$\Delta$", "[": "{[}", "*": "{*}",
 }  # fmt: skip
 _MANY = 9  # columns, beyond which the text is smaller and closer
 _HEAD = 9  # characters of a line of a head

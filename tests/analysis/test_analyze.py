@@ -553,7 +553,8 @@ def test_pictures_can_be_read_in_a_column(width: float) -> None:
 def test_families_share_a_colour_and_members_do_not_look_alike() -> None:
     with style():
         figure = draw_norms(norms_of(4), 6.75, relative=False)
-    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert [axes.get_title() for axes in figure.axes] == ["math", "sw"]  # more than six experts: a panel for a family
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
     assert len(lines) == 8
     for family in ("math", "sw"):
         members = [line for name, line in lines.items() if str(name).startswith(family)]
@@ -562,4 +563,7 @@ def test_families_share_a_colour_and_members_do_not_look_alike() -> None:
     assert lines["math0"].get_color() != lines["sw0"].get_color()
     for name, norms in norms_of(4).items():
         assert list(lines[name].get_ydata()) == list(norms.values())
+    with style():
+        panels = draw_norms(norms_of(2), 6.75, relative=False).axes
+    assert [len(axes.lines) for axes in panels] == [4]
     assert [family_of(name) for name in ("math-2", "swahili #3", "7", "tulu")] == ["math", "swahili", "7", "tulu"]

@@ -44,8 +44,10 @@ def lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_command_of_the_page_runs(lab_run: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLE / "README.md").read_text(), flags=re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
+        if "papers.py" in line:  # test_papers.py runs it, with less training
+            continue
         program, *words = shlex.split(line)
         python = [sys.executable] if program == "python" else [sys.executable, "-m", "adapterswap"]
         words += ["--problems", "6"] if program == "python" else []

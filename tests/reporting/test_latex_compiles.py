@@ -100,7 +100,7 @@ def test_what_is_made_for_a_width_is_scaled_by_a_tenth_at_most(written: Written,
 def test_any_name_compiles(written: Written, tmp_path: Path) -> None:
     """What LaTeX reads as commands, quotes and accents; what pdfLaTeX cannot set is said at the top of the table."""
     target = written.report.targets[0]
-    names = ['a_b & 100 % #1 $x$ {y} ~z^2 \\end{table} "q" <i> | – é ß', "plain"]
+    names = ['a_b & 100 % #1 $x$ {y} ~z^2 \\end{table} "q" <i> | – é ß', "[A] bracket", "*star"]
     rows = tuple(replace(row, label=name) for row, name in zip(target.rows, names, strict=False))
     report = replace(written.report, targets=(replace(target, rows=rows, task='t"_^'),))
     tables = [Table(layout, latex_tables(report, TableStyle(layout=layout, label="tab:x"))) for layout in LAYOUTS]
