@@ -54,7 +54,7 @@ def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[in
     cells = _cells(plan)
     kinds = [kind for kind in _KIND if any(of == kind for _, of in cells)]
     columns = []
-    for layer in range(plan.num_layers):
+    for layer in range(plan.one_depth("the studio")):
         buttons = "".join(
             _button(layer, kind, cells.get((layer, kind)), experts, (layer, kind) in painted) for kind in kinds
         )

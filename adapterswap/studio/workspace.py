@@ -18,7 +18,14 @@ from adapterswap.analysis.analyzing import Analysis, analyze
 from adapterswap.analysis.measuring import suggest
 from adapterswap.analysis.suggesting import Suggestion
 from adapterswap.bases import Base, choose_device, load_weights, open_base
-from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, DataError, NotFoundError
+from adapterswap.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    DataError,
+    NotFoundError,
+    UnsupportedError,
+)
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.files.smallfiles import exists, expand, is_folder
 from adapterswap.lab.lexicon import LANGUAGES
@@ -217,6 +224,7 @@ def open_workspace(
         BaseModelError: the base cannot be opened or loaded, or does not say how many layers it has.
         ArgumentError, FieldError, NotFoundError: see `read_manifest`.
         ExpertError: not one of the experts can be opened.
+        UnsupportedError: the base has an encoder and a decoder.
     """
     target = choose_device(device)
     named = dict(experts) if isinstance(experts, Mapping) else dict(read_manifest(experts).experts)
@@ -227,6 +235,12 @@ def open_workspace(
             f"the config of {base_model} does not say how many layers it has", "Use another base",
             parameter="base_model",
         )  # fmt: skip
+    if not isinstance(num_layers, int):
+        raise UnsupportedError(
+            f"{base_model} has an encoder and a decoder, and the studio shows one list of layers",
+            "Use a decoder-only model",
+            parameter="base_model",
+        )
     opened: dict[str, Adapter] = {}
     faults: dict[str, AdapterswapError] = {}
     for name, reference in named.items():
