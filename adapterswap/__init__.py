@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from adapterswap.planning.composing import ties as ties
     from adapterswap.planning.compositions import Composition as Composition
     from adapterswap.planning.making import make_plan as make_plan
+    from adapterswap.planning.mergekit import MergekitMerge as MergekitMerge
+    from adapterswap.planning.mergekit import read_mergekit as read_mergekit
     from adapterswap.planning.plan import Plan as Plan
     from adapterswap.planning.short_names import parse_composition as parse_composition
     from adapterswap.planning.slicing import slice_layers as slice_layers
@@ -75,6 +77,7 @@ _HOME = {
     "Extraction": "extracting.result",
     "Inspection": "checking.inspecting",
     "LiveComposer": "live",
+    "MergekitMerge": "planning.mergekit",
     "Plan": "planning.plan",
     "Report": "reporting.report",
     "Rule": "planning.allocation",
@@ -101,6 +104,7 @@ _HOME = {
     "open_expert": "experts.opening",
     "parse_composition": "planning.short_names",
     "read_composition": "planning.composing",
+    "read_mergekit": "planning.mergekit",
     "report": "reporting.writing",
     "slerp": "planning.composing",
     "slice_layers": "planning.slicing",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from adapterswap.cli.composition_options import any_plan_from_options, composition_options
+from adapterswap.cli.composition_options import any_plan_from_options, composition_options, recipe_dtype
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar, working
 from adapterswap.cli.pushing import Push, push_options
@@ -78,7 +78,8 @@ def command(
         from adapterswap.cli.full_weights import write_full_weights
         from adapterswap.merging import ModelForm
 
-        write_full_weights(plan, ModelForm(), out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+        form_of_model = ModelForm(dtype=recipe_dtype(recipe))
+        write_full_weights(plan, form_of_model, out_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
         if not dry_run:
             push.upload(out_path)
         return

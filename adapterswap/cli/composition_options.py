@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from adapterswap.planning.allocation import Rule
     from adapterswap.planning.compositions import Composition
+    from adapterswap.planning.mergekit import Dtype
     from adapterswap.planning.plan import Plan
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "parsed_rules",
     "plan_from_options",
     "plan_of",
+    "recipe_dtype",
 ]
 
 _LISTED = 5  # methods in the help of a parameter
@@ -232,7 +234,6 @@ def composition_from_options(
 ) -> Composition:
     """The composition itself; see `plan_from_options`."""
     from adapterswap.files.yamlfiles import validate
-    from adapterswap.planning.composing import read_composition
     from adapterswap.planning.compositions import Composition
 
     given = {key: options[key] for key in _KEYS if options.get(key) is not None}
@@ -250,7 +251,7 @@ def composition_from_options(
             or given.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}
         ):
             raise click.UsageError("A recipe says what to compose: give it alone, or options without it.")
-        return read_composition(recipe).model_copy(update=given)
+        return _from_recipe(recipe).model_copy(update=given)
     if experts or rules:
         if tasks or languages:
             raise click.UsageError("Name experts with --expert, or with --task-expert and --language-expert: not both.")
@@ -258,6 +259,29 @@ def composition_from_options(
     if not tasks or not languages:
         raise click.UsageError("Give --task-expert and --language-expert, or a recipe; or --expert and --rule.")
     return validate({**given, **_name_experts(tasks, languages)}, Composition, where="the options")
+
+
+def _from_recipe(recipe: str) -> Composition:
+    """A recipe's composition. What a mergekit YAML says of the dtype, `recipe_dtype` hands on."""
+    from adapterswap.planning.composing import read_composition
+    from adapterswap.planning.mergekit import is_mergekit, read_mergekit
+    from adapterswap.shipped import find_recipe
+
+    path = find_recipe(recipe, "compose")
+    return read_mergekit(path).composition if is_mergekit(path) else read_composition(path)
+
+
+def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | None:
+    """The dtype of full weights: the one that an option requests, or that a mergekit YAML at `path` says."""
+    from adapterswap.planning.mergekit import mergekit_dtype
+    from adapterswap.shipped import find_recipe
+
+    if path is None or not path.endswith((".yaml", ".yml")):
+        return requested
+    said = mergekit_dtype(find_recipe(path, "compose"))
+    if requested is not None and said not in (None, requested):
+        raise click.UsageError(f"The recipe says {said}: leave --dtype {requested} out, or the recipe's dtype.")
+    return requested or said
 
 
 def named_experts(options: tuple[str, ...]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from adapterswap.cli.composition_options import composition_options, plan_of
+from adapterswap.cli.composition_options import composition_options, plan_of, recipe_dtype
 from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.full_weights import write_full_weights
 from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, FOLDER
@@ -44,14 +44,14 @@ def command(
 ) -> None:
     """Merge an adapter or a composition into full weights.
 
-    PATH is an adapter or a recipe (YAML); or say what to compose with the options. Experts may be full checkpoints as
-    well. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and rounded once, what
-    does not change is copied byte for byte.
+    PATH is an adapter or a recipe (YAML, mergekit's too); or say what to compose with the options. Experts may be full
+    checkpoints as well. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and
+    rounded once, what does not change is copied byte for byte.
     """
     from adapterswap.merging import ModelForm
 
     push = Push.of(options)
-    form = ModelForm(max_shard_size, dtype)
+    form = ModelForm(max_shard_size, recipe_dtype(path, dtype))
     write_full_weights(
         plan_of(path, options, base_model=base_model), form, out_path, base_model=base_model,
         device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json,

@@ -26,6 +26,7 @@ from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.checks import check_names
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
+from adapterswap.planning.mergekit import is_mergekit, read_mergekit
 from adapterswap.planning.names import expert_name
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.short_names import as_composition
@@ -271,7 +272,8 @@ def read_composition(recipe: str | Path) -> Composition:
     """Read a recipe of a composition. Experts that are next to the recipe are found there.
 
     Args:
-        recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`.
+        recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`. A mergekit YAML
+            is read too; see `read_mergekit`.
 
     Returns:
         The composition, for `compose`.
@@ -279,9 +281,19 @@ def read_composition(recipe: str | Path) -> Composition:
     Raises:
         NotFoundError: there is no such recipe.
         FieldError: with every mistake in it.
+        UnsupportedError: a mergekit YAML says a dtype, which a composition does not hold, or what has no meaning here.
     """
     check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
     path = find_recipe(recipe, "compose")
+    if is_mergekit(path):
+        found = read_mergekit(path)
+        if found.dtype is not None:
+            raise UnsupportedError(
+                f"{path}: dtype is {found.dtype}, and a composition does not say how its weights are stored",
+                "Remove it from the file and pass `dtype` to `merge`, or call `read_mergekit`, which returns both",
+                parameter="dtype",
+            )
+        return found.composition
     composition = read_recipe(path, Composition, paths=["experts.*"])
     experts = {
         name: str(beside) if is_folder(beside := path.parent / expand(place)) else place

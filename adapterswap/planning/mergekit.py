@@ -1,0 +1,480 @@
+"""A mergekit YAML as a composition of full checkpoints, where its meaning exists here; all else is refused by its key.
+
+What mergekit 0.1.5 makes of its keys: parameters are looked up in a source, its slice and the file, in this order; a
+list is a gradient over the layers of a slice; a filter is a part of a tensor's name; what is before the layers goes
+with the first slice and what is after them with the last, at the start of a gradient. Own work after its
+documentation and behaviour; nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from adapterswap.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
+from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
+from adapterswap.experts.identity import sha256_of
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, num_layers_in_config
+from adapterswap.experts.opening import open_expert
+from adapterswap.files.smallfiles import expand, is_folder
+from adapterswap.files.yamlfiles import FieldMistake, StrictModel, read_content, validate
+from adapterswap.planning.allocation import BASE, Rule
+from adapterswap.planning.compositions import Composition
+from adapterswap.planning.names import expert_name
+
+__all__ = ["MergekitMerge", "is_mergekit", "mergekit_dtype", "read_mergekit"]
+
+_MARK = "merge_method"  # the key that every mergekit YAML has, and no recipe of ours
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+_SHARED = {
+    "linear": ("normalize",),
+    "passthrough": (),
+    "task_arithmetic": ("normalize", "rescale", "int8_mask", "lambda"),
+    "ties": ("normalize", "rescale", "int8_mask", "lambda"),
+}
+"""Method → the parameters of a slice or of the file."""
+_OWN = {"linear": ("weight",), "passthrough": ("scale",), "task_arithmetic": ("weight",), "ties": ("weight", "density")}
+"""Method → those that each model has; a slice or the file may give one to all."""
+_NORMALIZES = {"linear": True, "task_arithmetic": False, "ties": True}
+_AFTER = HEADS | {"norm", "ln_f", "final_layer_norm", "final_layernorm"}  # what follows the layers
+
+
+class _Model(StrictModel):
+    model: str = Field(description="A full checkpoint.")
+    parameters: dict[str, Any] = Field(default={}, description="weight, density, scale.")
+
+
+class _Source(_Model):
+    layer_range: tuple[int, int] = Field(description="The first layer, and the one after the last.")
+
+
+class _Slice(StrictModel):
+    sources: list[_Source] = Field(min_length=1, description="What is merged in these layers.")
+    parameters: dict[str, Any] = Field(default={}, description="For all of its sources.")
+
+
+class _MergekitRecipe(StrictModel):
+    merge_method: Literal["linear", "passthrough", "task_arithmetic", "ties"] = Field(
+        description="Others are methods of their own here: see `adapterswap methods`."
+    )
+    slices: list[_Slice] | None = Field(default=None, min_length=1)
+    models: list[_Model] | None = Field(default=None, min_length=1)
+    base_model: str | None = None
+    dtype: Dtype | None = None
+    out_dtype: Dtype | None = None
+    tokenizer_source: str | None = None
+    parameters: dict[str, Any] = Field(default={})
+
+    @property
+    def written_dtype(self) -> Dtype | None:
+        return self.out_dtype or self.dtype
+
+    @model_validator(mode="after")
+    def _check(self) -> _MergekitRecipe:
+        if (self.slices is None) == (self.models is None):
+            raise FieldMistake("exactly one of `slices` and `models` says what is merged", "models")
+        if self.dtype in ("float16", "bfloat16") and self.out_dtype not in (None, self.dtype):
+            raise FieldMistake(
+                f"out_dtype {self.out_dtype} after computing in {self.dtype} rounds twice; sums are rounded once here",
+                "out_dtype",
+                remedy="Leave `dtype` or `out_dtype` out",
+            )
+        for place, own in self._settings():
+            for key, setting in own.items():
+                self._check_setting(place, key, setting)
+        return self
+
+    def _check_setting(self, place: str, key: str, setting: Any) -> None:
+        shared, own = _SHARED[self.merge_method], _OWN[self.merge_method]
+        in_model = "sources" in place or place.startswith("models")
+        known = own if in_model else (*shared, *own)
+        where = f"{place}.{key}"
+        if key not in known:
+            level = "a model's parameter" if in_model else "a parameter"
+            raise FieldMistake(
+                f"{key!r} is not {level} of {self.merge_method}, and mergekit would ignore it",
+                where,
+                remedy=did_you_mean(key, known, f"Use {', '.join(known) or 'none'}, or remove it"),
+            )
+        if key in ("normalize", "rescale", "int8_mask"):
+            if not isinstance(setting, bool):
+                raise FieldMistake(f"{key} is true or false for all tensors", where)
+            if key == "rescale" and setting:
+                raise FieldMistake("rescale: true scales what is left to its L1 norm, which no method does here", where)
+        elif not _is_setting(setting):
+            raise FieldMistake(f"{key} is neither a number, a list of numbers, nor a list of filters and values", where)
+
+    def _settings(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Every `parameters`, and where it is."""
+        yield "parameters", self.parameters
+        for number, model in enumerate(self.models or ()):
+            yield f"models.{number}.parameters", model.parameters
+        for number, part in enumerate(self.slices or ()):
+            yield f"slices.{number}.parameters", part.parameters
+            for index, source in enumerate(part.sources):
+                yield f"slices.{number}.sources.{index}.parameters", source.parameters
+
+
+@dataclass(frozen=True)
+class MergekitMerge:
+    """What a mergekit YAML means.
+
+    Attributes:
+        composition: of its checkpoints, with a rule for every tensor.
+        dtype: of the result; None where each tensor keeps its own.
+    """
+
+    composition: Composition
+    dtype: Dtype | None
+
+
+def is_mergekit(path: str | Path) -> bool:
+    """Whether the YAML file at `path` is mergekit's.
+
+    Raises:
+        AdapterswapError: it cannot be read; see `read_content`.
+    """
+    return _MARK in read_content(path)[0]
+
+
+def mergekit_dtype(path: str | Path) -> Dtype | None:
+    """The dtype that a mergekit YAML says its result has; None for other recipes, and where it says none.
+
+    Raises:
+        AdapterswapError: see `read_content`; and the YAML's mistakes, see `read_mergekit`.
+    """
+    return _read(Path(path)).written_dtype if is_mergekit(path) else None
+
+
+def read_mergekit(path: str | Path) -> MergekitMerge:
+    """Read a mergekit YAML. Its checkpoints are opened (their headers), since filters speak of tensors by their names.
+
+    Checkpoints that are next to the file are found there.
+
+    Raises:
+        FieldError: a key or value that has no meaning here, a filter that matches no tensor, a missing parameter.
+        UnsupportedError: it moves layers, or a model is not a full checkpoint.
+        AdapterswapError: see `open_expert`.
+    """
+    check_type(path, (str, Path), "path", "Pass a YAML file")
+    return _Reading(_read(Path(path)), Path(path)).merge()
+
+
+def _read(path: Path) -> _MergekitRecipe:
+    content, layers = read_content(path)
+    return validate(content, _MergekitRecipe, where=str(path), layers=layers)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_setting(value: Any) -> bool:
+    """A number, a gradient, or a list of {filter, value}."""
+    if _is_number(value):
+        return True
+    if not isinstance(value, list) or not value:
+        return False
+    return all(map(_is_number, value)) or all(
+        isinstance(item, dict)
+        and {"value"} <= item.keys() <= {"value", "filter"}
+        and isinstance(item.get("filter", "*"), str | None)
+        and _is_setting(item["value"])
+        for item in value
+    )
+
+
+@dataclass
+class _Reading:
+    recipe: _MergekitRecipe
+    path: Path
+    names: dict[str, str] = field(default_factory=dict)
+    """Reference → what the expert is called."""
+    opened: dict[str, Checkpoint] = field(default_factory=dict)
+    filters: dict[str, bool] = field(default_factory=dict)
+    """Filter → whether it matched a tensor."""
+
+    def merge(self) -> MergekitMerge:
+        recipe = self.recipe
+        problems = Problems(FieldError)
+        for reference in dict.fromkeys(self._references()):
+            with problems.collect():
+                self._open(reference)
+        problems.raise_if_any()
+        first = recipe.base_model or self._references()[0]
+        skeleton = self.opened[first]
+        num_layers = num_layers_in_config(skeleton.config)
+        if num_layers is None:
+            raise UnsupportedError(f"the config of {first} does not say how many layers it has", "Complete its config")
+        slices = self._slices(num_layers)
+        self._check_tokenizers(first)
+        outcomes = {tensor: self._outcome(tensor, slices) for tensor in skeleton.parameters.values()}
+        if unmatched := [text for text, matched in self.filters.items() if not matched]:
+            raise FieldError(
+                f"{self.path}: the filter {unmatched[0]!r} matches no tensor's name, and mergekit would ignore it",
+                "Write a part of a tensor's name, such as self_attn or mlp",
+                parameter="parameters",
+            )
+        # The first expert of the first rule gives the config and the tokenizer where there is no base.
+        rules = tuple(sorted(_compressed(outcomes), key=lambda rule: rule.experts[:1] != (self.names[first],)))
+        used = {name for rule in rules for name in rule.experts}
+        composition = Composition(
+            experts={name: self._place(reference) for reference, name in self.names.items() if name in used},
+            base_model=self._place(recipe.base_model) if recipe.base_model else None,
+            num_layers=num_layers,
+            allocation=rules,
+            allow_negative=True,
+        )
+        return MergekitMerge(composition, recipe.written_dtype)
+
+    def _references(self) -> list[str]:
+        recipe = self.recipe
+        models = [model.model for model in recipe.models or ()]
+        models += [source.model for part in recipe.slices or () for source in part.sources]
+        return [*models, *([recipe.base_model] if recipe.base_model else [])]
+
+    def _place(self, reference: str) -> str:
+        beside = self.path.parent / expand(reference)
+        return str(beside) if is_folder(beside) else reference
+
+    def _open(self, reference: str) -> None:
+        place = self._place(reference)
+        if "+" in reference and not is_folder(expand(place)):
+            raise UnsupportedError(
+                f"{self.path}: {reference} is a base with LoRA on it, which mergekit merges first",
+                "Name the adapters as experts of a recipe of ours, and compose them without the base's weights",
+                parameter="model",
+            )
+        checkpoint = open_expert(place)
+        if not isinstance(checkpoint, Checkpoint):
+            raise UnsupportedError(
+                f"{self.path}: {reference} is an adapter, and mergekit merges full checkpoints",
+                "Use a recipe of ours, with `experts` and `rules`",
+                parameter="model",
+            )
+        self.opened[reference] = checkpoint
+        self.names[reference] = expert_name(checkpoint, self.names.values(), "model")
+
+    def _slices(self, num_layers: int) -> list[_Slice]:
+        """What is merged where, from the first layer to the last; all models in one slice where there are none."""
+        recipe, base = self.recipe, self.recipe.base_model
+        if recipe.slices is None:
+            whole = (0, num_layers)
+            sources = [_Source(model=m.model, parameters=m.parameters, layer_range=whole) for m in recipe.models or ()]
+            if base and base not in [source.model for source in sources]:
+                if recipe.merge_method in ("linear", "passthrough"):
+                    raise FieldError(
+                        f"{self.path}: base_model is not among the models: {recipe.merge_method} has no weight for it",
+                        "Leave `base_model` out, or name it in `models` with a weight",
+                        parameter="base_model",
+                    )
+                sources.append(_Source(model=base, layer_range=whole))
+            return [_Slice(sources=sources)]
+        at = 0
+        for number, part in enumerate(recipe.slices):
+            for index, source in enumerate(part.sources):
+                begin, end = source.layer_range
+                key = f"slices.{number}.sources.{index}.layer_range"
+                if begin != at or end <= begin or end > num_layers or end != part.sources[0].layer_range[1]:
+                    raise UnsupportedError(
+                        f"{self.path}: {key} is [{begin}, {end}], and layers keep their places here: [{at}, END] comes "
+                        f"next, one range in all sources of a slice, up to {num_layers}",
+                        "Give each layer to models' own layers of that number; mergekit can move or drop layers",
+                        parameter=key,
+                    )
+            at = part.sources[0].layer_range[1]
+        if at != num_layers:
+            raise UnsupportedError(
+                f"{self.path}: the slices end at layer {at}, and the models have {num_layers}",
+                "Add a slice for the other layers",
+                parameter="slices",
+            )
+        if len(recipe.slices[0].sources) != len(recipe.slices[-1].sources):
+            raise UnsupportedError(
+                f"{self.path}: the first and the last slice have different numbers of sources, of which mergekit drops "
+                "some for the head and the last norm",
+                "Give both slices the same models, with a weight of 0 where one takes no part",
+                parameter="slices",
+            )
+        return list(recipe.slices)
+
+    def _check_tokenizers(self, first: str) -> None:
+        """`tokenizer_source` has a meaning here where all tokenizers are one: mergekit sorts embeddings by it."""
+        source = self.recipe.tokenizer_source
+        if source is None:
+            return
+        wanted = first if source == "base" and self.recipe.base_model else source
+        places = {name: checkpoint.source.folder / "tokenizer.json" for name, checkpoint in self.opened.items()}
+        hashes = {sha256_of(place) if place.is_file() else None for place in places.values()}
+        if wanted != first or len(hashes) != 1:
+            raise UnsupportedError(
+                f"{self.path}: tokenizer_source is {source}, and the result has the tokenizer of {first}, by which "
+                "embeddings are not sorted here",
+                "Leave it out, or use checkpoints with one tokenizer",
+                parameter="tokenizer_source",
+            )
+
+    def _outcome(self, tensor: StoredTensor, slices: Sequence[_Slice]) -> Rule:
+        """What becomes of a tensor, as a rule for all modules."""
+        if tensor.layer is not None:
+            part = next(part for part in slices if tensor.layer < part.sources[0].layer_range[1])
+            begin, end = part.sources[0].layer_range
+            return self._merged(
+                tensor.name, part, (tensor.layer - begin) / (end - begin - 1) if end - begin > 1 else 1.0
+            )
+        before, after = (self._merged(tensor.name, part, 0.0) for part in (slices[0], slices[-1]))
+        if before == after:
+            return before
+        end_of_name = tensor.module.rpartition(".")[2]
+        if end_of_name in EMBEDDINGS:
+            return before
+        if end_of_name in _AFTER:
+            return after
+        raise UnsupportedError(
+            f"{self.path}: {tensor.name} lies outside the layers, and the first and the last slice differ in it",
+            "Give both the same models and weights",
+            parameter="slices",
+        )
+
+    def _merged(self, tensor: str, part: _Slice, t: float) -> Rule:
+        recipe, base = self.recipe, self.recipe.base_model
+        method = recipe.merge_method
+        scopes = [part.parameters, recipe.parameters]
+        if method == "passthrough":
+            if len(part.sources) != 1 or self._value("scale", tensor, t, [part.sources[0].parameters, *scopes]) not in (
+                None, 1,
+            ):  # fmt: skip
+                raise UnsupportedError(
+                    f"{self.path}: passthrough copies from one source in each slice, and scales nothing here",
+                    "Use `linear` for several sources",
+                    parameter="slices",
+                )
+            return Rule(expert=self.names[part.sources[0].model])
+        is_linear = method == "linear"
+        if not is_linear and (base is None or base not in [source.model for source in part.sources]):
+            raise FieldError(
+                f"{self.path}: {method} changes the base model, which is not named"
+                + (" among the sources of every slice" if base else ""),
+                "Set `base_model`, and name it in `sources`",
+                parameter="base_model",
+            )
+        weights: dict[str, float] = {}
+        densities: dict[str, float] = {}
+        for source in part.sources:
+            if not is_linear and source.model == base:
+                continue
+            own = [source.parameters, *scopes]
+            weight = self._value("weight", tensor, t, own)
+            if weight is None:
+                raise FieldError(
+                    f"{self.path}: {source.model} has no weight for {tensor}", "Set `weight`", parameter="weight"
+                )
+            name = self.names[source.model]
+            if name in weights:
+                raise FieldError(
+                    f"{self.path}: {source.model} is merged with itself", "Name each model once", parameter="model"
+                )
+            weights[name] = weight
+            density = self._value("density", tensor, t, own) if method == "ties" else None
+            densities[name] = 1.0 if density is None else density
+        normalize = next((scope["normalize"] for scope in scopes if "normalize" in scope), _NORMALIZES[method])
+        factor = self._value("lambda", tensor, t, scopes) if not is_linear else None
+        return self._rule(tensor, weights, densities, normalize=normalize, factor=1.0 if factor is None else factor)
+
+    def _rule(
+        self, tensor: str, weights: dict[str, float], densities: dict[str, float], *, normalize: bool, factor: float
+    ) -> Rule:
+        method, total = self.recipe.merge_method, sum(weights.values())
+        if normalize and abs(total) < 1e-8:
+            raise FieldError(
+                f"{self.path}: the weights for {tensor} sum to 0, and are divided by their sum",
+                "Change them, or set normalize: false",
+                parameter="weight",
+            )
+        if method == "linear" and not normalize and abs(total - 1) > 1e-6:
+            raise UnsupportedError(
+                f"{self.path}: the weights for {tensor} sum to {total:g}, which would scale the base's own weights",
+                "Set normalize: true, or weights that sum to 1",
+                parameter="normalize",
+            )
+        kept = {name: weight for name, weight in weights.items() if weight != 0}
+        if not kept or factor == 0:
+            return Rule(expert=BASE)
+        if method == "ties":
+            if len(set(densities.values())) > 1:
+                raise UnsupportedError(
+                    f"{self.path}: the models have different densities for {tensor}, and TIES has one here",
+                    "Give all models one `density`",
+                    parameter="density",
+                )
+            own = {"density": next(iter(densities.values())), "lambda": factor}
+            return Rule(blend=weights, method="ties", normalize=normalize, **own)
+        shares = {name: factor * weight / (total if normalize else 1) for name, weight in kept.items()}
+        if len(shares) == 1 and abs(next(iter(shares.values())) - 1) < 1e-12:
+            return Rule(expert=next(iter(shares)))
+        return Rule(blend=shares, normalize=False)
+
+    def _value(self, key: str, tensor: str, t: float, scopes: Sequence[Mapping[str, Any]]) -> float | None:
+        """A parameter's value for a tensor: of the first scope that has one."""
+        for scope in scopes:
+            if key in scope and (value := self._evaluated(scope[key], tensor, t)) is not None:
+                return value
+        return None
+
+    def _evaluated(self, setting: Any, tensor: str, t: float) -> float | None:
+        if _is_number(setting):
+            return float(setting)
+        if _is_number(setting[0]):
+            place = t * (len(setting) - 1)
+            left = int(place)
+            right = min(len(setting) - 1, left + 1)
+            share = place - left
+            return float((1 - share) * setting[left] + share * setting[right])
+        for item in setting:
+            text = item.get("filter")
+            if text not in (None, "*"):
+                self.filters[text] = self.filters.get(text, False) or text in tensor
+            if text in (None, "*") or text in tensor:
+                return self._evaluated(item["value"], tensor, t)
+        return None
+
+
+def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
+    """Few rules that give each tensor its outcome."""
+    by_rule: dict[str, list[StoredTensor]] = {}
+    rules: dict[str, Rule] = {}
+    everything: dict[int | None, set[str]] = {}
+    for tensor, rule in outcomes.items():
+        rules[rule.text] = rule
+        by_rule.setdefault(rule.text, []).append(tensor)
+        everything.setdefault(tensor.layer, set()).add(_within(tensor))
+    if len(rules) == 1:
+        return tuple(rules.values())
+    found: list[Rule] = []
+    for text, tensors in by_rule.items():
+        names: dict[int | None, set[str]] = {}
+        for tensor in tensors:
+            names.setdefault(tensor.layer, set()).add(_within(tensor))
+        places: dict[tuple[str, ...] | None, list[int | None]] = {}
+        for layer, within in names.items():
+            places.setdefault(None if within == everything[layer] else tuple(sorted(within)), []).append(layer)
+        for modules, layers in places.items():
+            inside = [layer for layer in layers if layer is not None]
+            for selection in ([format_layers(inside)] if inside else []) + [NO_LAYER] * (None in layers):
+                found.append(rules[text].model_copy(update={"layers": selection, "modules": modules}))
+    for tensor, rule in outcomes.items():
+        first = next((one for one in found if one.matches(tensor.name, tensor.layer, tensor.kind)), None)
+        if first is None or first.model_copy(update={"layers": None, "modules": None}) != rule:
+            raise ExpertError(f"no rule can name the tensor {tensor.name} alone", "Write a recipe of ours")
+    return tuple(found)
+
+
+def _within(tensor: StoredTensor) -> str:
+    """A tensor's name below its layer, which selects it there."""
+    return tensor.name if tensor.layer is None else tensor.name.partition(f".{tensor.layer}.")[2]
