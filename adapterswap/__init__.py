@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from adapterswap.analysis.analyzing import Analysis as Analysis
     from adapterswap.analysis.analyzing import analyze as analyze
+    from adapterswap.analysis.dominance import Dominance as Dominance
+    from adapterswap.analysis.dominance import suggest_owners as suggest_owners
     from adapterswap.analysis.measuring import suggest as suggest
     from adapterswap.analysis.suggesting import Suggestion as Suggestion
     from adapterswap.checking.comparing import Comparison as Comparison
@@ -72,6 +74,7 @@ _HOME = {
     "Comparison": "checking.comparing",
     "Composition": "planning.compositions",
     "Conversion": "converting",
+    "Dominance": "analysis.dominance",
     "EvaluationResult": "evaluation.results",
     "Exported": "writing.gguf",
     "Extraction": "extracting.result",
@@ -110,6 +113,7 @@ _HOME = {
     "slice_layers": "planning.slicing",
     "soup": "planning.composing",
     "suggest": "analysis.measuring",
+    "suggest_owners": "analysis.dominance",
     "sweep": "sweeps.running",
     "task_arithmetic": "planning.composing",
     "ties": "planning.composing",

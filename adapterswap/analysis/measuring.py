@@ -19,7 +19,7 @@ from adapterswap.planning.allocation import BASE
 from adapterswap.planning.composing import soup
 from adapterswap.planning.plan import Plan
 
-__all__ = ["Measured", "read_measured", "suggest"]
+__all__ = ["Measured", "expert_place", "read_measured", "suggest"]
 
 Expert = Adapter | str | Path
 
@@ -78,7 +78,7 @@ def suggest(
     """
     if form not in ("zones", "modules"):
         raise ArgumentError(f"`form` is {form!r}", "Pass zones or modules", parameter="form")
-    inputs: list[str | None] = [_place(expert) for expert in (task_expert, language_expert)]
+    inputs: list[str | None] = [expert_place(expert) for expert in (task_expert, language_expert)]
     inputs += [None if path is None else str(path) for path in (base_model, task_texts, language_texts)]
     if out_path is not None:
         check_file(out_path, overwrite=overwrite, inputs=inputs)
@@ -89,7 +89,7 @@ def suggest(
     importance = _by_texts(plan, str(base_model), texts, device, bars) if texts else _by_weights(plan, bars)
     suggestion = choose_layers(importance, form=form)
     if out_path is not None:
-        experts = {"task": _place(task_expert), "language": _place(language_expert)}
+        experts = {"task": expert_place(task_expert), "language": expert_place(language_expert)}
         content: dict[str, Any] = {"experts": experts}
         content |= {} if base_model is None else {"base_model": str(base_model)}
         text = "".join(f"# {reason}\n" for reason in suggestion.reasons)
@@ -140,7 +140,7 @@ def read_measured(
     )
 
 
-def _place(expert: Expert) -> str:
+def expert_place(expert: Expert) -> str:
     """Where an expert can be found again."""
     if not isinstance(expert, Adapter):
         return str(expert)

@@ -6,20 +6,40 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.composition_options import named_experts
 from adapterswap.cli.device_options import device_option
 from adapterswap.cli.paths import EXPERT, PATH
 from adapterswap.cli.printing import note, note_dry_run, note_output, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
+    from adapterswap.analysis.dominance import Dominance
     from adapterswap.analysis.suggesting import Suggestion
     from adapterswap.planning.plan import Plan
 
 
 @click.command("suggest")
+@click.option("-t", "--task-expert", type=EXPERT, metavar="PATH|ID", help="Its middle layers are to be kept.")
+@click.option("-l", "--language-expert", type=EXPERT, metavar="PATH|ID", help="Gives the outer layers.")
 @click.option(
-    "-t", "--task-expert", type=EXPERT, required=True, metavar="PATH|ID", help="Its middle layers are to be kept."
+    "--expert",
+    "experts",
+    type=EXPERT,
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Instead of -t and -l, two or more experts of any roles: an owner where one's ΔW dominates.",
 )
-@click.option("-l", "--language-expert", type=EXPERT, required=True, metavar="PATH|ID", help="Gives the outer layers.")
+@click.option(
+    "--per", type=click.Choice(["layer", "module"]), help="With --expert: whole layers, or attention and MLP.  [layer]"
+)
+@click.option(
+    "--margin",
+    type=float,
+    metavar="M",
+    help="With --expert: who owns is larger by this share; others are blended.  [0.15]",
+)
+@click.option(
+    "--tie", type=float, metavar="T", help="With --expert, instead: those whose ‖ΔW‖/‖W‖ is within T are blended."
+)
 @click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base: needed for texts.")
 @click.option("--num-layers", type=click.IntRange(min=1), metavar="N", help="The base's layers, where it is not named.")
 @click.option("--task-texts", type=PATH, metavar="FILE", help="Texts of the task: .jsonl, or a text to a line.")
@@ -28,9 +48,7 @@ if TYPE_CHECKING:
 @click.option(
     "--form",
     type=click.Choice(["zones", "modules"]),
-    default="zones",
-    show_default=True,
-    help="Bottom and top layers, or an owner for each layer's attention and MLP.",
+    help="[default: zones] Bottom and top layers, or an owner for each layer's attention and MLP.",
 )
 @device_option(more="; for texts")
 @click.option("-o", "--out-path", type=PATH, metavar="FILE", help="Write the proposal as a recipe for compose.")
@@ -38,8 +56,12 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Check everything, measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    task_expert: str,
-    language_expert: str,
+    task_expert: str | None,
+    language_expert: str | None,
+    experts: tuple[str, ...],
+    per: Any,
+    margin: float | None,
+    tie: float | None,
     base_model: str | None,
     num_layers: int | None,
     task_texts: str | None,
@@ -56,7 +78,22 @@ def command(
 
     A layer goes to the language expert where it holds a larger share of what that expert does than of what the task
     expert does: by the size of ΔW, or, with texts of both sides, by how much it changes the base's predictions on them.
+    With --expert, any number of experts: the one with the largest ΔW owns a layer, and those that are near it are
+    blended.
     """
+    if experts:
+        if task_expert or language_expert or task_texts or language_texts or form:
+            raise click.UsageError("--expert goes without -t, -l, texts and --form.")
+        _owners(
+            named_experts(experts), base_model, num_layers, per or "layer", margin, tie, out_path, overwrite=overwrite,
+            dry_run=dry_run, as_json=as_json,
+        )  # fmt: skip
+        return
+    if task_expert is None or language_expert is None:
+        raise click.UsageError("Give --task-expert and --language-expert, or --expert twice or more.")
+    if per is not None or margin is not None or tie is not None:
+        raise click.UsageError("--per, --margin and --tie go with --expert.")
+    form = form or "zones"
     from adapterswap.analysis.measuring import read_measured, suggest
     from adapterswap.files.folders import check_file
 
@@ -88,6 +125,60 @@ def command(
         note_output(out_path)
     elif suggestion.form == "modules":
         note("give -o recipe.yaml to have it as a recipe for adapterswap compose")
+
+
+def _owners(
+    experts: dict[str, str],
+    base_model: str | None,
+    num_layers: int | None,
+    per: Any,
+    margin: float | None,
+    tie: float | None,
+    out_path: str | None,
+    *,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Propose owners for any number of experts."""
+    from adapterswap.analysis.dominance import suggest_owners
+
+    if not dry_run:
+        note("measuring the experts' weights")
+    proposal = suggest_owners(
+        experts, base_model=base_model, num_layers=num_layers, per=per, margin=margin, tie=tie, out_path=out_path,
+        overwrite=overwrite, dry_run=dry_run, bars=progress_bar,
+    )  # fmt: skip
+    if proposal is None:
+        print_json({"dry_run": True, "experts": list(experts)}) if as_json else click.echo(" and ".join(experts))
+        note_dry_run("measured")
+        return
+    if as_json:
+        print_json(proposal.as_json())
+    else:
+        _print_owners(proposal)
+    if out_path is not None:
+        note_output(out_path)
+
+
+def _print_owners(proposal: Dominance) -> None:
+    import shlex
+
+    from rich.table import Table
+
+    content = proposal.as_json()
+    table = Table("layer", *(["module"] if proposal.per == "module" else []), box=None, header_style="bold")
+    for name in proposal.sizes:
+        table.add_column(name, justify="right")
+    for row in content["sizes"]:
+        where = [str(row["layer"]), *([row["kind"]] if "kind" in row else [])]
+        table.add_row(*where, *(f"{row[name]:.4g}" for name in proposal.sizes))
+    print_table(table)
+    click.echo("sizes are ‖ΔW‖ / ‖W‖" if proposal.relative else "sizes are ‖ΔW‖")
+    for rule in proposal.rules:
+        click.echo(shlex.join(["--rule", rule.text]))
+    for name in proposal.unused:
+        note(f"{name} owns nothing and is in no blend, so the rules leave it out")
 
 
 def _print_count(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:

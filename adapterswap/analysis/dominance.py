@@ -1,0 +1,214 @@
+"""Whose layers, of any number of experts: an owner where one expert's ΔW dominates, a blend where several are near.
+
+Two criteria. A tie band (after arXiv:2601.22620): the expert with the largest relative ΔW owns a layer or module, and
+those within τ of it are blended in equal parts. A margin (after AraSwap): an expert owns what it dominates by a share,
+15 % there; blending the others in equal parts is ours. Knows sizes of ΔW; reads no texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from adapterswap.analysis.analyzing import Bars, no_bars
+from adapterswap.analysis.changes import Changes, measure
+from adapterswap.analysis.measuring import expert_place
+from adapterswap.errors import ArgumentError, ExpertError, UnsupportedError, check_type
+from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.checkpoints import open_checkpoint
+from adapterswap.experts.layers import format_layers
+from adapterswap.files.folders import atomic_file, check_file
+from adapterswap.files.yamltext import dump_yaml
+from adapterswap.planning.allocation import Rule
+from adapterswap.planning.composing import compose
+from adapterswap.planning.compositions import Composition
+
+__all__ = ["MARGIN", "Dominance", "choose_owners", "suggest_owners"]
+
+MARGIN = 0.15
+"""AraSwap's."""
+
+Expert = Adapter | str | Path
+Block = tuple[int, str]
+"""A layer, and a kind of module; `` for all of the layer."""
+
+
+@dataclass(frozen=True)
+class Dominance:
+    """A proposal of rules.
+
+    Attributes:
+        per: layer or module (attention and MLP apart).
+        relative: sizes are ‖ΔW‖ / ‖W‖; otherwise ‖ΔW‖.
+        sizes: expert → (layer, kind) → the size; kind is empty for whole layers.
+        rules: the proposal; the first match wins.
+        unused: experts that own nothing and are in no blend.
+    """
+
+    per: Literal["layer", "module"]
+    relative: bool
+    sizes: Mapping[str, Mapping[Block, float]]
+    rules: tuple[Rule, ...]
+    unused: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data: what `adapterswap suggest --json` prints."""
+        blocks = sorted({block for sizes in self.sizes.values() for block in sizes})
+        return {
+            "per": self.per,
+            "relative": self.relative,
+            "rules": [rule.text for rule in self.rules],
+            "unused": list(self.unused),
+            "sizes": [
+                {"layer": layer, **({"kind": kind} if kind else {}),
+                 **{name: sizes.get((layer, kind), 0.0) for name, sizes in self.sizes.items()}}
+                for layer, kind in blocks
+            ],
+        }  # fmt: skip
+
+
+def suggest_owners(
+    experts: Mapping[str, Expert],
+    *,
+    base_model: str | Path | None = None,
+    num_layers: int | None = None,
+    per: Literal["layer", "module"] = "layer",
+    margin: float | None = None,
+    tie: float | None = None,
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    bars: Bars = no_bars,
+) -> Dominance | None:
+    """Propose an owner, or a blend, for each layer of two or more adapters, by the size of their ΔW (Frobenius).
+
+    Args:
+        experts: by name: opened adapters, folders or Hub ids, of any roles.
+        base_model: their base: sizes are then ‖ΔW‖ / ‖W‖ of the matrices that an expert adapts. Needed for `tie`.
+        num_layers: the base's layers; by default from the base's config.
+        per: `layer`, or `module` for each layer's attention and MLP apart.
+        margin: an expert owns what it dominates by this share, size_1 > (1 + margin) · size_2; the experts that come as
+            near to the largest are blended in equal parts. By default 0.15, unless `tie` is given.
+        tie: τ: experts whose relative sizes are less than τ below the largest are blended in equal parts.
+        out_path: a file to write the proposal to, as a recipe for `adapterswap compose`; nothing is written by default.
+        overwrite: replace that file.
+        dry_run: check everything and read no tensor.
+        bars: shows progress.
+
+    Returns:
+        The proposal; its rules make a `Composition`. None for a dry run.
+
+    Raises:
+        ArgumentError: fewer than two experts, an unknown `per`, two criteria or a bad one, `tie` without a base.
+        ExpertError: an expert changes nothing in the layers.
+        UnsupportedError: the base has an encoder and a decoder.
+        OutputError: the file exists (without `overwrite`) or cannot be written.
+        AdapterswapError: an expert cannot be opened, or is a full checkpoint; see also `make_plan`.
+    """
+    check_type(experts, Mapping, "experts", "Pass a mapping from names to folders, Hub ids or opened adapters")
+    _check(experts, per, margin, tie, base_model)
+    places = {name: expert_place(expert) for name, expert in experts.items()}
+    inputs = [*places.values(), None if base_model is None else str(base_model)]
+    if out_path is not None:
+        check_file(out_path, overwrite=overwrite, inputs=inputs)
+    together = Composition(
+        allocation=(Rule(blend=dict.fromkeys(experts, 1.0)),),
+        base_model=None if base_model is None else str(base_model),
+        num_layers=num_layers,
+    )
+    plan = compose(together, experts)
+    plan.check_adapter()
+    if not isinstance(plan.num_layers, int):
+        raise UnsupportedError(
+            "the experts' base has an encoder and a decoder, whose layers are compared by number here",
+            "Use experts of a decoder-only model",
+        )
+    if dry_run:
+        return None
+    base = None if base_model is None else open_checkpoint(base_model)
+    with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
+        changes = [measure(plan.adapters[name], name=name, base=base, progress=step) for name in experts]
+    sizes = {each.expert: _sizes(each, per, relative=base is not None) for each in changes}
+    for name, found in sizes.items():
+        if not any(found.values()):
+            raise ExpertError(f"{name} changes nothing", "Check that these are the right expert and base")
+    rules = choose_owners(sizes, margin=MARGIN if margin is None and tie is None else margin, tie=tie)
+    used = {name for rule in rules for name in rule.experts}
+    proposal = Dominance(per, base is not None, sizes, rules, tuple(name for name in experts if name not in used))
+    if out_path is not None:
+        content: dict[str, Any] = {"experts": {name: place for name, place in places.items() if name in used}}
+        content |= {} if base_model is None else {"base_model": str(base_model)}
+        content |= {} if num_layers is None else {"num_layers": num_layers}
+        text = dump_yaml(content | {"rules": [rule.text for rule in rules]})
+        with atomic_file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
+            file.write_text(text, encoding="utf-8")
+    return proposal
+
+
+def choose_owners(
+    sizes: Mapping[str, Mapping[Block, float]], *, margin: float | None = None, tie: float | None = None
+) -> tuple[Rule, ...]:
+    """The rules for these sizes of ΔW: see `suggest_owners`. What lies outside the layers is blended in equal parts."""
+    blocks = sorted({block for found in sizes.values() for block in found})
+    chosen: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for layer, kind in blocks:
+        values = {name: found.get((layer, kind), 0.0) for name, found in sizes.items()}
+        near = tuple(name for name, value in values.items() if _near(value, max(values.values()), margin, tie))
+        chosen.setdefault((kind, near), []).append(layer)
+    rules = [
+        _owning(near, layers=format_layers(layers), modules=(kind,) if kind else None)
+        for (kind, near), layers in chosen.items()
+    ]
+    used = tuple(name for name in sizes if any(name in near for _, near in chosen))
+    return (*rules, _owning(used, optional=True))
+
+
+def _near(value: float, largest: float, margin: float | None, tie: float | None) -> bool:
+    """Whether a size counts as the largest."""
+    if value == largest:
+        return True
+    if value == 0:
+        return False
+    return largest - value < tie if tie is not None else largest <= (1 + (margin or 0.0)) * value
+
+
+def _owning(names: Sequence[str], **where: Any) -> Rule:
+    content: dict[str, Any] = {"expert": names[0]} if len(names) == 1 else {"blend": dict.fromkeys(names, 1.0)}
+    return Rule.model_validate({**content, **{key: value for key, value in where.items() if value is not None}})
+
+
+def _sizes(changes: Changes, per: str, *, relative: bool) -> dict[Block, float]:
+    """‖ΔW‖ of each block, its matrices side by side; with `relative` divided by ‖W‖ of the same matrices."""
+    changed: dict[Block, float] = {}
+    own: dict[Block, float] = {}
+    for change in changes.modules:
+        if change.matrix.layer is not None:
+            block = (change.matrix.layer, change.matrix.source.kind if per == "module" else "")
+            changed[block] = changed.get(block, 0.0) + change.norm**2
+            own[block] = own.get(block, 0.0) + (change.base_norm or 0.0) ** 2
+    return {block: math.sqrt(total / own[block] if relative else total) for block, total in changed.items()}
+
+
+def _check(
+    experts: Mapping[str, Expert], per: str, margin: float | None, tie: float | None, base_model: str | Path | None
+) -> None:
+    if len(experts) < 2:
+        raise ArgumentError(
+            f"`experts` names {len(experts)}, and experts are compared", "Pass two or more", parameter="experts"
+        )
+    if per not in ("layer", "module"):
+        raise ArgumentError(f"`per` is {per!r}", "Pass layer or module", parameter="per")
+    if margin is not None and tie is not None:
+        raise ArgumentError("`margin` and `tie` are two criteria, and both are given", "Pass one", parameter="tie")
+    for name, value in (("margin", margin), ("tie", tie)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ArgumentError(f"`{name}` is {value:g}", "Pass a number of 0 or more", parameter=name)
+    if tie is not None and base_model is None:
+        raise ArgumentError(
+            "`tie` compares relative sizes, ‖ΔW‖ / ‖W‖, which need the base's weights",
+            "Pass `base_model`, or use `margin`",
+            parameter="base_model",
+        )
