@@ -1,7 +1,7 @@
 """Where experts and bases come from: a local folder, or a Hub id through huggingface_hub.
 
 A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several experts, each in a folder of its own. An
-existing local path always wins, and what looks like a local path is never sought on the Hub. Downloads honour the Hub's
+existing local path always wins, and what looks like a local path is never looked up on the Hub. Downloads honour the Hub's
 cache, its tokens and HF_HUB_OFFLINE, and fetch only the files asked for. An expert's note of its base, which a stranger
 may have written, leads to the reading of one `config.json` there; of its safetensors too where full weights are
 requested without `base_model`; never to code. Symlinks are followed in local folders, as everywhere; in the Hub's cache
@@ -128,7 +128,7 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
     if wanted is None or (wanted.subfolder and what == _BASE):
         first = str(reference).partition("/")[0]
         hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
-        beside = f", and is not sought on the Hub, since there is a folder {first} here" if hides else ""
+        beside = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
         raise NotFoundError(
             f"the path {reference} does not exist{beside}",
             f"Give the {what}'s folder, or a Hub id such as org/name@revision",
@@ -141,7 +141,7 @@ def parse_hub_id(reference: str) -> HubId | None:
     """The parts of a Hub id; None for what is, or looks like, a local path.
 
     That is everything that exists here, that begins with `.`, `/` or `~`, or whose first part is a folder here: a
-    mistyped `experts/swahli` beside a folder `experts` is not sought on the Hub.
+    mistyped `experts/swahli` beside a folder `experts` is not looked up on the Hub.
     """
     match = _HUB_ID.fullmatch(reference)
     if match is None or exists(Path(reference)) or is_folder(Path(reference.partition("/")[0])):
