@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import ArgumentError, Problems, UnsupportedError
-from adapterswap.live.inventory import Inventory, factors, scale_of
+from adapterswap.live.inventory import Inventory, beside, factors, scale_of
 from adapterswap.live.switching import Switch, apply_switch, check_loaded
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class _Share:
         a, b: the factors, A (rank×in; of an embedding vocabulary×rank) and B (out×rank).
         rows: the rows, None for all of them, a slice where they lie side by side.
         factor: c·s; where it differs between rows, a tensor (rows, 1, 1).
+        bias: that of B (out values), with which the expert adds c·s·(B·A·x + bias).
     """
 
     a: torch.Tensor
@@ -36,6 +37,7 @@ class _Share:
     embedding: bool
     rows: slice | torch.Tensor | None
     factor: float | torch.Tensor
+    bias: torch.Tensor | None = None
 
 
 class Rows:
@@ -61,8 +63,8 @@ class Rows:
         for switch in self.switches:
             check_loaded(switch, inventory)
         shares = {name: self._shares(name, layer) for name, layer in inventory.layers.items()}
-        _check(inventory, shares)
-        apply_switch(Switch(), inventory)
+        _check(inventory, shares, self.switches)
+        apply_switch(Switch(in_full=self._in_full(inventory)), inventory)
         base = inventory.model.get_base_model()
         self._handles.append(base.register_forward_pre_hook(self._check_batch, with_kwargs=True))
         for name, layer in inventory.layers.items():
@@ -72,6 +74,17 @@ class Rows:
     def withdraw(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+
+    def _in_full(self, inventory: Inventory) -> Mapping[str, Mapping[str, float]]:
+        """The modules trained in full that all rows compute with."""
+        for name in inventory.in_full:
+            if any(switch.in_full.get(name) != self.switches[0].in_full.get(name) for switch in self.switches):
+                raise UnsupportedError(
+                    f"{name} is trained in full (modules_to_save), and rows would compute with different weights of it",
+                    "Use one composition for the whole batch",
+                    parameter="compositions",
+                )
+        return self.switches[0].in_full if self.switches else {}
 
     def _shares(self, name: str, layer: Any) -> list[_Share]:
         by_expert: dict[str, dict[int, float]] = {}
@@ -112,10 +125,10 @@ def _share(layer: Any, expert: str, coefficients: Mapping[int, float], count: in
     if len(set(values)) > 1:
         factor = torch.tensor(values, device=tensors.b.device, dtype=tensors.b.dtype).reshape(-1, 1, 1)
     a = tensors.a.T if tensors.embedding else tensors.a
-    return _Share(a, tensors.b, tensors.embedding, index, factor)
+    return _Share(a, tensors.b, tensors.embedding, index, factor, beside(layer, expert).get("lora_B.bias"))
 
 
-def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]]) -> None:
+def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switches: Sequence[Switch]) -> None:
     from peft.tuners.lora.layer import MultiheadAttention
 
     problems = Problems(UnsupportedError)
@@ -125,6 +138,8 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]]) -> None
             continue
         if layer.merged:
             problems.add("adapters are merged into the model's weights", "Call unmerge_adapter() first")
+        if any(expert in layer.lora_variant for switch in switches for expert in switch.terms.get(name, {})):
+            problems.add(f"{name} is DoRA, which is computed with the base's own output", remedy)
         if "experts" in name.split("."):
             problems.add(f"{name} is one of a mixture of experts, which sees tokens and not rows", remedy)
         if isinstance(layer, MultiheadAttention):
@@ -176,6 +191,11 @@ class _Adder:
                 )
             else:
                 result.index_add_(0, share.rows, linear(low, share.b).to(result.dtype), alpha=alpha)
+            if share.bias is not None:
+                factor = (
+                    share.factor[:, 0] if isinstance(share.factor, torch.Tensor) and low.dim() == 2 else share.factor
+                )
+                result[... if share.rows is None else share.rows] += (factor * share.bias).to(result.dtype)
         return result.view(shape).to(dtype)
 
 

@@ -127,7 +127,8 @@ class Catalogue:
                 parameter="num_layers",
             )
         self._check_names(composition.expert_names, composition.allocation)
-        plan = make_plan(composition, self.inventory.experts(composition.expert_names), num_layers=num_layers)
+        experts = self.inventory.experts(composition.expert_names)
+        plan = make_plan(composition, experts, num_layers=num_layers, base_at_hand=True)
         rules = [slot.rule for slot in plan if slot.rule is not None]
         if any(rule.weights or rule.spans for rule in rules):
             with plan_on_disk(plan, self.inventory) as resident:  # their coefficients depend on the tensors

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.errors import CompositionError
+from adapterswap.errors import CompositionError, UnsupportedError
 from adapterswap.live.inventory import Inventory, factors, scale_of
-from adapterswap.live.switching import Switch
+from adapterswap.live.switching import Switch, apply_in_full
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Pin:
 
     def check(self, switch: Switch) -> None:
         """Raise `CompositionError` where a switch needs an expert that is not pinned."""
-        for terms in switch.terms.values():
+        for terms in (*switch.terms.values(), *switch.in_full.values()):
             for name in terms:
                 if name not in self.experts:
                     raise CompositionError(
@@ -46,7 +46,11 @@ class Pin:
                     )
 
     def apply(self, switch: Switch, inventory: Inventory) -> None:
-        """Fill the scalings with the switch's coefficients; c·s, and 0 where an expert is not used."""
+        """Fill the scalings with the switch's coefficients; c·s, and 0 where an expert is not used.
+
+        Raises:
+            UnsupportedError: a pinned expert is DoRA, whose change is not 0 where its scaling is; see `use_in_full`.
+        """
         import torch
 
         if inventory.layers != self._layers:
@@ -60,6 +64,7 @@ class Pin:
             values[device][slot] = scale * switch.terms.get(module, {}).get(name, 0.0)
         for device, vector in self._vectors.items():
             vector.copy_(torch.tensor(values[device]))
+        apply_in_full(switch, inventory)
 
     def _prepare(self, layers: Mapping[str, Any]) -> None:
         import torch
@@ -68,6 +73,12 @@ class Pin:
         counts: dict[torch.device, int] = {}
         for module, layer in layers.items():
             for name in self.experts:
+                if name in layer.lora_variant:
+                    raise UnsupportedError(
+                        f"the expert {name!r} is DoRA ({module}), whose change is not 0 where its scaling is",
+                        "Pin the other experts, or switch without pinned(…)",
+                        parameter="experts",
+                    )
                 if (tensors := factors(layer, name)) is not None:
                     device = tensors.b.device
                     slot = counts.get(device, 0)

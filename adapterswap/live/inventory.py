@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import ArgumentError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_config import AdapterConfig, parse_adapter_config, scale
-from adapterswap.experts.adapters import Adapter, LoraModule, by_layer
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule, by_layer
 from adapterswap.experts.layers import NumLayers, kind_of, layer_container, layer_of, stacked_layers_in_config
+from adapterswap.experts.peft_kinds import LORA
 from adapterswap.experts.sources import Source
 from adapterswap.files.tensorfile import Tensor, TensorFile
+from adapterswap.live.in_full import find_wrappers
 from adapterswap.planning.allocation import BASE
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __all__ = [
     "Inventory",
     "LoadedFactors",
     "LoadedFrom",
+    "beside",
     "factors",
     "find_layers",
     "is_unloaded",
@@ -61,6 +64,16 @@ def factors(layer: Any, name: str) -> LoadedFactors | None:
     if name in layer.lora_A:
         return LoadedFactors(layer.lora_A[name].weight, layer.lora_B[name].weight, False)
     return None
+
+
+def beside(layer: Any, name: str) -> dict[str, torch.Tensor]:
+    """What an adapter's variant of LoRA has beside A and B at a layer, by what follows the module's name in the key."""
+    found = {}
+    if name in layer.lora_magnitude_vector:
+        found["lora_magnitude_vector"] = layer.lora_magnitude_vector[name].weight
+    if name in layer.lora_B and layer.lora_B[name].bias is not None:
+        found["lora_B.bias"] = layer.lora_B[name].bias
+    return found
 
 
 def scale_of(layer: Any, name: str) -> float:
@@ -102,7 +115,8 @@ class Inventory:
     Attributes:
         model: the model.
         layers: the LoRA layers by their module's full name.
-        wrappers: the modules trained in full by any adapter (PEFT's `modules_to_save` and trainable tokens).
+        in_full: PEFT's wrappers of modules that any adapter trained in full (`modules_to_save`), likewise.
+        wrappers: those, and PEFT's wrappers of trainable tokens.
         parameters: where the adapters' parameters are: a module and the parameter's name in it. (Not the parameters:
             loading may put others in their place.)
 
@@ -125,6 +139,7 @@ class Inventory:
         self.layers = find_layers(model)
         if not self.layers:
             raise ArgumentError("the model has no LoRA layers", remedy, parameter="model")
+        self.in_full = find_wrappers(model.get_base_model())
         self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
         self.parameters = [
             (leaf, name)
@@ -187,9 +202,9 @@ class Inventory:
                 "Load it under another name",
                 kind=ExpertError,
             )
-        if config.title != "LoRA":
+        if config.peft_type != LORA:
             raise UnsupportedError(
-                f"the adapter {name!r} is {config.title}, and the live composer switches changes of the form s·B·A",
+                f"the adapter {name!r} is {config.title}, and the live composer switches LoRA and its variants",
                 "Write the composition with `compose` and load that, or turn the expert into rsLoRA with `convert`",
             )
         if config.bias != "none":
@@ -206,24 +221,23 @@ class Inventory:
                 "Write the composition with `compose`, and load that",
                 kind=UnsupportedError,
             )
-        if config.modules_to_save:
-            problems.add(
-                f"the adapter {name!r} holds modules trained in full ({', '.join(config.modules_to_save)}), which PEFT "
-                "cannot blend",
-                "Write the composition with write_adapter (adapterswap compose), and load that",
-            )
         layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
-        container = layer_container(layers)
-        modules = {}
+        whole = {
+            module: wrapper.modules_to_save[name]
+            for module, wrapper in self.in_full.items()
+            if name in wrapper.modules_to_save
+        }
+        container = layer_container([*layers, *whole])
+        modules, opaque = {}, {}
         for module, layer in layers.items():
             tensors = factors(layer, name)
             if tensors is None or tensors.a.dim() != 2:
                 problems.add(f"the adapter {name!r} at {module} is not a pair of matrices", retrain)
-            elif name in layer.lora_variant or layer.lora_bias[name]:
-                problems.add(f"the adapter {name!r} at {module} is more than s·B·A (a variant, or a bias)", retrain)
+            elif name in layer.lora_variant and not config.dora:
+                problems.add(f"the adapter {name!r} at {module} is a variant of LoRA that is not known here", retrain)
             else:
                 rank, alpha, rslora = layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]
-                modules[module] = LoraModule(
+                lora = LoraModule(
                     name=module,
                     layer=layer_of(module, container),
                     kind=kind_of(module),
@@ -235,9 +249,27 @@ class Inventory:
                     b=_placeless(f"{module}.B", tensors.b),
                     embedding=tensors.embedding,
                 )
+                if parts := beside(layer, name):
+                    opaque[module] = OpaqueModule(
+                        module, lora.layer, lora.kind, config.title, LORA,
+                        {part: _placeless(f"{module}.{part}", tensor) for part, tensor in parts.items()},
+                        {"use_dora": config.dora, "lora_bias": config.lora_bias}, lora=lora,
+                    )  # fmt: skip
+                else:
+                    modules[module] = lora
+        saved = {
+            module: FullModule(
+                module, layer_of(module, container), kind_of(module),
+                {key: _placeless(f"{module}.{key}", parameter) for key, parameter in held.state_dict().items()},
+            )
+            for module, held in whole.items()
+        }  # fmt: skip
         problems.raise_if_any()
         file = TensorFile(Path(name), {}, 0, 0, b"", ())
-        return Adapter(Source(Path(name), name), config, file, by_layer(modules), {}, container)
+        return Adapter(
+            Source(Path(name), name), config, file, by_layer(modules), by_layer(saved), container,
+            opaque=by_layer(opaque),
+        )  # fmt: skip
 
     def _read_config(self, name: str) -> AdapterConfig:
         """The adapter's config, judged by the rules for adapter_config.json."""

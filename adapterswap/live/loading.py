@@ -6,7 +6,7 @@ Knows adapters and PEFT's loading. Knows nothing of which composition is active.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +24,16 @@ from adapterswap.errors import (
     UnsupportedError,
     reason_of,
 )
-from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.anatomy import shape_of
 from adapterswap.experts.layers import KeptLayers, NumLayers, format_layers
 from adapterswap.experts.naming import ModelNames, under_canonical_names
+from adapterswap.experts.peft_kinds import LORA
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.live.copies import check_copies, folder_without_copies, without_copies
+from adapterswap.live.in_full import find_wrappers
 from adapterswap.live.inventory import factors, find_layers, layers_of_base
+from adapterswap.live.switching import put_over_the_base
 from adapterswap.planning.allocation import BASE, Rule
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.making import make_plan
@@ -88,7 +90,9 @@ def load_expert(
     with _folder_of(adapter, layers, layers_of_base(base)) as folder:
         peft_model = _load(model, base, folder, name, autocast_adapter_dtype)
     loaded = {module for module, layer in find_layers(peft_model).items() if factors(layer, name) is not None}
-    if odd := sorted(loaded ^ kept.modules.keys()):
+    wrappers = find_wrappers(peft_model.get_base_model())
+    whole = {module for module, wrapper in wrappers.items() if name in wrapper.modules_to_save}
+    if odd := sorted((loaded ^ kept.factors.keys()) | (whole ^ kept.saved.keys())):
         _remove(peft_model, name)
         raise ExpertError(
             f"the expert {name!r} does not fit the model: {odd[0]} is in only one of its file and its config",
@@ -115,25 +119,35 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
 
 def check_loadable(adapter: Adapter, name: str) -> None:
     """Raise `UnsupportedError` if PEFT cannot switch the adapter, or would change the base's weights by loading it."""
-    adapter.check_low_rank("the live composer switches", f"the expert {name!r}")
+    other = next((part for part in adapter.opaque.values() if part.peft_type != LORA), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"the expert {name!r} is {other.method} ({other.name}), and the live composer switches LoRA and its "
+            "variants",
+            "Write the composition with `compose` and load that, or turn the expert into rsLoRA with `convert`",
+        )
+    if adapter.config.tied and adapter.saved:
+        raise UnsupportedError(
+            f"the expert {name!r} holds {next(iter(adapter.saved))} in full and ties it to other modules "
+            "(ensure_weight_tying), which the live composer cannot switch",
+            "Write the composition with `compose` and load that, or write full weights with `merge`",
+        )
     if fused := next((module.name for module in adapter.modules.values() if module.parameter), None):
         raise UnsupportedError(
             f"the expert {name!r} has LoRA on the parameter {fused}, which the live composer cannot switch",
             "Write the composition with `compose`, and load that",
         )
-    ends = tuple(adapter.config.modules_to_save)
-    over = [name for name in adapter.saved if not is_bias(name) and not (ends and name.endswith(ends))]
-    over += [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
-    if over:
+    if over := put_over_the_base(adapter):
         raise UnsupportedError(
             f"the expert {name!r} carries whole weights ({over[0]}), which PEFT would put over the base's own",
             "Load it with PEFT and save it with save_embedding_layers=False, or merge it into its base with `merge`",
         )
     if adapter.config.bias != "none":
         raise UnsupportedError(
-            f"the expert {name!r} trained biases of the base (bias: {adapter.config.bias}), which PEFT would put over "
-            "the base's own",
-            "Merge it into its base with `merge`",
+            f"the expert {name!r} trained biases of the base (bias: {adapter.config.bias}"
+            + "".join(f", such as {module}" for module in [*adapter.saved][:1])
+            + "), which PEFT would put over the base's own for every expert",
+            "Write the composition with `compose` and load that, or write full weights with `merge`",
         )
 
 
@@ -158,9 +172,10 @@ def slice_of(adapter: Adapter, layers: str, num_layers: NumLayers | None) -> Ada
         AdapterswapError: of the classes that `slice_layers` raises.
     """
     plan = slice_layers(adapter, layers, num_layers=num_layers)
-    modules = {name: adapter.modules[name] for name, module in plan.modules.items() if module.terms}
+    modules = {name: module for name, module in adapter.modules.items() if plan.slots[name].terms}
+    opaque = {name: part for name, part in adapter.opaque.items() if plan.slots[name].terms}
     saved = {name: adapter.saved[name] for name, module in plan.saved.items() if module.terms}
-    return replace(adapter, modules=modules, saved=saved, kept_layers=KeptLayers.of(layers))
+    return replace(adapter, modules=modules, opaque=opaque, saved=saved, kept_layers=KeptLayers.of(layers))
 
 
 def layers_taken(
@@ -179,7 +194,7 @@ def layers_taken(
     taken: set[int] = set()
     for composition in compositions:
         rules = (parse_composition(composition) if isinstance(composition, str) else composition).rules(num_layers)
-        for module in adapter.modules.values():
+        for module in adapter.parts.values():
             rule = next((rule for rule in rules if rule.matches(module.name, module.layer, module.kind)), None)
             if module.layer is not None and rule is not None and name in rule.coefficients():
                 taken.add(module.layer)
@@ -213,22 +228,63 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     """Whether the base has every module of the adapter, in its shape, and the weights that the adapter carries."""
     problems = Problems(ExpertError)
     modules = dict(base.named_modules())
+    _check_beside(adapter, name, modules, problems)
+    problems.raise_if_any()
     remedy = "Load it into the base that it was trained on"
-    missing = [module for module in adapter.modules if module not in modules]
+    missing = [module for module in adapter.parts if module not in modules]
     if missing:
         problems.add(
             f"the expert {name!r} adapts {and_more(missing)}, which the model does not have",
             remedy,
             parameter="expert",
         )
-    known = {module: shape_of(modules[module]) for module in adapter.modules if module in modules}
+    known = {module: shape_of(modules[module]) for module in adapter.factors if module in modules}
     compare_shapes(
-        {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.modules.values()},
+        {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.factors.values()},
         {module: f"{shape[0]}×{shape[1]}" for module, shape in known.items() if shape is not None},
         one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems, parameter="expert",
     )  # fmt: skip
+    ours: dict[str, str] = {}
+    theirs: dict[str, str] = {}
+    for part in adapter.saved.values():
+        held: Any = modules.get(part.name)
+        own = {} if held is None else getattr(held, "original_module", held).state_dict()
+        ours |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in part.tensors.items()}
+        theirs |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in own.items()}
+    compare_shapes(
+        ours, theirs, one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems,
+        parameter="expert",
+    )  # fmt: skip
     problems.raise_if_any()
     check_copies(adapter.file, f"the expert {name!r}", modules, {old: new for new, old in adapter.original.items()})
+
+
+def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], problems: Problems) -> None:
+    """Whether PEFT can hold the adapter beside those in the model: no module in full in one, and adapted in another."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    whole = {module for module, held in modules.items() if isinstance(held, ModulesToSaveWrapper)}
+    adapted = {module for module, held in modules.items() if isinstance(held, BaseTunerLayer)}
+    for ours, theirs, words in (
+        (adapter.saved.keys(), adapted, "holds {} in full and a loaded one adapts {}"),
+        (adapter.factors.keys(), whole, "adapts {} and a loaded one holds {} in full"),
+    ):
+        for module in ours:
+            at = next((other for other in theirs if _overlap(module, other)), None)
+            if at is not None:
+                problems.add(
+                    f"the expert {name!r} {words.format(module, at)}, which PEFT cannot hold side by side",
+                    "Write the composition with `compose` and load that, or write full weights with `merge`",
+                    parameter="expert",
+                    kind=UnsupportedError,
+                )
+                return
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two modules are one, or one is inside the other, by their names."""
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 @contextmanager

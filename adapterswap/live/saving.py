@@ -6,18 +6,24 @@ the bytes of one composed from files; any other is saved by PEFT first. Knows in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.experts.adapters import Adapter, LoraModule, open_adapter
+from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule, Part, open_adapter
+from adapterswap.experts.peft_kinds import LORA_PARTS
 from adapterswap.files.numbers import open_files, read_numbers
-from adapterswap.live.inventory import Inventory, factors
+from adapterswap.files.tensorfile import Tensor
+from adapterswap.live.inventory import Inventory, beside, factors
 from adapterswap.planning.making import make_plan
 from adapterswap.planning.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["plan_on_disk"]
 
@@ -48,28 +54,42 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
 def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
     """Whether a file holds exactly the numbers of a loaded expert."""
     loaded = {module: layer for module, layer in inventory.layers.items() if name in layer.r}
-    if loaded.keys() != file.modules.keys() or file.saved:
+    whole = {module: held for module, held in inventory.in_full.items() if name in held.modules_to_save}
+    if loaded.keys() != file.factors.keys() or whole.keys() != file.saved.keys():
         return False
     for module, layer in loaded.items():
-        part = file.modules[module]
+        part = file.factors[module]
         if (part.rank, part.alpha, part.rslora) != (layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]):
             return False
     try:
         with open_files([file.file]) as files:
             handle = files[file.file.path]
-            return all(_equal(handle, file.modules[module], layer, name) for module, layer in loaded.items())
+            pairs = [pair for module, layer in loaded.items() for pair in _tensors(file.parts[module], layer, name)]
+            for module, held in whole.items():
+                inside = held.modules_to_save[name].state_dict()
+                pairs += [(place, inside.get(key)) for key, place in file.saved[module].tensors.items()]
+            return all(_equal(name, handle, place, tensor) for place, tensor in pairs)
     except AdapterswapError:  # the file is gone, or another one
         return False
 
 
-def _equal(handle: int, part: LoraModule, layer: Any, name: str) -> bool:
+def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
+    """The tensors of an adapted module in the file, each with that in the model; None where it has none."""
+    lora = part.lora if isinstance(part, OpaqueModule) else part
+    assert isinstance(lora, LoraModule)
+    loaded = factors(layer, name)
+    pairs: list[tuple[Tensor, Any]] = [(lora.a, loaded and loaded.a), (lora.b, loaded and loaded.b)]
+    if isinstance(part, OpaqueModule):
+        found = beside(layer, name)
+        pairs += [(place, found.get(key)) for key, place in part.tensors.items() if key in LORA_PARTS]
+    return pairs
+
+
+def _equal(name: str, handle: int, place: Tensor, tensor: torch.Tensor | None) -> bool:
     import torch
 
-    tensors = factors(layer, name)
-    pairs = [] if tensors is None else [(part.a, tensors.a), (part.b, tensors.b)]
-    return bool(pairs) and all(
-        torch.equal(torch.from_numpy(read_numbers(name, handle, place)), tensor.detach().float().cpu())
-        for place, tensor in pairs
+    return tensor is not None and torch.equal(
+        torch.from_numpy(read_numbers(name, handle, place)).reshape(tensor.shape), tensor.detach().float().cpu()
     )
 
 
@@ -77,6 +97,9 @@ def _equal(handle: int, part: LoraModule, layer: Any, name: str) -> bool:
 def _saved(name: str, inventory: Inventory) -> Iterator[Adapter]:
     """A loaded expert as PEFT saves it, in a temporary folder."""
     with TemporaryDirectory() as place:
-        inventory.model.save_pretrained(place, selected_adapters=[name], save_embedding_layers=False)
+        with warnings.catch_warnings():
+            # PEFT takes the biases of `lora_bias` for factors that ZeRO-3 left empty.
+            warnings.filterwarnings("ignore", r"Adapter .* LoRA tensor\(s\) have invalid shape")
+            inventory.model.save_pretrained(place, selected_adapters=[name], save_embedding_layers=False)
         folder = Path(place) / name
         yield open_adapter(folder if folder.is_dir() else place)

@@ -13,14 +13,29 @@ from typing import Any
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.errors import CompositionError, Problems, UnsupportedError
+from adapterswap.experts.adapter_keys import is_bias
+from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import format_depth
+from adapterswap.experts.peft_kinds import LORA
+from adapterswap.live.in_full import forget_average, use_in_full
 from adapterswap.live.inventory import Inventory, scale_of
 from adapterswap.planning.names import fits_peft
 from adapterswap.planning.plan import Plan
+from adapterswap.planning.slots import Slot
 
-__all__ = ["InitialState", "Switch", "apply_switch", "check_loaded", "make_switch", "unmerge", "why_not_live"]
+__all__ = [
+    "InitialState",
+    "Switch",
+    "apply_switch",
+    "check_loaded",
+    "clash",
+    "make_switch",
+    "put_over_the_base",
+    "unmerge",
+    "why_not_live",
+]
 
-_RESIDENT = "Write it with write_adapter (adapterswap compose), and load that"
+_RESIDENT = "Write it with `compose` and load that, or write full weights with `merge`"
 
 
 @dataclass(frozen=True)
@@ -31,10 +46,12 @@ class Switch:
         plan: the plan, its coefficients final; None for the base.
         terms: by the name of a LoRA layer, each active expert's coefficient c: the layer then computes
             W·x + Σ c·s·B·A·x. Layers that are not named compute the base.
+        in_full: the same for modules that experts trained in full; see `use_in_full`.
     """
 
     plan: Plan | None = None
     terms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    in_full: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def why_not_live(plan: Plan) -> str | None:
@@ -45,12 +62,56 @@ def why_not_live(plan: Plan) -> str | None:
     if plan.composition.row_threshold is not None:
         return "a row threshold needs tensors of its own"
     for slot in plan:
-        for term in slot.opaque:
-            return f"{slot.name} is {term.method} in {term.expert}, which the live composer cannot switch"
-    if plan.saved:
-        return f"{next(iter(plan.saved))} is trained in full (modules_to_save), which PEFT cannot blend"
+        if (reason := _why_not_one(slot)) is not None:
+            return reason
+    if (odd := clash(plan.adapters)) is not None:
+        return odd
+    for expert, adapter in plan.adapters.items():
+        if over := put_over_the_base(adapter):
+            return f"{expert} carries whole weights ({over[0]}), which PEFT would put over the base's own"
     if (unfit := next((name for name in plan.experts if not fits_peft(name)), None)) is not None:
         return f"PEFT cannot hold an adapter under the name {unfit!r}"
+    return None
+
+
+def _why_not_one(slot: Slot) -> str | None:
+    """Why one module of a plan cannot be switched."""
+    if slot.rows:
+        return f"{slot.name} has rows of tokens that the base or an expert lacks, which PEFT cannot switch"
+    if slot.in_full:
+        if is_bias(slot.name):
+            return f"{slot.name} was trained (bias), and PEFT would put it over the base's own, for every expert"
+        return None
+    if slot.whole:
+        return f"{slot.name} is a blend of {slot.whole[0].expert}, which holds it in full, and LoRA on it"
+    for term in slot.opaque:
+        assert term.opaque is not None
+        part = term.opaque.part
+        if part.peft_type != LORA:
+            return f"{slot.name} is {part.method} in {term.expert}, which the live composer cannot switch"
+        if part.settings.get("use_dora") and slot.owner is None:
+            return f"{slot.name} is a blend, and {term.expert} is DoRA there, which is not linear in its scale"
+    return None
+
+
+def put_over_the_base(adapter: Adapter) -> list[str]:
+    """The whole weights that are in no `modules_to_save`, which PEFT puts over the base's own for every expert."""
+    ends = tuple(adapter.config.modules_to_save)
+    over = [name for name in adapter.saved if not is_bias(name) and not (ends and name.endswith(ends))]
+    return over + [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
+
+
+def clash(adapters: Mapping[str, Adapter]) -> str | None:
+    """Why PEFT cannot hold these adapters side by side: a module in full in one, and adapted in another."""
+    for expert, adapter in adapters.items():
+        for name in adapter.saved:
+            for other, held in adapters.items():
+                inside = (part for part in held.parts if part.startswith(f"{name}.") or part == name)
+                found = next((part for part in inside if part != name or name not in held.saved), None)
+                if found is not None:
+                    return (
+                        f"{expert} holds {name} in full and {other} adapts {found}, which PEFT cannot hold side by side"
+                    )
     return None
 
 
@@ -72,12 +133,17 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
             "Make the plan for this model",
             parameter="composition",
         )
-    for module in plan:
-        layer = inventory.layers.get(module.name)
-        for term in module.terms:
-            if (what := _mismatch(layer, term.expert, term.lora.rank, term.lora.scale)) is not None:
+    for slot in plan:
+        for term in slot.terms:
+            if slot.in_full:
+                wrapper = inventory.in_full.get(slot.name)
+                known = wrapper is not None and term.expert in wrapper.modules_to_save
+                what = None if known else "is not loaded"
+            else:
+                what = _mismatch(inventory.layers.get(slot.name), term.expert, term.lora.rank, term.lora.scale)
+            if what is not None:
                 problems.add(
-                    f"the adapter {term.expert!r} {what} at {module.name}",
+                    f"the adapter {term.expert!r} {what} at {slot.name}",
                     f"Load the plan's expert under that name: composer.load_expert(folder, {term.expert!r})",
                     parameter="composition",
                 )
@@ -85,7 +151,11 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
             break
     problems.raise_if_any()
     plan = resolve(plan).plan
-    return Switch(plan, {m.name: {term.expert: term.coefficient for term in m.terms} for m in plan if m.terms})
+    terms: dict[bool, dict[str, dict[str, float]]] = {False: {}, True: {}}
+    for slot in plan:
+        if slot.terms:
+            terms[slot.in_full][slot.name] = {term.expert: term.coefficient for term in slot.terms}
+    return Switch(plan, terms[False], terms[True])
 
 
 def _mismatch(layer: Any, expert: str, rank: int, scale: float) -> str | None:
@@ -113,17 +183,29 @@ def apply_switch(switch: Switch, inventory: Inventory) -> None:
             layer.set_adapter(active, inference_mode=True)
         for name, coefficient in terms.items():
             layer.set_scale(name, coefficient)  # absolute, and aware of rsLoRA; `scale_layer` would multiply
+    apply_in_full(switch, inventory)
+
+
+def apply_in_full(switch: Switch, inventory: Inventory) -> None:
+    """Set which weights compute the modules that experts trained in full; trainable tokens are switched off.
+
+    Raises:
+        UnsupportedError: see `use_in_full`.
+    """
+    for module, wrapper in inventory.in_full.items():
+        use_in_full(module, wrapper, switch.in_full.get(module, {}))
     for wrapper in inventory.wrappers:
-        if wrapper.active_adapters:
+        if wrapper.active_adapters and wrapper not in inventory.in_full.values():
             wrapper.set_adapter([], inference_mode=True)
 
 
 def check_loaded(switch: Switch, inventory: Inventory) -> None:
     """Raise `CompositionError` where a switch uses an expert that is not in the model any more."""
-    for module, terms in switch.terms.items():
-        layer = inventory.layers.get(module)
+    held = {module: layer.r for module, layer in inventory.layers.items()}
+    held |= {module: wrapper.modules_to_save for module, wrapper in inventory.in_full.items()}
+    for module, terms in (*switch.terms.items(), *switch.in_full.items()):
         for name in terms:
-            if layer is None or name not in layer.r:
+            if name not in held.get(module, ()):
                 raise CompositionError(
                     f"the adapter {name!r} was deleted from the model", "Load it again", parameter="composition"
                 )
@@ -146,6 +228,7 @@ class InitialState:
         self._active: dict[Any, Any] = {}
         self._scaling: dict[Any, dict[str, Any]] = {}
         self._trainable: dict[tuple[Any, str], bool] = {}
+        self._in_full: set[Any] = set()
         self.extend(inventory)
         for (module, name), trainable in self._trainable.items():
             if trainable:
@@ -160,6 +243,7 @@ class InitialState:
                 known.setdefault(name, scaling)
         for wrapper in inventory.wrappers:
             self._active.setdefault(wrapper, wrapper.active_adapter)
+        self._in_full.update(inventory.in_full.values())
         for module, name in inventory.parameters:
             if (module, name) not in self._trainable:
                 self._trainable[module, name] = getattr(module, name).requires_grad
@@ -169,10 +253,14 @@ class InitialState:
         for module, name in self._trainable:
             if (parameter := getattr(module, name)).requires_grad:
                 parameter.requires_grad_(False)
+        for wrapper in self._in_full:
+            wrapper.requires_grad_(False)
 
     def restore(self) -> None:
         """Set everything back. Adapters that were merged since are unmerged first, as PEFT does when it switches."""
         unmerge(self._scaling)
+        for wrapper in self._in_full:
+            forget_average(wrapper)
         for module, active in self._active.items():
             if module.active_adapter != active:
                 module.set_adapter(active, inference_mode=True)

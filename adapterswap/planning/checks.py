@@ -286,7 +286,9 @@ def check_matches(
                 )
 
 
-def check_saved(slots: Sequence[Slot], composition: Composition, problems: Problems) -> None:
+def check_saved(
+    slots: Sequence[Slot], composition: Composition, problems: Problems, *, base_at_hand: bool = False
+) -> None:
     """Full weights can be averaged among themselves; to mix them with no change, the base's own are needed."""
     for slot in slots:
         if not slot.in_full or slot.rule is None:
@@ -298,7 +300,7 @@ def check_saved(slots: Sequence[Slot], composition: Composition, problems: Probl
                 f"Give it explicit weights, in a rule of its own: {{modules: [{slot.name}], expert: NAME}}",
                 kind=UnsupportedError,
             )
-        elif slot.terms and slot.needs_base and composition.base_model is None:
+        elif slot.terms and slot.needs_base and composition.base_model is None and not base_at_hand:
             others = " and ".join(slot.absent) or "the base"
             problems.add(
                 f"{slot.name} is to be averaged with {others}, which has the base's own weights there",

@@ -66,6 +66,7 @@ def make_plan(
     *,
     num_layers: NumLayers | None = None,
     recorded: bool = False,
+    base_at_hand: bool = False,
 ) -> Plan:
     """Apply a composition to opened experts.
 
@@ -78,6 +79,8 @@ def make_plan(
             this machine.
         recorded: the composition and the order of the experts come from a record. Experts that give nothing to the
             result were allowed then.
+        base_at_hand: the plan is for a running model, which holds the base's weights: `base_model` need not be declared
+            where they enter.
 
     Raises:
         ArgumentError: an argument is of another type.
@@ -115,7 +118,7 @@ def make_plan(
     if any(isinstance(expert, Checkpoint) for expert in used.values()):
         plan = _plan_of_weights(composition, used, problems)
     else:
-        plan = _plan_of_modules(composition, used, num_layers, problems)
+        plan = _plan_of_modules(composition, used, num_layers, problems, base_at_hand=base_at_hand)
     if not recorded:
         check_used(plan, names, problems)
     problems.raise_if_any()
@@ -123,7 +126,12 @@ def make_plan(
 
 
 def _plan_of_modules(
-    composition: Composition, experts: Mapping[str, Expert], num_layers: NumLayers | None, problems: Problems
+    composition: Composition,
+    experts: Mapping[str, Expert],
+    num_layers: NumLayers | None,
+    problems: Problems,
+    *,
+    base_at_hand: bool,
 ) -> Plan:
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     depth = None
@@ -160,7 +168,7 @@ def _plan_of_modules(
     vocabularies = settle_vocabulary(filled, adapters, composition, problems)
     filled = sorted(vocabularies.slots, key=lambda slot: slot.in_full)
     check_matches(rules, filled, adapters, composition, problems)
-    check_saved(filled, composition, problems)
+    check_saved(filled, composition, problems, base_at_hand=base_at_hand)
     check_opaque(filled, adapters, composition, problems)
     return Plan(
         composition, rules, adapters, depth.num_layers, {slot.name: slot for slot in filled},

@@ -253,14 +253,13 @@ def test_forms_of_plain_lora(options: Any, parameter: str, base: Base, tmp_path:
     assert caught.value.parameter == parameter
 
 
-@pytest.mark.parametrize("operation", ["diff", "analyze", "load_expert"])
+@pytest.mark.parametrize("operation", ["diff", "analyze"])
 def test_rooms_that_need_factors_refuse(operation: str, base: Base, tmp_path: Path) -> None:
     """They would measure s·B·A, which DoRA's ΔW is not."""
     expert = make(base("llama"), tmp_path / "math", dora(), 1)
     calls: dict[str, Callable[[], object]] = {
         "diff": lambda: adapterswap.diff(expert, expert),
         "analyze": lambda: adapterswap.analyze({"math": expert}),
-        "load_expert": lambda: adapterswap.LiveComposer.from_experts(load_base(base("llama")), {"math": expert}),
     }
     with pytest.raises(UnsupportedError, match="DoRA"):
         calls[operation]()

@@ -1,0 +1,94 @@
+"""Modules that experts trained in full (PEFT's `modules_to_save`), switched in a running model.
+
+PEFT keeps a copy of such a module for every expert, and computes with one of them: a copied module costs nothing. For
+an average a further copy is made, and filled anew at every switch. Knows PEFT's wrapper; knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["find_wrappers", "forget_average", "use_in_full"]
+
+_AVERAGE = "__adapterswap_average__"  # the name of the further copy in PEFT's wrapper
+_ELEMENTS = 2**22  # averaged at a time
+
+
+def find_wrappers(model: Any) -> dict[str, Any]:
+    """PEFT's wrappers of modules that an expert trained in full, by the module's full name in the base model."""
+    from peft.utils import ModulesToSaveWrapper
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+
+
+def use_in_full(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
+    """Compute a module with W = Σ c_i·W_i + (1 - Σ c_i)·W_base from now on; without coefficients, with the base's.
+
+    Args:
+        name: the module's, for messages.
+        wrapper: PEFT's, which holds every W_i.
+        coefficients: c_i by expert.
+
+    Raises:
+        UnsupportedError: an average of weights that are quantised or offloaded.
+    """
+    if not coefficients:
+        active = []
+    elif list(coefficients.values()) == [1]:
+        active = list(coefficients)
+    else:
+        _fill(name, wrapper, coefficients)
+        active = [_AVERAGE]
+    if wrapper.active_adapters != active:
+        wrapper.set_adapter(active, inference_mode=True)
+
+
+def forget_average(wrapper: Any) -> None:
+    """Free the copy that held an average, where there is one; the wrapper then computes the base's module."""
+    wrapper.delete_adapter(_AVERAGE, None)
+
+
+def _fill(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
+    """Put the average into the wrapper's further copy, computed in float32 and rounded once."""
+    import torch
+
+    if _AVERAGE not in wrapper.modules_to_save:
+        wrapper.update(_AVERAGE)
+        wrapper.modules_to_save[_AVERAGE].requires_grad_(False)
+    base = wrapper.original_module.state_dict()
+    experts = {expert: wrapper.modules_to_save[expert].state_dict() for expert in coefficients}
+    rest = 1 - sum(coefficients.values())
+    with torch.no_grad():
+        for key, target in wrapper.modules_to_save[_AVERAGE].state_dict().items():
+            parts = [(coefficient, experts[expert][key]) for expert, coefficient in coefficients.items()]
+            if abs(rest) > 1e-12:
+                parts.append((rest, base[key]))
+            if odd := [part for _, part in parts if part.is_meta or not part.is_floating_point()]:
+                raise UnsupportedError(
+                    f"{name} is trained in full and {'offloaded' if odd[0].is_meta else 'quantised'}, and cannot be "
+                    "averaged",
+                    f"Give it to one expert, in a rule of its own: {{modules: [{name}], expert: NAME}}",
+                    parameter="composition",
+                )
+            for rows in _blocks(target):
+                wide = torch.promote_types(target.dtype, torch.float32)
+                total = torch.zeros_like(target[rows], dtype=wide)
+                for coefficient, part in parts:
+                    total.add_(part[rows].to(target.device, wide), alpha=coefficient)
+                target[rows] = total
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[Any]:
+    """Slices of the first axis, each of about as many elements as are averaged at a time."""
+    if tensor.dim() == 0:
+        yield ...
+        return
+    step = max(1, _ELEMENTS * len(tensor) // max(1, tensor.numel()))
+    for start in range(0, len(tensor), step):
+        yield slice(start, start + step)
