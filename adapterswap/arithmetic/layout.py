@@ -227,8 +227,8 @@ def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[Out
 def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
     """What a variant of LoRA stores beside A and B.
 
-    DoRA's magnitudes are copied: `check_written` has seen that every module has them. A bias of B is multiplied by the
-    module's scale in PEFT, as B is; plain LoRA has none, which is one of zeros.
+    DoRA's magnitudes are copied: `check_kinds` has seen that every module has them. A bias of B is multiplied by the
+    module's scale in PEFT, as B is, so a blend's is Σ c_i s_i bias_i / s'; plain LoRA has none, which is one of zeros.
     """
     first = _like(module, plan)
     for part, key in (("lora_magnitude_vector", "use_dora"), ("lora_B.bias", "lora_bias")):
@@ -237,11 +237,12 @@ def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) 
         pieces = []
         for term in module.terms:
             if term.opaque is not None and part in term.opaque.part.tensors:
-                factor = 1.0 if key == "use_dora" else term.lora.scale / shape.scale
+                factor = 1.0 if key == "use_dora" else term.coefficient * term.lora.scale / shape.scale
                 factor = 1.0 if math.isclose(factor, 1, rel_tol=1e-12) else factor
                 pieces.append(Piece(term.expert, term.change.path, term.opaque.part.tensors[part], factor))
         size = pieces[0].tensor.shape if pieces else (first.out_features,)
-        dtype = pieces[0].tensor.dtype if pieces else first.dtype
+        dtypes = {piece.tensor.dtype for piece in pieces} or {first.dtype}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
         yield OutputTensor(part_key(module.name, part), dtype, size, None, tuple(pieces))
 
 

@@ -132,7 +132,7 @@ class FullModule:
 
 @dataclass(frozen=True)
 class OpaqueModule:
-    """A module whose change is no product of two factors: it can be copied, and not averaged without the base.
+    """A module whose change is more than a product of two factors: copied, and averaged with the base or `is_linear`.
 
     Attributes:
         name, layer, kind: as for `LoraModule`.
@@ -156,6 +156,11 @@ class OpaqueModule:
     values: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     lora: LoraModule | None = None
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it adds s·(B·A·x + bias) to the module's output, whose sums are of the same form (`lora_bias`)."""
+        return self.lora is not None and "lora_B.bias" in self.tensors and not self.settings.get("use_dora")
 
     @property
     def on_bias(self) -> bool:

@@ -89,8 +89,10 @@ def _why_not_one(slot: Slot) -> str | None:
         part = term.opaque.part
         if part.peft_type != LORA:
             return f"{slot.name} is {part.method} in {term.expert}, which the live composer cannot switch"
-        if part.settings.get("use_dora") and slot.owner is None:
-            return f"{slot.name} is a blend, and {term.expert} is DoRA there, which is not linear in its scale"
+        if slot.owner is None and not part.is_linear:
+            return f"{slot.name} is a blend, and {term.expert} is {part.method} there, which is not linear in its scale"
+        if slot.method != "linear":
+            return f"{slot.method} works on s·B·A, and {term.expert} is {part.method} at {slot.name}"
     return None
 
 

@@ -33,12 +33,19 @@ def check_kinds(plan: Plan, form: Form) -> None:
     problems = Problems(UnsupportedError)
     entering = [(slot, term) for slot in plan for term in slot.terms]
     for slot in plan:
-        if slot.opaque and slot.owner is None:
-            expert, part = slot.opaque[0].expert, _part(slot.opaque[0])
+        if slot.opaque and slot.owner is None and any(not _part(term).is_linear for term in slot.opaque):
+            expert, part = next((t.expert, _part(t)) for t in slot.opaque if not _part(t).is_linear)
             problems.add(
                 f"{slot.name} is a blend, and {expert} is {part.method} there, which cannot be averaged without the "
                 "base's weight",
                 f"Give it to one expert, {_MERGE}, or turn {expert} into rsLoRA first with `convert`",
+            )
+        elif slot.opaque and slot.method != "linear":
+            expert, part = slot.opaque[0].expert, _part(slot.opaque[0])
+            problems.add(
+                f"{slot.method} works on s·B·A, and {expert} is {part.method} at {slot.name}",
+                f"Use a linear method such as `soup` or `task_arithmetic`, or {_MERGE}",
+                parameter="method",
             )
         elif slot.whole and slot.low_rank:
             one, other = slot.whole[0].expert, slot.low_rank[0].expert
@@ -172,7 +179,7 @@ def _check_form(parts: Sequence[tuple[str, OpaqueModule]], form: Form, problems:
             parameter="layout",
         )
     for expert, part in parts:
-        if part.lora is not None and form.max_rank is not None and part.lora.rank > form.max_rank:
+        if part.lora is not None and not part.is_linear and (form.max_rank or part.lora.rank) < part.lora.rank:
             problems.add(
                 f"{part.name} has rank {part.lora.rank}, and {expert} is {part.method} there, which is not truncated",
                 "Pass a larger `max_rank`, or leave it out",

@@ -51,28 +51,28 @@ _HYBRID = [name for name, architecture in ARCHITECTURES.items() if architecture.
 # PEFT 0.21 fuses the experts of these to `target_parameters` whenever all linear layers are asked for.
 _FUSED = ("deepseek_v3", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
 
+_NONLINEAR = OPAQUE.keys() - {"lora_bias"}
+
 REFUSALS = [
     Refusal("fused experts (target_parameters)", UnsupportedError, "LoRA on (the )?parameter", _FUSED, ["linear"],
             ["merge", "live", *METHODS]),
-    Refusal("PEFT blends no modules_to_save live", AdapterswapError, "modules_to_save",
-            kinds=["modules_to_save"], operations=["live"]),
     # Experts of attention alone leave the task nothing in partition A, and some hybrids have no attention in a zone.
     Refusal("a side or a zone has no module", CompositionError, "gives no module", operations=["partition_a"]),
     Refusal("a side or a zone has no module", CompositionError, "gives no module", _HYBRID, ["mixed"], ["copied"]),
     Refusal("a side or a zone has no module", CompositionError, "matches no module", _HYBRID),
     # In memory the experts of a layer are one module.
     Refusal("the running model lacks the names", AdapterswapError, "does not have", _MOE, _V4, ["live"]),
-    Refusal("a blend without the base", UnsupportedError, "is a blend, and", kinds=OPAQUE,
+    Refusal("a blend without the base", UnsupportedError, "is a blend, and", kinds=_NONLINEAR,
             operations=["swap", "soup", "partition_a"]),
     Refusal("the portable layout is plain LoRA", UnsupportedError, "portable layout|is a blend", kinds=OPAQUE,
             operations=["portable"]),
-    Refusal("the live composer switches plain LoRA", UnsupportedError, "the live composer", kinds=OPAQUE,
-            operations=["live"]),
+    Refusal("the live composer switches LoRA", UnsupportedError, "the live composer",
+            kinds=_NONLINEAR - {"dora"}, operations=["live", "live_copied"]),
+    Refusal("DoRA is copied live", UnsupportedError, "is a blend, and", kinds=["dora"], operations=["live"]),
     Refusal("trained biases are the base's own", UnsupportedError, "trained .*bias", kinds=["biases"],
-            operations=["live"]),
-    Refusal("PEFT blends no modules_to_save live", UnsupportedError, "modules_to_save", kinds=["composite"],
-            operations=["live"]),
-    Refusal("no bias to add to", UnsupportedError, "stores none to add", kinds=["lora_bias"], operations=["merge"]),
+            operations=["live", "live_copied"]),
+    Refusal("no bias to add to", UnsupportedError, "stores none to add", kinds=["lora_bias"],
+            operations=["merge", *METHODS]),
     Refusal("PEFT fuses no experts of this model", UnsupportedError, "PEFT cannot load", ["qwen2_moe", "jamba"], _V4),
     Refusal("methods on ΔW combine no weights held in full", UnsupportedError, "is trained in full",
             kinds=["modules_to_save", "biases", "composite"], operations=METHODS),
@@ -89,12 +89,15 @@ def reason_of(cell: Cell, error: AdapterswapError) -> str | None:
     return None
 
 
+_LIVE_COPIES = {*OPAQUE, "modules_to_save", "composite", "biases"}
+
 CELLS = [
     Cell(name, kind, operation)
     for name, architecture in ARCHITECTURES.items()
     for kind, made in KINDS.items()
     if made.applies(architecture)
     for operation in OPERATIONS
+    if operation != "live_copied" or kind in _LIVE_COPIES  # the others' blends say as much
 ]
 
 # All kinds for an architecture of each family; for the others linear layers, and one more kind in turn. Methods: a few.

@@ -110,7 +110,16 @@ def _live(subject: Subject) -> Result:
     with recorded_warnings() as said:
         composer = LiveComposer.from_experts(copy.deepcopy(subject.base), folders)
     with composer.use(f"task+language@{SETTINGS}"):
-        return Result(changes_in(composer.model), logits(composer.model), said)
+        return Result(changes_in(composer.model, subject.base), logits(composer.model), said)
+
+
+def _live_copied(subject: Subject) -> Result:
+    """The same for a composition in which every module has one owner."""
+    folders = {"task": subject.pair.task.folder, "language": subject.pair.language.folder}
+    with recorded_warnings() as said:
+        composer = LiveComposer.from_experts(copy.deepcopy(subject.base), folders)
+    with composer.use(_copied(subject.pair)):
+        return Result(changes_in(composer.model, subject.base), logits(composer.model), said)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -121,6 +130,7 @@ OPERATIONS: dict[str, Operation] = {
     "portable": Operation("swap", _written(_swap, "portable")),
     "merge": Operation("swap", _merged),
     "live": Operation("swap", _live),
+    "live_copied": Operation("copied", _live_copied),
     **{method: Operation(method, partial(_merged, plan=_by_method(method))) for method in METHODS},
 }
 """Methods are merged into full weights, which all of them make exactly."""

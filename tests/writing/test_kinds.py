@@ -198,6 +198,72 @@ def test_one_expert_without_bias_beside_one_with(base: Base, tmp_path: Path) -> 
     assert torch.equal(layer(x), twin(x))
 
 
+def biased() -> tuple[PeftConfig, PeftConfig]:
+    """Biases of B on modules with a bias in the base, with other ranks, alphas and formulas of the scale."""
+    options: Any = {"use_dora": False, "lora_bias": True, "target_modules": ["q_proj", "v_proj"]}
+    return dora(**options, lora_alpha=6), dora(**options, r=3, lora_alpha=9, use_rslora=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rank": 32}], ids=str)
+def test_blends_of_biases_of_b(options: Any, base: Base, tmp_path: Path) -> None:
+    """A soup, of PEFT's own merges of W and b; the average of a bias with plain LoRA, and of a sum without norm."""
+    experts = pair(base("qwen2"), tmp_path, *biased())
+    rules: Any = [
+        {"layers": 0, "blend": {"math": 1, "swahili": 3}},
+        {"layers": 1, "blend": {"math": 0.5, "swahili": -0.25}, "normalize": False},
+        {"layers": 2, "blend": {"math": 0.3}, "normalize": False},
+        {"expert": "swahili"},
+    ]
+    shares: Any = {0: (0.25, 0.75), 1: (0.5, -0.25), 2: (0.3, 0)}
+    composition = Composition(allocation=rules, allow_negative=True)
+    plan = adapterswap.compose(composition, experts)
+    out = plan.write(tmp_path / "out", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        full = [
+            PeftModel.from_pretrained(load_base(base("qwen2")), folder).merge_and_unload().state_dict()
+            for folder in (*experts.values(), out)
+        ]
+    own = load_base(base("qwen2")).state_dict()
+    for key, weight in own.items():
+        layer = int(key.split(".")[2]) if ".layers." in key else -1
+        one, other = shares.get(layer, (0, 1))
+        math, swahili, written = (state[key].double() - weight.double() for state in full)
+        close(written, one * math + other * swahili, scale=float(weight.abs().max()), name=key)
+    merged = load_base(plan.merge(tmp_path / "merged", base_model=base("qwen2")))
+    close(logits(merged), logits(PeftModel.from_pretrained(load_base(base("qwen2")), out)), depth=LAYERS)
+    assert adapterswap.verify(out, experts=experts).equal
+
+
+def test_biases_of_b_are_truncated_whole(base: Base, tmp_path: Path) -> None:
+    """Truncation is of s·B·A; the biases are summed as they are."""
+    experts = pair(base("qwen2"), tmp_path, *biased())
+    exact, cut = (composed(experts, BLENDED).write(tmp_path / str(rank), max_rank=rank) for rank in (32, 2))
+    states = []
+    for folder in (exact, cut):
+        model = PeftModel.from_pretrained(load_base(base("qwen2")), folder)
+        states.append(model.merge_and_unload().state_dict())
+    name = "model.layers.3.self_attn.v_proj"
+    assert read_adapter_config(cut / "adapter_config.json").rank_of(name) == 2
+    close(states[1][f"{name}.bias"], states[0][f"{name}.bias"])
+    own = load_base(base("qwen2")).state_dict()[f"{name}.weight"].double()
+    changes = [state[f"{name}.weight"].double() - own for state in states]
+    u, s, v = torch.linalg.svd(changes[0])
+    close(changes[1], (u[:, :2] * s[:2]) @ v[:2], scale=float(own.abs().max()))
+
+
+@pytest.mark.parametrize("options", [{"layout": "portable"}, {"method": "ties", "max_rank": 4}, {"method": "slerp"}])
+def test_forms_that_have_no_place_for_biases_of_b(options: Any, base: Base, tmp_path: Path) -> None:
+    experts = pair(base("qwen2"), tmp_path, *biased())
+    method = options.pop("method", None)
+    blend: Any = {"blend": {"math": 1, "swahili": 1}, **({"method": method} if method else {})}
+    if method == "ties":
+        blend["density"] = 0.5
+    with pytest.raises(UnsupportedError) as caught:
+        composed(experts, [blend]).write(tmp_path / "out", **options)
+    assert caught.value.parameter == ("method" if method else "layout")
+
+
 def test_ia3_finds_its_feedforward_modules_again(base: Base, tmp_path: Path) -> None:
     ia3 = IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
     experts = pair(base("llama"), tmp_path, ia3, copy.deepcopy(ia3))
