@@ -24,6 +24,7 @@ from adapterswap.analysis.changes import (
 from adapterswap.analysis.deltas import matrices
 from adapterswap.analysis.files import ANALYSIS
 from adapterswap.analysis.interference import Interference, check_shared
+from adapterswap.analysis.naming import under_stored_names
 from adapterswap.analysis.surveying import survey
 from adapterswap.drawing import column_width as width_in_inches
 from adapterswap.drawing import require_matplotlib, save, style
@@ -177,9 +178,9 @@ def analyze(
     Raises:
         ArgumentError: there are no experts, or one has an unsuitable name; a full checkpoint without its base; a
             threshold that is negative or not finite.
-        BaseModelError: the base lacks a weight of a full checkpoint, or holds it in another shape.
+        BaseModelError: the base lacks a weight of an expert, or holds it in another shape.
         ExpertError: an expert cannot be opened, changes no matrix in the layers, or holds NaN or infinity; two experts
-            share no matrix.
+            share no matrix, or name one differently and their base cannot say so.
         AdapterswapError: see also `Analysis.write`.
     """
     check_type(base_model, (Checkpoint, str, Path, type(None)), "base_model", "Pass a local folder or a Hub id")
@@ -188,6 +189,7 @@ def analyze(
     width_in_inches(column_width)
     opened = open_experts(experts)
     base = open_checkpoint(base_model) if isinstance(base_model, str | Path) else base_model
+    opened = under_stored_names(opened, base)
     inputs = inputs_of(opened, base)
     if out_path is not None:
         check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before the work
@@ -269,4 +271,4 @@ def count_matrices(experts: Mapping[str, Expert], base: Checkpoint | None) -> di
         ArgumentError: a full checkpoint without its base.
         BaseModelError: a full checkpoint that the base does not fit.
     """
-    return {name: len(matrices(expert, base)) for name, expert in experts.items()}
+    return {name: len(matrices(expert, base)) for name, expert in under_stored_names(experts, base).items()}

@@ -22,7 +22,7 @@ from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 import adapterswap
-from adapterswap.errors import AdapterswapError, ArgumentError
+from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError
 from adapterswap.experts.naming import names_of_base
 
 WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
@@ -278,6 +278,81 @@ def test_two_names_are_compared_as_one(worlds: Callable[[str], World], tmp_path:
     found, plain = adapterswap.diff(world.task, other), adapterswap.diff(world.task, world.language)
     assert found.as_json() == plain.as_json()
     assert adapterswap.diff(other, world.language).total.distance < 1e-6
+
+
+MEASURED = (
+    "torch.compile",
+    "transformers 4",
+    "transformers 4, FSDP",
+    "under model",
+    "under nothing",
+    "text-only, FSDP",
+)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "nemotron_h", "gemma3"])
+def test_the_same_numbers_under_any_name(architecture: str, worlds: Callable[[str], World], tmp_path: Path) -> None:
+    """diff, analyze and suggest reconcile names as a composition does: of a pair, and of one expert beside itself."""
+    world = worlds(architecture)
+    plain = adapterswap.analyze({"task": world.task, "language": world.language}).as_json()
+    differences = adapterswap.diff(world.task, world.language).as_json()
+    suggestion = adapterswap.suggest(world.task, world.language)
+    for number, variant in enumerate(MEASURED):
+        other = renamed(world, VARIANTS[variant](architecture), tmp_path / str(number))
+        assert adapterswap.diff(world.task, other).as_json() == differences, variant
+        found = adapterswap.analyze({"task": world.task, "language": other}).as_json()
+        if architecture != "nemotron_h" or "4" not in variant:
+            assert found == plain, variant
+        assert found["pairs"][0]["layers"] == plain["pairs"][0]["layers"], variant
+        assert found["experts"]["language"]["fractions_of_rows"] == plain["experts"]["language"]["fractions_of_rows"]
+        assert adapterswap.suggest(world.task, other).composition == suggestion.composition, variant
+    strange = renamed(world, STRANGE["attention called attn_block"](architecture), tmp_path / "strange")
+    with pytest.raises(AdapterswapError, match="attn_block"):
+        adapterswap.analyze({"task": world.task, "language": strange})
+
+
+def test_names_of_the_bases_file(worlds: Callable[[str], World], tmp_path: Path) -> None:
+    """The base stores names of transformers 4: norms relative to it, and an adapter beside full weights made of it."""
+    world = worlds("gemma3")
+    torch.manual_seed(0)
+    model = ARCHITECTURES["gemma3"].model_class.from_config(ARCHITECTURES["gemma3"].config())
+    base, full = tmp_path / "base", tmp_path / "full"
+    model.save_pretrained(base)
+    stored = load_file(base / "model.safetensors")
+    rename = older("gemma3")
+    save_file({rename(key): tensor for key, tensor in stored.items()}, base / "model.safetensors", {"format": "pt"})
+    adapterswap.soup(world.task, world.task, language_weight=0, base_model=str(base)).merge(full, base_model=base)
+    found = adapterswap.analyze({"task": world.task, "full": full}, base_model=base).as_json()
+    (pair,) = found["pairs"]
+    assert pair["modules"]
+    assert all(module["cosine"] > 0.9999 for module in pair["modules"].values())
+    for name, module in found["experts"]["task"]["modules"].items():
+        assert module["base_norm"] is not None or name.endswith("lm_head")  # which is tied, and stored nowhere
+    with refused(BaseModelError, "base_model"):
+        adapterswap.analyze({"task": world.task}, base_model=worlds("llama").base)
+
+
+def test_modules_that_predict_further_tokens(worlds: Callable[[str], World], tmp_path: Path) -> None:
+    """They are outside the layers, although they have numbers of layers: in plans, diff, analyze and suggest."""
+    world = worlds("llama")
+    ahead = {
+        name.replace("model.layers.0.", "mtp.layers.0."): shape
+        for name, shape in world.shapes.items()
+        if ".layers.0." in name
+    }
+    experts = [
+        write(tmp_path / f"{seed}", random_factors({**world.shapes, **ahead}, seed), world.base) for seed in (1, 2)
+    ]
+    without = [write(tmp_path / f"bare-{seed}", random_factors(world.shapes, seed), world.base) for seed in (1, 2)]
+    plan = adapterswap.compose("x+y@bottom=1,top=1,outside=language", dict(zip("xy", experts, strict=True)))
+    assert {(slot.layer, slot.owner) for slot in plan if slot.name.startswith("mtp.")} == {(None, "y")}
+    assert len(plan.modules) == len(world.shapes) + len(ahead)
+    both_found, bare = (
+        adapterswap.analyze(dict(zip("xy", experts, strict=True))),
+        adapterswap.analyze(dict(zip("xy", without, strict=True))),
+    )
+    assert [set(table.cells) for table in both_found.tables] == [set(table.cells) for table in bare.tables]
+    assert {row.name for row in adapterswap.diff(*experts).layers} == {"no layer", *map(str, range(5))}
 
 
 def test_one_module_under_two_names_of_one_expert(worlds: Callable[[str], World], tmp_path: Path) -> None:
