@@ -100,14 +100,21 @@ CELLS = [
     if operation != "live_copied" or kind in _LIVE_COPIES  # the others' blends say as much
 ]
 
-# All kinds for an architecture of each family; for the others linear layers, and one more kind in turn. Methods: a few.
+# All kinds for an architecture of each family; for the others linear layers, and one more kind in turn. GPT-2, whose
+# weights are stored the other way round, has the copies of every kind that PEFT has for it. Methods: a few.
 _THOROUGHLY = ("llama", "qwen3_moe", "nemotron_h", "gemma3")
 _BY_METHODS = {("llama", "dora"), ("gpt2", "linear"), ("qwen3_moe", "v4"), ("gemma3", "embeddings")}
+_COPIES = ("copied", "merge", "live_copied")
+_LIKE_A_SWAP = ("soup", "partition_a", "portable")  # refused alike, where a kind cannot be averaged
 SAMPLE = [
     cell
     for index, name in enumerate(ARCHITECTURES)
     for cell in CELLS
     if cell.architecture == name
     and (cell.operation not in METHODS or (name, cell.kind) in _BY_METHODS)
-    and (name in _THOROUGHLY or cell.kind in ("linear", list(KINDS)[1 + index % (len(KINDS) - 1)]))
+    and (
+        (name in _THOROUGHLY and not (cell.kind in _NONLINEAR and cell.operation in _LIKE_A_SWAP))
+        or cell.kind in ("linear", list(KINDS)[1 + index % (len(KINDS) - 1)])
+        or (name == "gpt2" and cell.kind in _LIVE_COPIES and cell.operation in _COPIES)
+    )
 ]
