@@ -15,7 +15,8 @@ from adapterswap.planning.compositions import Composition
 from adapterswap.recipes import resolve_recipe
 from adapterswap.shipped import shipped_recipes
 
-COMPOSITIONS = shipped_recipes("compose")
+PAPERS = shipped_recipes("compose/papers")
+COMPOSITIONS = {name: path for name, path in shipped_recipes("compose").items() if name not in PAPERS}
 
 # Which layers of q_proj and of down_proj are the language's, out of 32; None for a blend. From the papers' own words.
 OUTER = {*range(5), 30, 31}
@@ -70,3 +71,38 @@ def test_every_experts_folder_is_what_a_shipped_train_recipe_writes() -> None:
     written = {resolve_recipe(path)[0]["out_path"] for path in shipped_recipes("train").values()}
     for path in COMPOSITIONS.values():
         assert set(resolve_recipe(path)[0]["experts"].values()) <= written
+
+
+def coefficients(name: str, run: Callable[..., Result], tmp_path: Path, layers: int) -> dict[str, dict[str, float]]:
+    """A paper's recipe on adapters made by hand: module → expert → its factor."""
+    asked = read_recipe(PAPERS[name], Composition)
+    tensors = {expert: crafting.tensors(layers=layers, seed=seed) for seed, expert in enumerate(asked.experts)}
+    places = {expert: crafting.adapter(tmp_path / expert, found) for expert, found in tensors.items()}
+    named = ", ".join(f"{expert}: {place}" for expert, place in places.items())
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"extends: {name}\nexperts: {{{named}}}\nnum_layers: {layers}\n", encoding="utf-8")
+    result = run("compose", recipe, "-o", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    modules = json.loads(result.stdout)["modules"]
+    return {name: owner if isinstance(owner, dict) else {owner: 1.0} for name, owner in modules.items()}
+
+
+def test_the_papers_layers_are_those_it_names(run: Callable[..., Result], tmp_path: Path) -> None:
+    found = coefficients("compose/papers/lighton-swahili", run, tmp_path, 36)
+    for module, owner in found.items():
+        layer = int(module.split(".")[2])
+        assert owner == {"reasoning" if 13 <= layer <= 22 else "swahili": 1.0}
+
+
+def test_adamergex_adds_what_the_language_changed(run: Callable[..., Result], tmp_path: Path) -> None:
+    found = coefficients("compose/papers/adamergex-swahili", run, tmp_path, 4)
+    assert found
+    assert all(factors == {"math": 1, "swahili": 1, "english": -1} for factors in found.values())
+
+
+def test_papers_that_were_not_run_say_so() -> None:
+    assert PAPERS
+    for path in PAPERS.values():
+        text = path.read_text("utf-8")
+        assert "arXiv:" in text.partition("\n")[0]
+        assert "Not run here." in text
