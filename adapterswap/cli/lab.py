@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,6 +92,7 @@ def command(
         print_table(*tables(study))
         click.echo(CAVEAT)
     note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
+    note(f"to move layers and see the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
 
 
 def _compare(

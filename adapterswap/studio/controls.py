@@ -90,7 +90,7 @@ class Controls:
             add["weights"] = gr.Radio(["equal", "magnitude"], label="Weights in blends", value="equal")
         for name, update in zip(add, self.updates(choice), strict=True):
             for key, value in update.items():
-                if key != "__type__":
+                if key in ("value", "visible"):
                     setattr(add[name], key, value)
 
     def choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str = "") -> Choice:
@@ -118,7 +118,12 @@ class Controls:
         offered = {name: name in offer.fields for name in (*ZONES, "task_weight", "language_weight", *PARAMETERS)}
         values = {"task": list(choice.task), "language": list(choice.language), "preset": preset}
         values |= {name: _number(fields.get(name), default) for name, default in self._defaults(offer).items()}
-        return [gr.update(value=values[name], visible=offered.get(name, True)) for name in self.components]
+        names = list(self._workspace.experts)
+        choices = {"task": {"choices": names}, "language": {"choices": [*names, BASE]}}
+        return [
+            gr.update(value=values[name], visible=offered.get(name, True), **choices.get(name, {}))
+            for name in self.components
+        ]
 
     def _defaults(self, offer: _Offer) -> dict[str, Any]:
         """The value of each field before anybody has set it."""

@@ -70,12 +70,11 @@ class _Page:
         self.visitors = _Visitors()
         self.judges = _Visitors()
         self.answers: dict[str, str] = {}
-        if workspace.lab is not None:
-            self.answers = {
-                problem.prompt(language): problem.answer
-                for problem in workspace.lab.problems
-                for language in workspace.lab.languages
-            }
+        self.known: dict[str, tuple[str, int]] = {}  # prompt → the problem's language and number
+        for language in workspace.lab.languages if workspace.lab else ():
+            for number, problem in enumerate(workspace.lab.problems if workspace.lab else (), 1):
+                self.answers[problem.prompt(language)] = problem.answer
+                self.known[problem.prompt(language)] = (language, number)
 
     def build(self) -> Any:
         with gr.Blocks(analytics_enabled=False, title="adapterswap studio", delete_cache=(600, 3600)) as blocks:
@@ -123,6 +122,10 @@ class _Page:
             self.clear = gr.Button("Undo clicks", size="sm")
         self.controls = Controls(self.workspace, self.first)
         self.painted = gr.State({})
+        with gr.Row(visible=self.workspace.allow_paths, equal_height=True):
+            self.path = gr.Textbox(label="Open another expert: a folder or Hub id", elem_id="path", scale=4)
+            self.open = gr.Button("Open", size="sm", elem_id="open", min_width=80)
+        self.open_problem = gr.HTML("")
 
     def _try(self) -> None:
         lab = self.workspace.lab
@@ -179,7 +182,7 @@ class _Page:
         known = judging.tasks(self.workspace)
         with gr.Row(equal_height=True):
             self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
-            self.limit = gr.Slider(10, 500, value=100, step=10, label="At most so many documents", min_width=160)
+            self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180)
         self.rows_file = gr.File(
             label='A file of yours: JSON lines with "prompt" and "answer"', file_types=[".jsonl"], visible=False,
             elem_id="rows",
@@ -231,7 +234,7 @@ class _Page:
         return f'<div class="take">{"".join(sections)}</div>'
 
     def _restore(self, query: str) -> list[Any]:
-        """Everything as an address says: [painted, prompt, *controls, strip, problem, taken, address]."""
+        """What an address says: [painted, prompt, spoken, number, *controls, strip, problem, taken, address]."""
         problem: AdapterswapError | None = None
         try:
             choice = from_address(query, self.first)
@@ -243,7 +246,8 @@ class _Page:
         drawn = self._redraw(choice, None)
         if problem is not None:
             drawn[1] = error_html(problem)
-        return [packed(choice.painted), prompt, *updates, *drawn]
+        language, number = self.known.get(prompt, (gr.skip(), gr.skip()))
+        return [packed(choice.painted), prompt, language, number, *updates, *drawn]
 
     def _problem_text(self, language: str, number: float) -> str:
         if self.workspace.lab is None:
@@ -368,6 +372,16 @@ class _Page:
         except AdapterswapError as error:
             yield [error_html(error), gr.skip(), gr.skip()]
 
+    def _open(self, path: str) -> list[Any]:
+        """[task, language, brush, problem, path]: the choices with an expert that a visitor named."""
+        try:
+            self.workspace.add(path.strip())
+        except AdapterswapError as error:
+            return [gr.skip(), gr.skip(), gr.skip(), error_html(error), gr.skip()]
+        self.names[:] = list(self.workspace.experts)
+        choices = [gr.update(choices=each) for each in (self.names, [*self.names, BASE], [_NEXT, *self.names, BASE])]
+        return [*choices, "", ""]
+
     def _wire_measuring(self, blocks: Any, everything: list[Any]) -> None:
         """Understand and Judge."""
         once: dict[str, Any] = {"concurrency_id": "measuring", "concurrency_limit": 1, **_HIDDEN}
@@ -446,7 +460,8 @@ class _Page:
         ]
         self.address.change(None, [self.address], [], js=_REPLACE, **_HIDDEN)
         restored = blocks.load(
-            self._restore, [self.address], [self.painted, self.prompt, *everything], js="() => location.search",
+            self._restore, [self.address], [self.painted, self.prompt, self.spoken, self.number, *everything],
+            js="() => location.search",
             **{**_FAST, **_HIDDEN},
         )  # fmt: skip
         for picker in (self.spoken, self.number):
@@ -477,6 +492,12 @@ class _Page:
         self.stop.click(leave, None, None, **_FAST, **_HIDDEN)
         blocks.unload(leave)
         self._wire_measuring(blocks, everything)
+        if self.workspace.allow_paths:
+            self.open.click(
+                self._open, self.path,
+                [controls["task"], controls["language"], self.brush, self.open_problem, self.path],
+                concurrency_id="measuring", concurrency_limit=1, **_HIDDEN,
+            )  # fmt: skip
         for kind, button in self.make.items():
             button.click(
                 _with_kind(self._make, kind), [self.max_rank, *self._inputs], [self.made, self.make_problem],

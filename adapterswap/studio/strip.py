@@ -51,6 +51,7 @@ def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[in
         experts: all that there are, in the order that gives them their colours.
         painted: the (layer, kind) that were given to an expert by hand, which get a mark.
     """
+    assert isinstance(plan.num_layers, int)  # `open_workspace` opens nothing else
     cells = _cells(plan)
     kinds = [kind for kind in _KIND if any(of == kind for _, of in cells)]
     columns = []

@@ -237,8 +237,8 @@ def open_workspace(
         )  # fmt: skip
     if not isinstance(num_layers, int):
         raise UnsupportedError(
-            f"{base_model} has an encoder and a decoder, and the studio shows one list of layers",
-            "Use a decoder-only model",
+            f"{base_model} has an encoder and a decoder, and the studio draws one stack of layers",
+            "Use `compose` with `stack`",
             parameter="base_model",
         )
     opened: dict[str, Adapter] = {}

@@ -398,6 +398,20 @@ def test_judging_lets_others_in_and_can_be_stopped(workspace: Workspace) -> None
         assert workspace.live.plan is None
 
 
+def test_a_visitor_may_name_a_path_only_where_that_is_allowed(
+    visit: Visit, serve: Callable[[Workspace], str], lab_run: Path, tmp_path: Path
+) -> None:
+    assert visit().locator("#path").count() == 0
+    third = random_expert(lab_run / "seed-0/base", tmp_path / "third", 7)
+    page = visit(url=serve(open_lab(lab_run, device="cpu", allow_paths=True)))
+    page.locator("#path textarea, #path input").first.fill(str(tmp_path / "nothing"))
+    page.locator("#open").click()
+    page.locator(".problem", has_text="nothing").wait_for()
+    page.locator("#path textarea, #path input").first.fill(str(third))
+    page.locator("#open").click()
+    page.locator("#brush", has_text="third").wait_for()
+
+
 def test_the_command_opens_and_checks(lab_run: Path) -> None:
     result = CliRunner().invoke(main, ["studio", "--lab", str(lab_run), "--dry-run", "--device", "cpu"])
     assert result.exit_code == 0, result.output
