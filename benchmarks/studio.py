@@ -3,9 +3,9 @@
     python benchmarks/studio.py --lab lab-run          # what `make demo` wrote
     python benchmarks/studio.py --lab lab-run --json
 
-A key moves the slider of bottom layers. Measured from the key to the redrawn strip, and to the first token of the answers on
-the page; beside them the model's own first token for the same prompt and compositions, in this process. The goals: a strip
-within 100 ms, and a first token at most 50 ms after the model's own.
+A key moves the slider of bottom layers. Measured from the key to the redrawn strip, and to the first token of the
+answers on the page; beside them the model's own first token for the same prompt and compositions, in this process.
+The goals: a strip within 100 ms, and a first token at most 50 ms after the model's own.
 """
 
 from __future__ import annotations

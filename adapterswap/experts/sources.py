@@ -4,8 +4,9 @@ A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several e
 existing local path always wins, and what looks like a local path is never looked up on the Hub. Downloads honour the
 Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the files needed. An expert's note of its base, which a
 stranger may have written, leads to the reading of one `config.json` there; of its safetensors too where full weights
-are requested without `base_model`; never to code. Symlinks are followed in local folders, as everywhere; in the Hub's cache
-only inside the cache. Knows nothing of what the files hold.
+are requested without `base_model`; never to code. Symlinks are followed in local folders, as everywhere; in the Hub's
+cache only inside the cache.
+Knows nothing of what the files hold.
 """
 
 from __future__ import annotations
