@@ -19,6 +19,7 @@ __all__ = ["COMPARED_WITH", "COMPARISON_FORMAT", "compared", "comparison_tables"
 
 COMPARISON_FORMAT = "adapterswap-lab-methods/1"
 COMPARED_WITH = ("layer_swap", "math expert")
+_DRAWS = 2000  # of the bootstrap: some 70 intervals take half a minute
 _LIBRARIES = ("adapterswap", "torch", "transformers", "peft", "trl")
 
 
@@ -93,7 +94,7 @@ def _difference(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> dict[str, f
     from adapterswap.lab.statistics import difference
     from adapterswap.reporting.statistics import bootstrap
 
-    found = bootstrap(one.astype(float) - other.astype(float))
+    found = bootstrap(one.astype(float) - other.astype(float), draws=_DRAWS)
     seeds = difference(list(one), list(other))
     interval = {"low": found.low, "high": found.high}
     rounded = {key: None if value is None else round(value, 6) for key, value in interval.items()}
