@@ -109,7 +109,7 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         task_type=plan.task_type,
         auto_mapping=plan.auto_mapping,
         fan_in_fan_out=_fan_in_fan_out(plan),
-        tied=any(adapter.ties_factors for adapter in plan.adapters.values()),
+        tied=_tied(plan),
         saved=[name for name, module in plan.saved.items() if module.terms and not is_bias(name)],
         variant={**variant_of(plan.modules.values()), **trained_biases(plan), **_parameters(plan)},
     )
@@ -138,6 +138,13 @@ def trained_biases(plan: Plan) -> dict[str, str]:
         return {}
     said = {adapter.config.bias for adapter in plan.adapters.values()} - {"none"}
     return {"bias": said.pop() if len(said) == 1 else "all"}
+
+
+def _tied(plan: Plan) -> bool:
+    """PEFT's `ensure_weight_tying`. Where embeddings and heads are held in full, both are: nothing is tied any more."""
+    adapters = plan.adapters.values()
+    as_before = all(adapter.config.tied and not adapter.vocabulary for adapter in adapters)
+    return as_before or any(adapter.ties_factors for adapter in adapters)
 
 
 def _fan_in_fan_out(plan: Plan) -> bool:
