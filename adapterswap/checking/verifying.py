@@ -243,7 +243,7 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
             usable = record.format in _NOT_COMPARED and {"format", "composition", "experts"} <= content.keys()
             usable = usable and (record.format != 1 or "rules" in content)
             if record.kind == "model":
-                usable = usable and record.output.keys() <= {"max_shard_size", "dtype"}
+                usable = usable and record.output.keys() <= {"max_shard_size", "dtype", "dequantize"}
             else:
                 Form(**record.output)
             if usable:

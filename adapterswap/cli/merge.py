@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 )
 @click.option("--max-shard-size", metavar="SIZE", help="Such as 2GB.  [default: the base's shards]")
 @dtype_option("Of the result.  [default: each tensor's in the base]")
+@click.option(
+    "--dequantize", is_flag=True, help="Merge into the weights that a quantised base computes with, not quantised."
+)
 @device_option("cpu", more="; cuda is all GPUs")
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
@@ -36,6 +39,7 @@ def command(
     base_model: str | None,
     max_shard_size: str | None,
     dtype: Literal["float32", "bfloat16", "float16"] | None,
+    dequantize: bool,
     device: str,
     overwrite: bool,
     dry_run: bool,
@@ -51,7 +55,7 @@ def command(
     from adapterswap.merging import ModelForm
 
     push = Push.of(options)
-    form = ModelForm(max_shard_size, recipe_dtype(path, dtype))
+    form = ModelForm(max_shard_size, recipe_dtype(path, dtype), dequantize or None)
     write_full_weights(
         plan_of(path, options, base_model=base_model), form, out_path, base_model=base_model,
         device=device, overwrite=overwrite, dry_run=dry_run, as_json=as_json,

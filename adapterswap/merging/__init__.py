@@ -8,13 +8,13 @@ weights; knows nothing of how it was asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.arithmetic.resolving import resolve
 from adapterswap.changes.copies import Carried, check_base, copy_beside
-from adapterswap.errors import check_type
+from adapterswap.errors import UnsupportedError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter
 from adapterswap.experts.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.experts.identity import sha256_of
@@ -23,6 +23,7 @@ from adapterswap.files.smallfiles import expand, write_json
 from adapterswap.merging.blocks import Entered
 from adapterswap.merging.companions import copy_companions
 from adapterswap.merging.computing import Rows
+from adapterswap.merging.dequantizing import dequantized
 from adapterswap.merging.shards import ModelForm, OutputShard, index_of, lay_out_model
 from adapterswap.merging.streaming import choose_devices, stream
 from adapterswap.planning.allocation import BASE
@@ -46,6 +47,7 @@ class Merged:
         magnitudes: each expert's mean absolute ΔW, where weights depend on it.
         kept_rows: by (expert, module): which rows of an adapter's ΔW stay.
         kept_share: the share of each adapter's rows that stays, where a threshold is asked for.
+        quantised: the base that was dequantised.
     """
 
     plan: Plan
@@ -54,6 +56,7 @@ class Merged:
     magnitudes: Mapping[str, float] = field(default_factory=dict)
     kept_rows: Rows = field(default_factory=dict)
     kept_share: Mapping[str, float] = field(default_factory=dict)
+    quantised: Checkpoint | None = None
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -69,6 +72,7 @@ def merge(
     out_path: str | Path,
     max_shard_size: str | None = None,
     dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+    dequantize: bool = False,
     device: str = "cpu",
     overwrite: bool = False,
 ) -> Path:
@@ -84,6 +88,8 @@ def merge(
         out_path: the folder; it appears whole or not at all.
         max_shard_size: such as `2GB`; by default the base's shards are kept.
         dtype: of the result; by default each tensor's in the base.
+        dequantize: merge into the weights that a quantised base computes with, in the model's dtype. The result is not
+            quantised. It needs memory for the whole base, and the library that quantised it.
         device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
         overwrite: replace the folder, if `merge` or its like wrote it.
 
@@ -106,7 +112,7 @@ def merge(
     )  # fmt: skip
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
-    form = ModelForm(max_shard_size, dtype)
+    form = ModelForm(max_shard_size, dtype, dequantize or None)
     base_model = None if base_model is None else str(base_model)
     check_target(out_path, kind=COMPOSED, overwrite=overwrite)  # before the work, and again when it is published
     if isinstance(plan, Adapter | str | Path):
@@ -120,12 +126,21 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
     Raises:
         AdapterswapError: see `merge`.
     """
+    quantised = None
     if not plan.is_model:
         base = base_of(plan, base_model)
+        if form.dequantize:
+            quantised, base = base, dequantized(base)
         merge_plan(plan, base)  # reports what does not fit before anything is read
         resolved = resolve(plan)
         full = merge_plan(resolved.plan, base)
     else:
+        if form.dequantize:
+            raise UnsupportedError(
+                f"{next(iter(plan.checkpoints))} is a full checkpoint, and only the base of adapters is dequantised",
+                "Give checkpoints in floating point numbers",
+                parameter="dequantize",
+            )
         if base_model is not None and base_model != plan.composition.base_model:
             plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
         resolved = resolve(plan)
@@ -137,7 +152,12 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
             remedy="Give the base that it was trained on with `base_model`",
             parameter="base_model",
         )  # fmt: skip
-    return Merged(full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share())
+    if quantised is not None:
+        note = f"the base {quantised.name} is quantised: the result has the weights that it computes with, and ΔW"
+        full = replace(full, notes=(*full.notes, note))
+    return Merged(
+        full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantised
+    )
 
 
 def _copies(plan: Plan) -> Iterator[Carried]:
@@ -170,7 +190,7 @@ def write_model(
         record = composition_record(
             plan,
             {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
-            checkpoint_source(plan.base, entered.of(BASE)) if plan.base else None,
+            checkpoint_source(merged.quantised or plan.base, entered.of(BASE)) if plan.base else None,
             output=asdict(form),
             measured=merged.measured,
         )

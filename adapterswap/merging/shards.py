@@ -31,10 +31,12 @@ class ModelForm:
     Attributes:
         max_shard_size: such as `2GB`; None keeps the skeleton's shards.
         dtype: float32, float16 or bfloat16 for all floating point tensors; None keeps each tensor's own.
+        dequantize: a quantised base is dequantised first; None as False.
     """
 
     max_shard_size: str | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    dequantize: bool | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in FLOAT_NAMES:

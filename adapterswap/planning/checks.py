@@ -391,7 +391,8 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
         if checkpoint.config.get("quantization_config"):
             problems.add(
                 f"{who} is quantised (quantization_config), and its numbers cannot be averaged",
-                "Give the checkpoint in floating point numbers",
+                "Give the checkpoint in floating point numbers; for the base of adapters, `dequantize` merges into the "
+                "weights that it computes with",
                 kind=UnsupportedError,
             )
     odd = [

@@ -111,13 +111,14 @@ class Plan:
         base_model: str | Path | None = None,
         max_shard_size: str | None = None,
         dtype: Literal["float32", "float16", "bfloat16"] | None = None,
+        dequantize: bool = False,
         device: str = "cpu",
         overwrite: bool = False,
     ) -> Path:
         """Write full weights to the folder `out_path`: `adapterswap.merge` of this plan.
 
         Args:
-            out_path, base_model, max_shard_size, dtype, device, overwrite: see `merge`.
+            out_path, base_model, max_shard_size, dtype, dequantize, device, overwrite: see `merge`.
 
         Returns:
             The folder's path.
@@ -128,8 +129,8 @@ class Plan:
         from adapterswap.merging import merge
 
         return merge(
-            self, base_model, out_path=out_path, max_shard_size=max_shard_size, dtype=dtype, device=device,
-            overwrite=overwrite,
+            self, base_model, out_path=out_path, max_shard_size=max_shard_size, dtype=dtype, dequantize=dequantize,
+            device=device, overwrite=overwrite,
         )  # fmt: skip
 
     def export(
