@@ -240,7 +240,9 @@ def _explained(
 def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
     """`location` with the names of a mapping that `list_values` made a list in place of the positions."""
     written: list[int | str] = []
-    for step in location:
+    for place, step in enumerate(location, start=1):
+        if written and _names_a_member(step, content, last=place == len(location)):
+            continue
         if isinstance(content, dict) and isinstance(step, int):
             step = [key for key, value in content.items() if value is not None][step]
         if step == "parameters" and isinstance(content, Mapping) and step not in content:
@@ -251,6 +253,13 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
         except (KeyError, IndexError, TypeError):  # what is missing, or a step that is pydantic's own
             content = None
     return tuple(written)
+
+
+def _names_a_member(step: int | str, content: Any, *, last: bool) -> bool:
+    """Whether a step of pydantic's names a member of a union that `content` was tried as, and no key of it."""
+    if isinstance(content, Mapping):
+        return isinstance(step, str) and step not in content and not last and step != "parameters"
+    return isinstance(content, str | int | float)
 
 
 def _explain(details: Any, written: Location, model: type[BaseModel], where: str) -> Problem:

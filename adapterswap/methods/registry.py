@@ -85,7 +85,7 @@ RESERVED = frozenset(
         "allocation", "allow_negative", "averages", "base_model", "blend", "bottom", "bottom_transition", "expert",
         "experts", "language", "language_weight", "layers", "max_error", "max_rank", "method", "modules", "name",
         "norms", "normalize", "num_layers", "optional", "outside", "parameters", "partition", "row_threshold", "rules",
-        "task", "task_type", "task_weight", "top", "top_transition", "weights",
+        "stack", "task", "task_type", "task_weight", "top", "top_transition", "weights",
     }
 )  # fmt: skip
 """What compositions, rules and sweeps mean something else by, so that no parameter can be called so."""

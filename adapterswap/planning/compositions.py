@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
+from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
 
 from adapterswap.errors import CompositionError, FieldError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, STACKS, NumLayers, Stack, depth_of, format_layers
@@ -32,6 +32,10 @@ Partition = Literal["A", "B", "C", "Z"]
 Outside = Literal["average", "task", "language"]
 Stacks = Literal["both", "encoder", "decoder"]
 _Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+_Depths = Annotated[  # one of the two is tried, so that a mistake is reported once
+    Annotated[_Depth, Tag("one")] | Annotated[dict[Stack, _Depth], Tag("stacks")],
+    Discriminator(lambda value: "stacks" if isinstance(value, Mapping) else "one"),
+]
 TaskType = Literal["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 
 # The first paper's defaults, for its 32 layers.
@@ -71,7 +75,7 @@ class Composition(MethodFields):
     task_type: TaskType | None = Field(
         default=None, description="PEFT's task type of the result, where the experts' is wrong or differs."
     )
-    num_layers: _Depth | dict[Stack, _Depth] | None = Field(
+    num_layers: _Depths | None = Field(
         default=None,
         description="The base's layers, or those of each stack: {encoder: 12, decoder: 6}. By default from its config.",
     )
