@@ -5,15 +5,24 @@ Reads no tensor and prints nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from adapterswap.checking.gguf import GgufAdapter, GgufModule, is_gguf, open_gguf
 from adapterswap.errors import AdapterswapError, check_type
 from adapterswap.experts.adapters import PROVENANCE, Adapter, FullModule, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.layers import depth_of, stack_in, stacked_layers_in_config
+from adapterswap.experts.layers import (
+    Kind,
+    depth_of,
+    kind_of,
+    layer_container,
+    layer_of,
+    stack_in,
+    stacked_layers_in_config,
+)
 from adapterswap.experts.opening import open_expert
 from adapterswap.files.smallfiles import exists
 from adapterswap.files.tensorfile import Tensor
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Inspection", "inspect"]
 
-Part = LoraModule | OpaqueModule | FullModule | StoredTensor
+Part = LoraModule | OpaqueModule | FullModule | StoredTensor | GgufModule
 
 
 @dataclass(frozen=True)
@@ -31,11 +40,11 @@ class Inspection:
     """What an expert holds.
 
     Attributes:
-        expert: the adapter or the full checkpoint, opened.
+        expert: the adapter, the full checkpoint, or the LoRA in GGUF, opened.
         record: how adapterswap composed or merged it; None for what it did not.
     """
 
-    expert: Adapter | Checkpoint
+    expert: Adapter | Checkpoint | GgufAdapter
     record: CompositionRecord | None = None
 
     def __repr__(self) -> str:
@@ -43,7 +52,9 @@ class Inspection:
         return f"<Inspection of {self.expert!r}{strip}>"
 
     @property
-    def kind(self) -> Literal["adapter", "model"]:
+    def kind(self) -> Literal["adapter", "model", "gguf"]:
+        if isinstance(self.expert, GgufAdapter):
+            return "gguf"
         return "adapter" if isinstance(self.expert, Adapter) else "model"
 
     @property
@@ -51,6 +62,8 @@ class Inspection:
         """The modules of an adapter (those trained in full last), or the tensors of a checkpoint."""
         if isinstance(self.expert, Adapter):
             return tuple(self.expert.parts.values())
+        if isinstance(self.expert, GgufAdapter):
+            return tuple(self.expert.modules.values())
         return tuple(self.expert.parameters.values())
 
     @property
@@ -59,6 +72,8 @@ class Inspection:
         if isinstance(self.expert, Adapter):
             opaque = sum(map(_saved_parameters, self.expert.opaque.values()))
             return sum(map(_lora_parameters, self.expert.modules.values())) + opaque
+        if isinstance(self.expert, GgufAdapter):
+            return sum(map(_lora_parameters, self.expert.modules.values()))
         return sum(prod(parameter.tensor.shape) for parameter in self.expert.parameters.values())
 
     @property
@@ -68,9 +83,11 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """The size of the safetensors files."""
+        """The size of the files that hold its numbers."""
         if isinstance(self.expert, Adapter):
             return self.expert.file.size
+        if isinstance(self.expert, GgufAdapter):
+            return self.expert.size
         return sum(shard.size for shard in self.expert.shards)
 
     @property
@@ -85,19 +102,41 @@ class Inspection:
         from adapterswap.planning.describe import Mark, blend_text, draw_strip
 
         marks, num_layers = [], self.record.num_layers
-        for part in self.parts:
-            owner, stack = self.record.owner_of(part.name), stack_in(part.name, num_layers)
-            if part.layer is not None and part.layer < depth_of(stack, num_layers) and owner is not None:
+        for name, layer, kind in self._places(self.record):
+            owner, stack = self.record.owner_of(name), stack_in(name, num_layers)
+            if layer is not None and layer < depth_of(stack, num_layers) and owner is not None:
                 alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
-                marks.append(Mark(part.layer, part.kind, alone, blend, stack))
+                marks.append(Mark(layer, kind, alone, blend, stack))
         changed = {(mark.stack, mark.layer, mark.kind) for mark in marks if mark.owner != BASE}
         marks = [mark for mark in marks if mark.owner != BASE or (mark.stack, mark.layer, mark.kind) not in changed]
         return draw_strip(marks, num_layers, self.record.experts).split("\n")
 
+    def _places(self, record: CompositionRecord) -> list[tuple[str, int | None, Kind]]:
+        """The name, layer and kind of what the record names. In GGUF modules have other names than there."""
+        if not isinstance(self.expert, GgufAdapter):
+            return [(part.name, part.layer, part.kind) for part in self.parts]
+        container = layer_container(record.modules)
+        return [(name, layer_of(name, container), kind_of(name)) for name in record.modules]
+
     def as_json(self) -> dict[str, Any]:
         """All of it as plain data: what `adapterswap inspect --json` prints."""
-        facts = self._of_adapter(self.expert) if isinstance(self.expert, Adapter) else self._of_model(self.expert)
+        if isinstance(self.expert, Adapter):
+            facts = self._of_adapter(self.expert)
+        elif isinstance(self.expert, GgufAdapter):
+            facts = self._of_gguf(self.expert)
+        else:
+            facts = self._of_model(self.expert)
         return {"kind": self.kind, "source": str(self.expert.source), **facts, **self._composed_of()}
+
+    def _of_gguf(self, adapter: GgufAdapter) -> dict[str, Any]:
+        return {
+            "architecture": adapter.architecture,
+            "alpha": adapter.alpha,
+            "parameters": self.num_parameters,
+            "bytes": self.nbytes,
+            "files": [{"name": file.path.name, "piece": file.piece} for file in adapter.files],
+            "modules": [asdict(module) for module in adapter.modules.values()],
+        }
 
     def _of_adapter(self, adapter: Adapter) -> dict[str, Any]:
         return {
@@ -201,7 +240,8 @@ def inspect(path: str | Path) -> Inspection:
     """What an adapter or a full checkpoint holds: ranks, scales, layers, and the owners of what adapterswap composed.
 
     Args:
-        path: a PEFT LoRA folder, a folder of full weights, or a Hub id `org/name[@revision]`.
+        path: a PEFT LoRA folder, a folder of full weights, a Hub id `org/name[@revision]`; a GGUF file of LoRA, or the
+            folder of pieces that `export` wrote.
 
     Returns:
         The opened expert, and how it was composed.
@@ -212,6 +252,9 @@ def inspect(path: str | Path) -> Inspection:
             cannot be read.
     """
     check_type(path, (str, Path), "path", "Pass a local folder or a Hub id such as org/name")
+    if is_gguf(path):
+        adapter = open_gguf(path)
+        return Inspection(adapter, adapter.record)
     try:
         expert = open_expert(path)
     except AdapterswapError as error:
@@ -228,7 +271,7 @@ def _record(folder: Path) -> CompositionRecord | None:
     return record if isinstance(record, CompositionRecord) else None
 
 
-def _lora_parameters(module: LoraModule) -> int:
+def _lora_parameters(module: LoraModule | GgufModule) -> int:
     return module.rank * (module.in_features + module.out_features)
 
 

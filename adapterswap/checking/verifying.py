@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from adapterswap.arithmetic.outputs import Form
 from adapterswap.checking.extracted import verify_extracted
+from adapterswap.checking.gguf import is_gguf
 from adapterswap.checking.result import Verification
 from adapterswap.errors import ArgumentError, ExpertError, Problems, check_type
 from adapterswap.experts.adapters import ADAPTER_FILES, CONFIG, PROVENANCE, WEIGHTS, Adapter, open_adapter
@@ -44,7 +45,7 @@ from adapterswap.records.record import (
 )
 from adapterswap.writing import prepare, write_prepared
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Verification", "changed_sources", "find_sources", "record_differs", "recorded_composition", "verify"]
 
 Expert = Adapter | Checkpoint
 
@@ -78,10 +79,10 @@ def verify(
     composition. Numbers in it may differ by rounding.
 
     Full weights are written anew to the folder for temporary files, and take their own size there. An extracted adapter
-    is compared as `verify_extracted` says.
+    is compared as `verify_extracted` says. LoRA in GGUF is exported anew: of a folder of pieces all are compared.
 
     Args:
-        path: a folder or Hub id.
+        path: a folder or Hub id; a GGUF file of `export`, or its folder of pieces.
         experts: where the sources lie, by name; those that came from the Hub are found by themselves. What an adapter
             was extracted from is called `full`.
         base_model: the base, where it did not come from the Hub. Full weights need it; that of an adapter is compared
@@ -101,6 +102,10 @@ def verify(
     check_type(experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders or Hub ids")
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     base_model = None if base_model is None else str(base_model)
+    if is_gguf(path):
+        from adapterswap.checking.exported import verify_gguf
+
+        return verify_gguf(path, experts or {}, base_model)
     folder = find_source(path, [WEIGHTS, CONFIG, PROVENANCE], what="adapter or model", parameter="path").folder
     if not exists(folder / WEIGHTS):
         folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
@@ -110,11 +115,11 @@ def verify(
         return verify_extracted(folder, content, record, experts or {}, base_model)
     if record.conversion is not None:
         return _verify_converted(folder, record, record.conversion, experts or {})
-    opened = _sources(record, experts or {})
+    opened = find_sources(record, experts or {})
     is_model = record.kind == "model"
     if is_model:
         base_model = _base(record, base_model)
-    composition = _composition(folder, record, base_model)
+    composition = recorded_composition(folder, record, base_model)
     with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
         again = Path(scratch) / "again"
         if is_model:
@@ -145,7 +150,7 @@ def _verify_converted(
     return Verification(changed, (WEIGHTS,) if differing else (), config, extracted=True, unchecked=tuple(unchecked))
 
 
-def _composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
+def recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
     """What was composed. Records of format 1 are read by their rules: their methods gave other rules than today's."""
     content: dict[str, Any] = {**record.composition, "num_layers": record.num_layers, "base_model": base_model}
     if record.format == 1:
@@ -193,8 +198,8 @@ def _compare(
     """Compare a result with the recomputed one in `again`; `content` is its record as raw data."""
     recomputed = read_json(again / PROVENANCE)
     found = CompositionRecord.model_validate(recomputed)
-    changed = _changed(record.experts, found.experts)
-    odd, base = _record_differs(content, record, recomputed), found.base
+    changed = changed_sources(record.experts, found.experts)
+    odd, base = record_differs(content, record, recomputed), found.base
     if record.kind == "model":
         config, ours, theirs = MODEL_CONFIG, read_shards(folder), read_shards(again)
     else:
@@ -202,7 +207,7 @@ def _compare(
         config, ours, theirs = CONFIG, (read_header(folder / WEIGHTS),), (read_header(again / WEIGHTS),)
     written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
     if record.base is not None and base is not None:
-        changed |= _changed({BASE: record.base}, {BASE: base})
+        changed |= changed_sources({BASE: record.base}, {BASE: base})
         recorded = content["base"] if record.format >= 3 else content["base_model"]
         if _without(recorded, _WHERE) != _without(base.content(), _WHERE):
             odd = (*odd, "base")
@@ -257,7 +262,7 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
     )
 
 
-def _sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
+def find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
     problems = Problems(ArgumentError)
     names = ", ".join(record.experts)
     made = "the model was merged" if record.kind == "model" else "the adapter was composed"
@@ -292,7 +297,7 @@ def _base(record: CompositionRecord, given: str | None) -> str | None:
     return place
 
 
-def _changed(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:
+def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:
     """Sources that are not those that were composed, by hashes: name → the first file that differs, or `weights`."""
     changed = {}
     for name in found:
@@ -307,7 +312,7 @@ def _changed(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRec
     return changed
 
 
-def _record_differs(
+def record_differs(
     content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The keys of a record whose values are not those of the recomputed one."""

@@ -20,6 +20,7 @@ from adapterswap.experts.layers import (
 )
 
 if TYPE_CHECKING:
+    from adapterswap.checking.gguf import GgufAdapter
     from adapterswap.checking.inspecting import Inspection
     from adapterswap.experts.adapters import Adapter, FullModule, OpaqueModule
     from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 def command(path: str, as_json: bool) -> None:
     """Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.
 
-    PATH is a PEFT LoRA folder, a folder of full weights, or a Hub id (org/name@revision). For what adapterswap composed
-    or merged, the strip of layers shows which expert each came from.
+    PATH is a PEFT LoRA folder, a folder of full weights, a Hub id (org/name@revision), or LoRA in GGUF. For what
+    adapterswap composed, merged or exported, the strip of layers shows which expert each came from.
     """
     from adapterswap.checking.inspecting import inspect
 
@@ -45,10 +46,13 @@ def command(path: str, as_json: bool) -> None:
 
 
 def _print(found: Inspection) -> None:
+    from adapterswap.checking.gguf import GgufAdapter
     from adapterswap.experts.adapters import Adapter
 
     if isinstance(found.expert, Adapter):
         _print_adapter(found, found.expert)
+    elif isinstance(found.expert, GgufAdapter):
+        _print_gguf(found, found.expert)
     else:
         _print_model(found, found.expert)
     if found.record is not None:
@@ -82,6 +86,24 @@ def _print_adapter(found: Inspection, adapter: Adapter) -> None:
     if adapter.ignored:
         names = ", ".join(adapter.ignored)
         click.echo(f"in the file, and not loaded by PEFT since the config does not target them: {names}")
+
+
+def _print_gguf(found: Inspection, adapter: GgufAdapter) -> None:
+    from rich.table import Table
+
+    count = len(adapter.files)
+    pieces = f" in {count} pieces" if count > 1 else f", the piece {name}" if (name := adapter.files[0].piece) else ""
+    click.echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
+    click.echo(f"{len(adapter.modules)} modules, {found.num_parameters:,} parameters, {human_bytes(found.nbytes)}")
+    grouped: dict[tuple[str, ...], list[int]] = {}
+    for m in adapter.modules.values():
+        name = m.name if m.layer is None else m.name.removeprefix(f"blk.{m.layer}.")
+        key = (name, m.kind, str(m.rank), f"{m.out_features} × {m.in_features}", m.dtype)
+        grouped.setdefault(key, []).extend([] if m.layer is None else [m.layer])
+    table = Table("module", "kind", "layers", "rank", "out × in", "dtype", box=None, header_style="bold")
+    for (name, kind, *rest), layers in grouped.items():
+        table.add_row(name, kind, format_layers(layers), *rest)
+    print_table(table)
 
 
 def _print_model(found: Inspection, model: Checkpoint) -> None:

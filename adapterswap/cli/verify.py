@@ -27,10 +27,10 @@ _SHOWN = 10  # tensors that are named; with a wrong source it is nearly all of t
 def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json: bool) -> None:
     """Recompute what was composed or merged from its sources and compare.
 
-    PATH is an adapter or a model that adapterswap wrote. Its adapterswap.json names the sources; those from the Hub are
-    found by themselves, folders are given with --expert. Of an extracted adapter the files are compared by their
-    SHA-256, and with --expert full=PATH and --base-model the error of every module's ΔW. Exits with 1 if anything
-    differs.
+    PATH is an adapter, a model or a GGUF file (or a folder of pieces) that adapterswap wrote. Its record names the
+    sources; those from the Hub are found by themselves, folders are given with --expert. Of an extracted adapter the
+    files are compared by their SHA-256, and with --expert full=PATH and --base-model the error of every module's ΔW.
+    Exits with 1 if anything differs.
     """
     from adapterswap.checking.verifying import verify
 

@@ -29,6 +29,7 @@ from adapterswap.errors import (
     UnsupportedError,
 )
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.describe import strip
 from exporting.conftest import Bases, Experts
 
 gguf = pytest.importorskip("gguf")
@@ -383,3 +384,88 @@ def test_names_of_a_multimodal_base(prefix: str, tmp_path: Path) -> None:
     exported = asw.export(folder, tmp_path / "math.gguf", base_model=base)
     assert exported.architecture == "gemma3"
     assert "blk.3.ffn_down.weight.lora_b" in read(exported.path)[1]
+
+
+def exported_swap(math: Path, base: Path, folder: Path, **options: Any) -> tuple[Path, dict[str, Path]]:
+    """A swap in GGUF, and its sources."""
+    swahili = crafting.adapter(folder / "swahili", crafting.tensors(seed=1))
+    plan = asw.layer_swap(math, swahili, bottom=1, top=1, base_model=str(base))
+    return plan.export(folder / "swap.gguf", **options).path, {"math": math, "swahili": swahili}
+
+
+@pytest.mark.parametrize("pieces", [False, "layer", "kind", "zone"])
+def test_what_is_inspected(pieces: Any, math: Path, base: Path, tmp_path: Path, run: Callable[..., Result]) -> None:
+    path, _ = exported_swap(math, base, tmp_path, pieces=pieces, outtype="f16")
+    found = asw.inspect(path)
+    told = found.as_json()
+    assert (told["kind"], told["architecture"]) == ("gguf", "llama")
+    assert len(told["files"]) == {False: 1, "layer": 4, "kind": 8, "zone": 3}[pieces]
+    assert told["parameters"] == sum(np.size(value) for value in load_file(math / crafting.WEIGHTS).values())
+    modules = {
+        (one["name"], one["rank"], one["out_features"], one["in_features"], one["dtype"]) for one in told["modules"]
+    }
+    assert modules == {
+        (f"blk.{layer}.{name}", 2, out, into, "F16")
+        for layer in range(4)
+        for name, out, into in (("attn_q", 8, 4), ("ffn_down", 4, 8))
+    }
+    assert told["composed_of"]["experts"].keys() == {"math", "swahili"}
+    assert found.strip == strip(asw.layer_swap(math, tmp_path / "swahili", bottom=1, top=1, num_layers=4)).split("\n")
+    shown = run("inspect", path)
+    assert shown.exit_code == 0, shown.stderr
+    assert "attn_q" in shown.stdout
+
+
+@pytest.mark.parametrize("pieces", [False, "kind", "zone"])
+def test_what_is_verified(pieces: Any, math: Path, base: Path, tmp_path: Path, run: Callable[..., Result]) -> None:
+    path, sources = exported_swap(math, base, tmp_path, pieces=pieces, outtype="bf16")
+    assert asw.verify(path, sources, base_model=base).equal
+    file = next(iter(sorted(path.iterdir()))) if pieces else path
+    assert asw.verify(file, sources, base_model=base).equal
+    raw = bytearray(file.read_bytes())
+    raw[-32] ^= 1  # in the last tensor, 16 bytes and as many zeros behind them
+    file.write_bytes(raw)
+    assert len(asw.verify(path, sources, base_model=base).differing) == 1
+    options = [text for name, folder in sources.items() for text in ("--expert", f"{name}={folder}")]
+    result = run("verify", path, *options, "--base-model", base, "--json")
+    assert result.exit_code == 1
+    assert len(json.loads(result.stdout)["differing"]) == 1
+    if pieces:
+        file.unlink()
+        assert asw.verify(path, sources, base_model=base).differing == (file.name,)
+
+
+def test_a_changed_source_or_another_scale(math: Path, base: Path, tmp_path: Path) -> None:
+    path, sources = exported_swap(math, base, tmp_path)
+    content = bytearray(path.read_bytes())
+    place = content.index(b"adapter.lora.alpha") + len("adapter.lora.alpha") + 4
+    content[place + 2] ^= 1
+    path.write_bytes(content)
+    found = asw.verify(path, sources, base_model=base)
+    assert (found.config_differs, found.differing, found.changed_sources) == (True, (), {})
+    crafting.adapter(tmp_path / "other", crafting.tensors(seed=9))
+    found = asw.verify(path, sources | {"swahili": tmp_path / "other"}, base_model=base)
+    assert found.changed_sources.keys() == {"swahili"}
+    with pytest.raises(ArgumentError) as caught:
+        asw.verify(path)
+    assert caught.value.parameter == "experts"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "text", "model", "no record"])
+def test_gguf_files_that_cannot_be_read(damage: str, math: Path, base: Path, tmp_path: Path) -> None:
+    path = asw.export(math, tmp_path / "math.gguf", base_model=base).path
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "text":
+        path.write_text("no adapter")
+    elif damage == "model":
+        path.write_bytes(path.read_bytes().replace(b"adapter.type", b"adapter.typo"))
+    else:
+        path.write_bytes(path.read_bytes().replace(b"adapterswap.record", b"adapterswap.recorf"))
+        assert asw.inspect(path).record is None
+    with pytest.raises((ExpertError, UnsupportedError)) as caught:
+        asw.verify(path, {"math": math}, base_model=base)
+    assert caught.value.parameter == "path"
+    if damage != "no record":
+        with pytest.raises((ExpertError, UnsupportedError)):
+            asw.inspect(path)

@@ -1,0 +1,97 @@
+"""Whether LoRA in GGUF is still what its sources give: they are exported anew, and compared.
+
+Knows the files that `export` writes; sources and records are found and compared as `verifying` does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adapterswap.arithmetic.outputs import Form
+from adapterswap.checking.gguf import REMEDY, GgufFile, open_gguf
+from adapterswap.checking.result import Verification
+from adapterswap.errors import ExpertError
+from adapterswap.experts.adapters import Adapter
+from adapterswap.files.smallfiles import is_folder
+from adapterswap.planning.making import make_plan
+from adapterswap.records.record import CompositionRecord
+from adapterswap.writing.gguf import write_gguf
+from adapterswap.writing.gguf_layout import prepare_gguf
+
+__all__ = ["verify_gguf"]
+
+_METADATA = "the GGUF metadata"
+_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared as one
+
+
+def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model: str | None) -> Verification:
+    """Export the sources anew and compare: every tensor, the metadata, the record; see `verify`.
+
+    Of a single piece, that piece is compared; of a folder, all that were written must be there.
+
+    Raises:
+        ExpertError: no record, or one that is not understood; a file is damaged; see also `verify` and `export`.
+    """
+    from adapterswap.checking.verifying import changed_sources, find_sources, record_differs, recorded_composition
+
+    opened = open_gguf(path)
+    record, content = opened.record, opened.content
+    if record is None or content is None or record.output.get("format") != "gguf":
+        raise ExpertError(
+            f"{opened.source} has no record that this version understands, so nothing says what it was composed of",
+            REMEDY,
+            parameter="path",
+        )
+    output = {key: value for key, value in record.output.items() if key not in ("format", "outtype", "pieces")}
+    pieces = record.output.get("pieces")
+    sources = find_sources(record, experts)
+    adapters = {name: expert for name, expert in sources.items() if isinstance(expert, Adapter)}
+    plan = make_plan(recorded_composition(opened.source, record, base_model), adapters, recorded=True)
+    try:
+        form = Form(**{"truncation": "float32", **output})
+    except TypeError:
+        raise ExpertError(f"the record of {opened.source} is not understood", REMEDY, parameter="path") from None
+    with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
+        again = Path(scratch) / "again"
+        write_gguf(prepare_gguf(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
+        made = open_gguf(again)
+        ours = {file.piece: file for file in opened.files}
+        theirs = {file.piece: file for file in made.files}
+        if not is_folder(opened.source):
+            theirs = {piece: file for piece, file in theirs.items() if piece in ours}
+        differing, fields = [], False
+        for piece in sorted({**theirs, **ours}, key=str):
+            if piece not in ours or piece not in theirs:
+                differing.append(f"{piece}.gguf")
+                continue
+            differing += _differing(ours[piece], theirs[piece])
+            fields = fields or _fields(ours[piece]) != _fields(theirs[piece])
+        recomputed = made.content or {}
+        found = CompositionRecord.model_validate(recomputed)
+        return Verification(
+            changed_sources(record.experts, found.experts), tuple(differing), fields, _METADATA,
+            record_differs=record_differs(content, record, recomputed),
+        )  # fmt: skip
+
+
+def _differing(one: GgufFile, other: GgufFile) -> list[str]:
+    """The tensors whose format, shape or bytes differ."""
+    names = sorted(one.tensors.keys() | other.tensors.keys())
+
+    def alike(name: str) -> bool:
+        if name not in one.tensors or name not in other.tensors:
+            return False
+        (kind, shape, data), (other_kind, other_shape, other_data) = one.tensors[name], other.tensors[name]
+        same = (kind, shape) == (other_kind, other_shape)
+        return same and np.array_equal(data.view(np.uint8), other_data.view(np.uint8))
+
+    return [name for name in names if not alike(name)]
+
+
+def _fields(file: GgufFile) -> dict[str, Any]:
+    return {key: value for key, value in file.fields.items() if key not in _NOT_COMPARED}
