@@ -197,13 +197,10 @@ def _fused(
 ) -> Iterator[OutputTensor]:
     """A and B of a parameter: the ranks are concatenated for each expert by itself.
 
-    A is seen as experts×rank×in and B as out×rank×experts. PEFT's layer for the first parameter of a module stands
-    inside the one for the second.
+    A is seen as experts×rank×in and B as out×rank×experts.
     """
     count, out, into = first.experts, first.out_features, first.in_features
-    holder, _, name = first.name.rpartition(".")
-    outer = [other for other, slot in plan.modules.items() if slot.terms and other.rpartition(".")[0] == holder]
-    module = f"{holder}.base_layer" if name == "gate_up_proj" and f"{holder}.down_proj" in outer else holder
+    keys = dict(zip("AB", written_keys(first, plan), strict=True))
 
     def viewed(piece: Piece, dims: tuple[int, ...]) -> Piece:
         return replace(piece, tensor=replace(piece.tensor, shape=dims))
@@ -213,8 +210,21 @@ def _fused(
     for factor, pieces, view in (("A", a, (count, shape.rank, into)), ("B", b, (out, shape.rank, count))):
         stored = (count * shape.rank, into) if factor == "A" else (out, shape.rank * count)
         kind = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
-        key = part_key(module, f"lora_{factor}.weight")
-        yield OutputTensor(key, kind, stored, 1, pieces, view=view)
+        yield OutputTensor(keys[factor], kind, stored, 1, pieces, view=view)
+
+
+def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
+    """The keys of a module's A and B in the file.
+
+    PEFT's layer for the first parameter of a module stands inside the one for the second.
+    """
+    if not module.parameter:
+        return module.a_key, module.b_key
+    holder, _, name = module.name.rpartition(".")
+    outer = [other for other, slot in plan.modules.items() if slot.terms and other.rpartition(".")[0] == holder]
+    inner = name == "gate_up_proj" and f"{holder}.down_proj" in outer
+    layer = f"{holder}.base_layer" if inner else holder
+    return part_key(layer, "lora_A.weight"), part_key(layer, "lora_B.weight")
 
 
 def _like(module: Slot, plan: Plan) -> LoraModule:

@@ -41,6 +41,7 @@ class GgufModule:
         kind: attention, mlp or other.
         rank, out_features, in_features: the sizes of B (out×rank) and A (rank×in).
         dtype: the number format of its factors, such as F16.
+        experts: how many matrices it holds, each with factors of these sizes: those of a mixture's experts.
     """
 
     name: str
@@ -50,6 +51,7 @@ class GgufModule:
     out_features: int
     in_features: int
     dtype: str
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,15 @@ class GgufFile:
         for name in dict.fromkeys(name.removesuffix(".lora_a").removesuffix(".lora_b") for name in self.tensors):
             if not {f"{name}.lora_a", f"{name}.lora_b"} <= self.tensors.keys():
                 raise ExpertError(f"{self.path} holds one factor of {name} alone", REMEDY, parameter="path")
-            (dtype, (rank, into), _), (_, (out, _), _) = (self.tensors[f"{name}.lora_{end}"] for end in "ab")
+            (dtype, (*counts, rank, into), _), (_, (*_, out, _), _) = (
+                self.tensors[f"{name}.lora_{end}"] for end in "ab"
+            )
             if name.startswith("token_embd"):  # its A is stored in×rank
                 rank, into = into, rank
             name = name.removesuffix(".weight")
             layer = re.match(r"blk\.(\d+)\.", name)
             kind: Kind = "attention" if ".attn_" in name else "mlp" if ".ffn_" in name else "other"
-            found[name] = GgufModule(name, int(layer[1]) if layer else None, kind, rank, out, into, dtype)
+            found[name] = GgufModule(name, int(layer[1]) if layer else None, kind, rank, out, into, dtype, *counts)
         return found
 
 
@@ -188,7 +192,7 @@ def _open(path: Path) -> GgufFile:
         }
     except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
         raise ExpertError(f"{path} is not a whole GGUF file: {reason_of(error)}", REMEDY, parameter="path") from None
-    lora = all(re.search(r"\.lora_[ab]$", name) and len(shape) == 2 for name, (_, shape, _) in tensors.items())
+    lora = all(re.search(r"\.lora_[ab]$", name) and len(shape) in (2, 3) for name, (_, shape, _) in tensors.items())
     if (fields.get("general.type"), fields.get("adapter.type")) != ("adapter", "lora") or not tensors or not lora:
         raise UnsupportedError(f"{path} is a GGUF file, and not one of LoRA", REMEDY, parameter="path")
     file = GgufFile(path, fields, tensors)

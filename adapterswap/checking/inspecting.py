@@ -272,7 +272,7 @@ def _record(folder: Path) -> CompositionRecord | None:
 
 
 def _lora_parameters(module: LoraModule | GgufModule) -> int:
-    return module.rank * (module.in_features + module.out_features)
+    return module.experts * module.rank * (module.in_features + module.out_features)
 
 
 def _saved_parameters(module: FullModule | OpaqueModule) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -399,8 +400,8 @@ def _encoded(tensor: GgufTensor, files: Mapping[Path, int], outtype: str, gguf: 
     return np.asarray(encoded, np.uint8)
 
 
-def _nbytes(shape: tuple[int, int], outtype: str) -> int:
-    count = shape[0] * shape[1]
+def _nbytes(shape: tuple[int, ...], outtype: str) -> int:
+    count = math.prod(shape)
     if outtype == "q8_0":
         return count // _BLOCK * (_BLOCK + 2)
     return count * (4 if outtype == "f32" else 2)
@@ -411,9 +412,9 @@ def _check_rows(prepared: PreparedGguf, outtype: str) -> None:
     if outtype != "q8_0":
         return
     for tensor in prepared.tensors:
-        if tensor.shape[1] % _BLOCK:
+        if tensor.shape[-1] % _BLOCK:
             raise UnsupportedError(
-                f"{tensor.name} has rows of {tensor.shape[1]} numbers, and q8_0 needs multiples of {_BLOCK}",
+                f"{tensor.name} has rows of {tensor.shape[-1]} numbers, and q8_0 needs multiples of {_BLOCK}",
                 "Pass `outtype=f16`",
                 parameter="outtype",
             )

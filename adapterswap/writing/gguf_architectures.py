@@ -37,7 +37,9 @@ MERGE_REMEDY = (
 """What is left to do with what a LoRA in GGUF cannot hold."""
 
 Rows = npt.NDArray[np.intp]
-Size = Literal["hidden", "queries", "keys", "fused", "feed_forward", "gate_up", "vocabulary"]
+Size = Literal[
+    "hidden", "queries", "keys", "fused", "feed_forward", "gate_up", "expert", "expert_gate_up", "vocabulary"
+]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class ModelSizes:
         head: the width of one head; None where only the class of the config knows it.
         feed_forward: the width inside an MLP.
         vocabulary: rows of the embedding.
+        expert: the width inside an expert of a mixture, and
+        experts: how many there are.
     """
 
     hidden: int
@@ -58,6 +62,8 @@ class ModelSizes:
     head: int | None
     feed_forward: int | None
     vocabulary: int | None
+    expert: int | None = None
+    experts: int | None = None
 
     def of(self, size: Size) -> int | None:
         """A size by name; None where the config does not state it."""
@@ -67,6 +73,8 @@ class ModelSizes:
             return self.vocabulary
         if size in ("feed_forward", "gate_up"):
             return self.feed_forward and self.feed_forward * (2 if size == "gate_up" else 1)
+        if size in ("expert", "expert_gate_up"):
+            return self.expert and self.expert * (2 if size == "expert_gate_up" else 1)
         if self.head is None or self.heads is None or self.key_heads is None:
             return None
         counts = {"queries": self.heads, "keys": self.key_heads, "fused": self.heads + 2 * self.key_heads}
@@ -75,11 +83,19 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear module: its sizes, and which rows of transformers' weight llama.cpp's has, in its order."""
+    """A linear module: its sizes, and which rows of transformers' weight llama.cpp's has, in its order.
+
+    Attributes:
+        out, into: the sizes of ΔW.
+        rows: the order of its rows; None for transformers' own.
+        experts: of a mixture's parameter, which has a matrix for each expert: the projections whose rows lie one after
+            the other in it, as older models name them. Empty for a module.
+    """
 
     out: Size
     into: Size
     rows: Callable[[ModelSizes], Rows] | None = None
+    experts: tuple[str, ...] = ()
 
 
 def _rotated(heads: int | None, size: int | None) -> Rows:
@@ -164,7 +180,9 @@ class Architecture:
         head = number("head_dim") or (None if self.own_head_size or heads is None else hidden // heads)
         inner = {"FALCON": "ffn_hidden_size", "GPT2": "n_inner"}.get(self.name)
         feed_forward = number(inner or "intermediate_size") or (4 * hidden if inner else None)
-        return ModelSizes(hidden, heads, key_heads, head, feed_forward, number("vocab_size"))
+        expert = number("moe_intermediate_size") or feed_forward
+        experts = number("num_local_experts", "num_experts")
+        return ModelSizes(hidden, heads, key_heads, head, feed_forward, number("vocab_size"), expert, experts)
 
 
 def _separate(rotated: bool) -> dict[str, Projection]:
@@ -186,6 +204,15 @@ _GATED = {
 }
 
 
+# In transformers 5 a mixture's experts are two parameters; PEFT adapts them by `target_parameters`.
+_EXPERTS = {
+    "mlp.experts.gate_up_proj": Projection(
+        "expert_gate_up", "hidden", experts=("mlp.experts.gate_proj", "mlp.experts.up_proj")
+    ),
+    "mlp.experts.down_proj": Projection("hidden", "expert", experts=("mlp.experts.down_proj",)),
+}
+
+
 class _Names(TypedDict):
     container: str
     embedding: str
@@ -196,10 +223,10 @@ _STANDARD: _Names = {"container": "model.layers", "embedding": "model.embed_toke
 
 ARCHITECTURES = (
     Architecture("LLAMA", ("llama", "mistral"), layer=_separate(True) | _GATED, **_STANDARD),
-    Architecture("LLAMA", ("mixtral",), layer=_separate(True), **_STANDARD),  # the attention of a mixture of experts
+    Architecture("LLAMA", ("mixtral",), layer=_separate(True) | _EXPERTS, **_STANDARD),
     Architecture("QWEN2", ("qwen2",), layer=_separate(False) | _GATED, **_STANDARD),
     Architecture("QWEN3", ("qwen3",), layer=_separate(False) | _GATED, own_head_size=True, **_STANDARD),
-    Architecture("QWEN3MOE", ("qwen3_moe",), layer=_separate(False), own_head_size=True, **_STANDARD),
+    Architecture("QWEN3MOE", ("qwen3_moe",), layer=_separate(False) | _EXPERTS, own_head_size=True, **_STANDARD),
     Architecture(
         "GEMMA2", ("gemma2",), layer=_separate(False) | _GATED, always_tied=True, own_head_size=True, **_STANDARD,
     ),

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.arithmetic.assembling import assemble
-from adapterswap.arithmetic.layout import lay_out
+from adapterswap.arithmetic.layout import lay_out, written_keys
 from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.arithmetic.peft_config import most_common
 from adapterswap.arithmetic.reduction import measurements, reduce
@@ -66,10 +66,12 @@ class GgufTensor:
         factor: what its numbers are multiplied by, where that is not in the pieces of the source.
         rows: the order of its rows; None for the source's own.
         transposed: it is the source's transpose.
+        expert_rows: of a mixture's parameter: how many experts there are, and which rows of each one's B it holds; None
+            for all of A.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     layer: int | None
     module: str
     kind: Kind
@@ -77,6 +79,7 @@ class GgufTensor:
     factor: float = 1.0
     rows: Rows | None = None
     transposed: bool = False
+    expert_rows: tuple[int, slice | None] | None = None
 
     def values(self, files: Mapping[Path, int]) -> npt.NDArray[np.float32]:
         """Its numbers, from the open files of the experts.
@@ -119,6 +122,12 @@ class GgufTensor:
         return piece if own else None
 
     def _ordered(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.expert_rows is not None:
+            count, rows = self.expert_rows
+            if rows is None:  # an expert's rows of A lie together,
+                return values.reshape(count, -1, values.shape[1])
+            by_expert = values.reshape(values.shape[0], -1, count)  # and its columns of B `count` apart
+            return np.ascontiguousarray(by_expert.transpose(2, 0, 1)[:, rows])
         if self.rows is not None:
             values = values[self.rows]
         return np.ascontiguousarray(values.T if self.transposed else values)
@@ -199,9 +208,10 @@ def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambd
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module's LoRA goes: llama.cpp's name of the weight, and the order of its rows."""
+    """Where a module's LoRA goes: llama.cpp's names of the weights, whose rows lie one after the other in it, and the
+    order of its rows."""
 
-    name: str
+    names: tuple[str, ...]
     rows: Rows | None
 
 
@@ -251,13 +261,23 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
                 kind=ExpertError,
             )
             continue
-        name = names.get_name(canonical)
-        if name is None:
+        if projection.experts and (not lora.parameter or lora.experts != sizes.experts):
+            problems.add(
+                f"{slot.name} has LoRA for {lora.experts} experts, and the base's config says {sizes.experts}",
+                "Give the base that the experts adapt, with `base_model`",
+                parameter="base_model",
+                kind=ExpertError,
+            )
+            continue
+        layers = f"{architecture.container}.{slot.layer}"
+        own = [f"{layers}.{one}" for one in projection.experts] or [canonical]
+        held = tuple(name for name in map(names.get_name, own) if name is not None)
+        if len(held) != len(own):
             problems.add(f"gguf has no name for {canonical} in this architecture", "Install a newer gguf")
             continue
         if projection not in orders:
             orders[projection] = projection.rows(sizes) if projection.rows else None
-        found[slot.name] = _Place(f"{name}.weight", orders[projection])
+        found[slot.name] = _Place(tuple(f"{name}.weight" for name in held), orders[projection])
     problems.raise_if_any()
     return found
 
@@ -330,32 +350,43 @@ def _tensors(
     pairs: dict[str, tuple[OutputTensor, OutputTensor]] = {}
     for name in places:
         lora = plan.slots[name].terms[0].lora
-        a, b = pairs[name] = written[lora.a_key], written[lora.b_key]
-        rank = a.shape[0]
+        a_key, b_key = written_keys(lora, plan)
+        a, b = pairs[name] = written[a_key], written[b_key]
+        rank = a.shape[0] // lora.experts
         alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
         scales[name] = rank * scale(rank, alpha, config["use_rslora"])
     common = float(np.float32(most_common(scales.values(), default=1.0)))
     tensors: list[GgufTensor] = []
     for name, place in places.items():
         slot, (a, b) = plan.slots[name], pairs[name]
-        embedding = slot.terms[0].lora.embedding
-        (rank, width), (out, _) = a.shape, b.shape
+        lora = slot.terms[0].lora
         factor = scales[name] / common
         pieces = tuple(replace(piece, factor=piece.factor * factor) for piece in b.pieces)
         if abs(factor - 1) <= np.finfo(np.float32).eps:
             factor, pieces = 1.0, b.pieces
         exact_a = a if a.data is not None else replace(a, dtype="F32")
         exact_b = b if b.data is not None else replace(b, dtype="F32", pieces=pieces)
-        shape_a = (width, rank) if embedding else (rank, width)
+        where = slot.layer, name, slot.kind
+        left = factor if b.data is not None else 1.0
+        if lora.parameter:
+            count, rank, half = lora.experts, a.shape[0] // lora.experts, b.shape[0] // len(place.names)
+            for part, weight in enumerate(place.names):
+                rows = slice(part * half, (part + 1) * half)
+                tensors += [
+                    GgufTensor(
+                        f"{weight}.lora_a", (count, rank, a.shape[1]), *where, exact_a, expert_rows=(count, None),
+                    ),
+                    GgufTensor(
+                        f"{weight}.lora_b", (count, half, rank), *where, exact_b, left, expert_rows=(count, rows),
+                    ),
+                ]  # fmt: skip
+            continue
+        (weight,), (rank, width), (out, _) = place.names, a.shape, b.shape
+        shape_a = (width, rank) if lora.embedding else (rank, width)
         tensors += [
-            GgufTensor(
-                f"{place.name}.lora_a", shape_a, slot.layer, name, slot.kind, exact_a, transposed=embedding,
-            ),
-            GgufTensor(
-                f"{place.name}.lora_b", (out, rank), slot.layer, name, slot.kind, exact_b,
-                factor if b.data is not None else 1.0, place.rows,
-            ),
-        ]  # fmt: skip
+            GgufTensor(f"{weight}.lora_a", shape_a, *where, exact_a, transposed=lora.embedding),
+            GgufTensor(f"{weight}.lora_b", (out, rank), *where, exact_b, left, place.rows),
+        ]
     return common, tuple(tensors)
 
 

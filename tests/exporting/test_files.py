@@ -205,6 +205,27 @@ def test_another_way_to_divide(pieces: Any, math: Path, base: Path, tmp_path: Pa
     assert caught.value.parameter == "pieces"
 
 
+@pytest.mark.parametrize("changes", [{"num_local_experts": 8}, {"intermediate_size": 48}], ids=str)
+def test_experts_of_another_mixture(changes: dict[str, Any], bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    folder = experts("mixtral", target_parameters=["mlp.experts.down_proj"], r=2)
+    content = json.loads((bases("mixtral")[0] / "config.json").read_text())
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(content | changes))
+    with pytest.raises(ExpertError) as caught:
+        asw.export(folder, tmp_path / "math.gguf", base_model=tmp_path / "base")
+    assert caught.value.parameter == "base_model"
+
+
+def test_experts_of_a_mixture_are_inspected(bases: Bases, experts: Experts, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    folder = experts("mixtral", target_parameters=["mlp.experts.gate_up_proj"], r=2)
+    path = asw.export(folder, tmp_path / "math.gguf").path
+    found = {one["name"]: one for one in asw.inspect(path).as_json()["modules"]}["blk.0.ffn_up_exps"]
+    assert (found["experts"], found["rank"], found["out_features"], found["in_features"]) == (4, 2, 96, 64)
+    assert asw.verify(path, {folder.name: folder}).equal
+
+
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str | None]] = {
     "another architecture": ({"model_type": "mamba"}, "base_model"),
     "a multimodal base": ({"model_type": "llava", "text_config": BASE}, "base_model"),
