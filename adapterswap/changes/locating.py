@@ -112,6 +112,8 @@ def locate_all(
     where: str,
     model: Checkpoint,
     problems: Problems,
+    *,
+    resized: bool = False,
 ) -> dict[str, dict[str, Located]]:
     """What each adapter does to the stored tensors `parameters` of the model called `where`; see `locate`."""
     orientation = Orientation(model)
@@ -119,7 +121,7 @@ def locate_all(
     for name, adapter in adapters.items():
         with problems.collect():
             _check_shared(name, adapter, model)
-            found[name] = locate(name, adapter, parameters, where, orientation, problems)
+            found[name] = locate(name, adapter, parameters, where, orientation, problems, resized=resized)
     return found
 
 
@@ -143,6 +145,8 @@ def locate(
     where: str,
     orientation: Orientation,
     problems: Problems,
+    *,
+    resized: bool = False,
 ) -> dict[str, Located]:
     """What `adapter` does to each stored tensor that it changes, by the tensor's name.
 
@@ -153,6 +157,7 @@ def locate(
         parameters: the model's stored tensors.
         orientation: says which of them are stored in×out.
         problems: collects modules that the model does not have, or has in another shape.
+        resized: embeddings and heads that are held in full may have other numbers of rows.
     """
     found: dict[str, Located] = {}
     by_name = _renaming(adapter, parameters)
@@ -221,8 +226,7 @@ def locate(
         for parameter, tensor in saved.tensors.items():
             holder = saved.name.removesuffix(".bias") if is_bias(saved.name) else saved.name
             key = stored_name(holder, parameter)
-            resized = not is_bias(saved.name) and is_vocabulary(saved.name, saved.layer)  # which the plan has settled
-            first = 1 if resized else 0
+            first = 1 if resized and not is_bias(saved.name) and is_vocabulary(saved.name, saved.layer) else 0
             if key is None or parameters[key].tensor.shape[first:] != tensor.shape[first:]:
                 stored = (
                     "stores no such tensor" if key is None else f"stores it as {list(parameters[key].tensor.shape)}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from adapterswap.errors import ExpertError, UnsupportedError, reason_of
+from adapterswap.errors import UnsupportedError
 from adapterswap.files.smallfiles import exists, open_regular, read_json
 
 __all__ = [
@@ -64,10 +64,10 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def read_tokens(folder: Path) -> Tokens | None:
-    """The tokens of the tokenizer.json in a folder, by id; None where there is none.
+    """The tokens of the tokenizer.json in a folder, by id; None where there is none that the tokenizers library reads.
 
     Raises:
-        ExpertError: the tokenizers library cannot read it.
+        ExpertError: it is not a regular file, or cannot be opened.
     """
     path = folder / _FAST
     if not exists(path):
@@ -77,15 +77,15 @@ def read_tokens(folder: Path) -> Tokens | None:
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, stamp: tuple[int, int]) -> Tokens:
+def _read(path: Path, stamp: tuple[int, int]) -> Tokens | None:
     from tokenizers import Tokenizer
 
     with open_regular(path, _REMEDY) as file:
         content = file.read()
     try:
         vocabulary = Tokenizer.from_str(content.decode()).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises Exception itself
-        raise ExpertError(f"{path} is not a tokenizer: {reason_of(error)}", _REMEDY) from None
+    except Exception:  # the library raises Exception itself
+        return None
     return {number: token for token, number in vocabulary.items()}
 
 

@@ -360,7 +360,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         problems.add(message, "Give the experts' base", parameter="base_model")
     tied = find_tied_head(base, plan.adapters)
     stored = with_head(base.parameters, tied)
-    located = locate_all(plan.adapters, stored, "the base", base, problems)
+    located = locate_all(plan.adapters, stored, "the base", base, problems, resized=True)
     problems.raise_if_any()
     filled = {}
     for key, parameter in stored.items():
