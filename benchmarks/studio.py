@@ -28,19 +28,17 @@ from adapterswap.studio.workspace import Workspace, open_lab
 _WATCH = """([cell, letter]) => new Promise((resolve) => {
   const strip = document.querySelector('#strip'), written = document.querySelector('#written');
   let began = null, drawn = null;
-  const now = () => performance.now() - began;
-  document.addEventListener('keydown', () => (began = performance.now()), {once: true, capture: true});
+  written.querySelector('.answers').dataset.old = 'yes';
   const look = () => {
     if (began === null) return;
-    if (drawn === null && strip.querySelector(`[data-cell="${cell}"]`).textContent === letter) drawn = now();
-    const busy = written.querySelector('.answers[aria-busy=true]');
-    const text = [...written.querySelectorAll('.written')].some((one) => one.innerText.trim());
-    if (drawn !== null && window.cleared && text) { observer.disconnect(); resolve([drawn, now()]); }
-    if (busy && !text) window.cleared = true;
+    const now = performance.now() - began;
+    if (drawn === null && strip.querySelector(`[data-cell="${cell}"]`).textContent === letter) drawn = now;
+    const texts = [...written.querySelectorAll('.answers:not([data-old]) .written')];
+    if (drawn !== null && texts.some((one) => one.innerText.trim())) { observer.disconnect(); resolve([drawn, now]); }
   };
-  window.cleared = false;
   const observer = new MutationObserver(look);
   for (const one of [strip, written]) observer.observe(one, {subtree: true, childList: true, characterData: true});
+  document.addEventListener('keydown', () => (began = performance.now()), {once: true, capture: true});
 })"""
 
 

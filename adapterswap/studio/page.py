@@ -478,11 +478,8 @@ class _Page:
             if auto:
                 yield from self._answer(request, *inputs)
 
-        settled = [
-            getattr(component, "release", component.input) for name, component in controls.items() if name != "preset"
-        ]
         self._again = again = {**answering, "fn": answer_again, "inputs": [self.auto, *asked]}
-        gr.on(settled, **again)
+        gr.on(moved, **again)  # each new position ends what was being written for the one before
         for event in done:
             event.success(**again)
 

@@ -75,6 +75,15 @@ def test_a_slider_by_arrow_keys(visit: Visit) -> None:
     assert letters(page) == "llmmmm"
 
 
+def test_answers_follow_a_number_that_is_typed(visit: Visit, workspace: Workspace) -> None:
+    page = visit("?bottom=1&top=0")
+    moved(page, "Bottom layers", 3)
+    composition = workspace.composition(from_address("?bottom=3&top=0", first_choice(["math", "language"])))
+    scores = [f"{right} / {number}" for right, number in workspace.scores(composition).values()]
+    page.locator("#scores", has_text=scores[0]).wait_for()
+    assert page.locator("#scores .score b").all_inner_texts() == scores
+
+
 def test_a_click_gives_a_layer_away_and_the_keyboard_too(visit: Visit) -> None:
     page = visit("?bottom=1&top=0")
     page.locator("[data-cell='3.mlp']").click()
