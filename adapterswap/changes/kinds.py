@@ -14,7 +14,16 @@ from pathlib import Path
 from adapterswap.experts.adapters import LoraModule, OpaqueModule
 from adapterswap.files.tensorfile import Tensor
 
-__all__ = ["Change", "LowRank", "Opaque", "Whole"]
+__all__ = ["Change", "ExpertRows", "LowRank", "Opaque", "Whole"]
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows `start` to `stop` of one expert's matrix in a mixture."""
+
+    expert: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -25,11 +34,18 @@ class LowRank:
         lora: the factors and their scale s.
         path: the file that holds them.
         transposed: the model stores the weight in×out: an embedding, or GPT-2's Conv1D.
+        within: what the stored tensor is of the experts whose factors these are; None where it is all of them.
     """
 
     lora: LoraModule
     path: Path
     transposed: bool = False
+    within: ExpertRows | None = None
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices the weight holds, one for each expert of a mixture."""
+        return self.lora.experts if self.within is None else 1
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from adapterswap.changes.copies import Carried, copy_beside
-from adapterswap.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.changes.kinds import Change, ExpertRows, LowRank, Opaque, Whole
 from adapterswap.errors import BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule
@@ -190,12 +190,9 @@ def locate(
             missing.append(part.name)
         else:
             found |= located
-    if fused := [module.name for module in adapter.modules.values() if module.parameter]:
-        problems.add(
-            f"{expert} has LoRA on parameters ({and_more(fused)}), which are not merged here yet",
-            "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
-            kind=UnsupportedError,
-        )
+    for module in (module for module in adapter.modules.values() if module.parameter):
+        with problems.collect():
+            found |= _locate_fused(expert, module, adapter, parameters, where, orientation)
     for module in (module for module in adapter.modules.values() if not module.parameter):
         key = stored_name(module.name, "weight")
         if key is None:
@@ -240,6 +237,51 @@ def locate(
                 continue
             found[key] = Located(saved.name, Whole.of(adapter.file.path, tensor))
     return found
+
+
+def _locate_fused(
+    expert: str,
+    module: LoraModule,
+    adapter: Adapter,
+    parameters: Mapping[str, StoredTensor],
+    where: str,
+    orientation: Orientation,
+) -> dict[str, Located]:
+    """The stored tensors of a parameter with a matrix for each expert of a mixture: itself, or one for each matrix.
+
+    Raises:
+        BaseModelError: the model lacks the parameter, or has it in another shape.
+        UnsupportedError: it stores the parameter in a way that is not known to be rows of matrices.
+    """
+    fused = orientation.fused(module.name, adapter.container)
+    if fused is None or module.experts == 1:
+        raise UnsupportedError(
+            f"{expert} has LoRA on the parameter {module.name}, and {where} has no parameter of that name with a "
+            "matrix for each of several experts",
+            "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
+        )
+    matrix = module.out_features, module.in_features
+    matrix = matrix[::-1] if fused.transposed else matrix
+    if fused.shape != (module.experts, *matrix):
+        raise BaseModelError(
+            f"{module.name} is {'×'.join(map(str, (module.experts, *matrix)))} in {expert}, and "
+            f"{'×'.join(map(str, fused.shape))} in {where}",
+            _REMEDY,
+            parameter="base_model",
+        )
+    path, key = adapter.file.path, fused.key
+    if key is not None and parameters[key].tensor.shape == fused.shape:
+        return {key: Located(module.name, LowRank(module, path, fused.transposed))}
+    if not fused.parts or fused.transposed:
+        raise UnsupportedError(
+            f"{expert} has LoRA on the parameter {module.name}, and {where} stores it as tensors of which it is not "
+            "known which of its rows they hold",
+            "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
+        )
+    return {
+        part.key: Located(module.name, LowRank(module, path, within=ExpertRows(part.expert, part.start, part.stop)))
+        for part in fused.parts
+    }
 
 
 def _locate_opaque(

@@ -15,6 +15,7 @@ from typing import Any
 from adapterswap.experts.anatomy import adaptable_weights, rename_keys
 from adapterswap.experts.checkpoints import Checkpoint
 from adapterswap.experts.empty_models import empty_model_as_saved
+from adapterswap.experts.fused import FusedParameter, fused_parameters
 from adapterswap.experts.naming import ModelNames
 
 __all__ = ["Orientation"]
@@ -84,6 +85,23 @@ class Orientation:
         """
         name = self._names.find(module, container)
         return None if name is None else self.stored_keys.get(f"{name}.{parameter}")
+
+    def fused(self, parameter: str, container: str | None) -> FusedParameter | None:
+        """A parameter with a matrix for each expert of a mixture, under whatever name; None if there is no such.
+
+        Args:
+            parameter: its name in an adapter.
+            container: the adapter's list of layers.
+
+        Raises:
+            BaseModelError: transformers cannot build the model without remote code.
+        """
+        name = self._names.find(parameter, container)
+        return None if name is None else self._fused.get(name)
+
+    @cached_property
+    def _fused(self) -> Mapping[str, FusedParameter]:
+        return fused_parameters(self._model, self._shapes)
 
     @cached_property
     def _names(self) -> ModelNames:

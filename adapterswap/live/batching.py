@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import ArgumentError, Problems, UnsupportedError
-from adapterswap.live.inventory import Inventory, beside, factors, scale_of
+from adapterswap.live.inventory import Inventory, beside, factors, parameter_of, scale_of
 from adapterswap.live.switching import Switch, apply_switch, check_loaded
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Rows", "pad_left"]
+
+# What a model's forward pass has a row of the batch in. A decoder that goes on after its encoder sees the last two.
+_INPUTS = ("input_ids", "inputs_embeds", "input_features", "decoder_input_ids", "decoder_inputs_embeds")
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Rows:
         return [_share(layer, expert, found, len(self.switches)) for expert, found in by_expert.items()]
 
     def _check_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = [*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+        inputs = [*args, *map(kwargs.get, _INPUTS)]
         batch = next(len(tensor) for tensor in inputs if tensor is not None)
         if model.training:
             raise UnsupportedError("the model is in training mode", "Call model.eval() first")
@@ -140,7 +143,7 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
             problems.add("adapters are merged into the model's weights", "Call unmerge_adapter() first")
         if any(expert in layer.lora_variant for switch in switches for expert in switch.terms.get(name, {})):
             problems.add(f"{name} is DoRA, which is computed with the base's own output", remedy)
-        if "experts" in name.split("."):
+        if "experts" in name.split(".") or parameter_of(layer) is not None:
             problems.add(f"{name} is one of a mixture of experts, which sees tokens and not rows", remedy)
         if isinstance(layer, MultiheadAttention):
             problems.add(f"{name} is a MultiheadAttention, whose projections are not layers of their own", remedy)

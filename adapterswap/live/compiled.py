@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import CompositionError, UnsupportedError
-from adapterswap.live.inventory import Inventory, factors, scale_of
+from adapterswap.live.inventory import Inventory, factors, parameter_of, scale_of
 from adapterswap.live.switching import Switch, apply_in_full
 
 if TYPE_CHECKING:
@@ -69,6 +69,12 @@ class Pin:
     def _prepare(self, layers: Mapping[str, Any]) -> None:
         import torch
 
+        if (fused := next((name for name, layer in layers.items() if parameter_of(layer)), None)) is not None:
+            raise UnsupportedError(
+                f"{fused} is a parameter with a matrix for each expert of a mixture, and PEFT computes those anew in "
+                "every forward pass, so that no graph holds them",
+                "Switch without `pinned`",
+            )
         self._layers, self._slots = dict(layers), {}
         counts: dict[torch.device, int] = {}
         for module, layer in layers.items():

@@ -6,6 +6,7 @@ Knows PEFT's layers and configs. Changes nothing, and knows nothing of compositi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,8 +37,12 @@ __all__ = [
     "find_layers",
     "is_unloaded",
     "layers_of_base",
+    "parameter_of",
     "scale_of",
 ]
+
+
+_INNER = re.compile(r"(\.base_layer)+$")
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,23 @@ def scale_of(layer: Any, name: str) -> float:
 
 
 def find_layers(model: PeftModel) -> dict[str, Any]:
-    """The LoRA layers by their module's full name in the base model."""
+    """The LoRA layers by the full name in the base model of their module, or of the parameter that they adapt.
+
+    PEFT puts a layer around a module for each of its parameters in `target_parameters`, one around the other.
+    """
     from peft.tuners.lora import LoraLayer
 
-    found = model.get_base_model().named_modules()
-    return {name: module for name, module in found if isinstance(module, LoraLayer)}
+    found: dict[str, Any] = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            parameter = parameter_of(module)
+            found[f"{_INNER.sub('', name)}.{parameter}" if parameter else name] = module
+    return found
+
+
+def parameter_of(layer: Any) -> str | None:
+    """The name in its module of the parameter that a LoRA layer adapts; None for one that adapts a module."""
+    return getattr(layer, "parameter_name", None)
 
 
 def is_unloaded(model: PeftModel) -> bool:
@@ -214,13 +231,6 @@ class Inventory:
                 "Merge it into its base with `merge`",
                 kind=UnsupportedError,
             )
-        if config.target_parameters:
-            problems.add(
-                f"the adapter {name!r} has LoRA on parameters ({', '.join(config.target_parameters)}), which the live "
-                "composer cannot switch",
-                "Write the composition with `compose`, and load that",
-                kind=UnsupportedError,
-            )
         layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
         whole = {
             module: wrapper.modules_to_save[name]
@@ -248,6 +258,8 @@ class Inventory:
                     a=_placeless(f"{module}.A", tensors.a),
                     b=_placeless(f"{module}.B", tensors.b),
                     embedding=tensors.embedding,
+                    parameter=parameter_of(layer) is not None,
+                    experts=getattr(layer, "num_experts", 1),
                 )
                 if parts := beside(layer, name):
                     opaque[module] = OpaqueModule(

@@ -5,6 +5,7 @@ Knows adapters and PEFT's loading. Knows nothing of which composition is active.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,7 +109,7 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
     It is returned as it is where the model lacks a module under any name; `_check_fit` says so.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-    held = {module for module, _ in base.named_modules()}
+    held = {module for module, _ in base.named_modules()} | _parameters(base).keys()
     if held.issuperset(adapter.parts):
         return adapter
     try:
@@ -131,11 +132,6 @@ def check_loadable(adapter: Adapter, name: str) -> None:
             f"the expert {name!r} holds {next(iter(adapter.saved))} in full and ties it to other modules "
             "(ensure_weight_tying), which the live composer cannot switch",
             "Write the composition with `compose` and load that, or write full weights with `merge`",
-        )
-    if fused := next((module.name for module in adapter.modules.values() if module.parameter), None):
-        raise UnsupportedError(
-            f"the expert {name!r} has LoRA on the parameter {fused}, which the live composer cannot switch",
-            "Write the composition with `compose`, and load that",
         )
     if over := put_over_the_base(adapter):
         raise UnsupportedError(
@@ -227,17 +223,26 @@ def _check_name(name: str, taken: Any) -> None:
 def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     """Whether the base has every module of the adapter, in its shape, and the weights that the adapter carries."""
     problems = Problems(ExpertError)
-    modules = dict(base.named_modules())
+    modules, parameters = dict(base.named_modules()), _parameters(base)
     _check_beside(adapter, name, modules, problems)
     problems.raise_if_any()
     remedy = "Load it into the base that it was trained on"
-    missing = [module for module in adapter.parts if module not in modules]
+    fused = {module.name: module for module in adapter.modules.values() if module.parameter}
+    missing = [module for module in adapter.parts if module not in (parameters if module in fused else modules)]
     if missing:
         problems.add(
             f"the expert {name!r} adapts {and_more(missing)}, which the model does not have",
             remedy,
             parameter="expert",
         )
+    for module in (module for name, module in fused.items() if name in parameters):
+        if sorted(parameters[module.name]) != sorted((module.experts, module.out_features, module.in_features)):
+            problems.add(
+                f"{module.name} is {module.shape} in the expert {name!r}, and "
+                f"{'×'.join(map(str, parameters[module.name]))} in the model",
+                remedy,
+                parameter="expert",
+            )
     known = {module: shape_of(modules[module]) for module in adapter.factors if module in modules}
     compare_shapes(
         {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.factors.values()},
@@ -287,6 +292,16 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
+def _parameters(base: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters with three axes, by their names without PEFT's layers around them."""
+    found = (
+        (re.sub(r"(\.base_layer)+\.", ".", name), tuple(parameter.shape))
+        for name, parameter in base.named_parameters()
+        if parameter.dim() == 3
+    )
+    return dict(found)
+
+
 @contextmanager
 def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | None) -> Iterator[Path]:
     """The folder for PEFT to load: the expert's own, or a temporary one with what is loaded, under PEFT's names."""
@@ -314,6 +329,8 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
     options = {"low_cpu_mem_usage": True, "torch_device": device, "autocast_adapter_dtype": autocast}
     with quiet_peft():
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked afterwards, and reported as an error
+        # PEFT finds patterns for parameters (`target_parameters`) all the same.
+        warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match", RuntimeWarning)
         try:
             if model is base:
                 return PeftModel.from_pretrained(model, str(folder), adapter_name=name, **options)

@@ -7,13 +7,19 @@ plans; computes nothing.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from pathlib import Path
+from threading import Lock
 
-from adapterswap.changes.kinds import Opaque, Whole
+import numpy as np
+import numpy.typing as npt
+
+from adapterswap.changes.kinds import ExpertRows, Opaque, Whole
+from adapterswap.experts.adapters import LoraModule
 from adapterswap.files.dtypes import DTYPE_BYTES
 from adapterswap.files.numbers import Bytes, read_bytes, row_ranges
 from adapterswap.files.tensorfile import Tensor
@@ -22,6 +28,7 @@ from adapterswap.planning.slots import Slot, Term
 
 __all__ = ["Block", "Entered", "Part", "Work", "read_blocks"]
 
+_REMEMBERED = 8  # parameters of mixtures: two experts' changes of the parameters of two layers
 _COPIED = 2**20  # bytes of a block that is copied, and
 _COMPUTED = 2**18  # elements of one that is computed, 1 MB in float32: both stay in a core's cache
 
@@ -61,7 +68,8 @@ class Block:
     """Rows `start` to `stop` of a tensor of the result, and what they are made of.
 
     For a tensor that is copied, `start` and `stop` count bytes. `factors` are the whole A and B of each low-rank term,
-    and come with the first block of a tensor alone. `opaque` are the tensors of each opaque term, by name.
+    and come with the first block of a tensor alone, or of each of its matrices (`Slot.matrices`), which begins at the
+    row `origin`. `opaque` are the tensors of each opaque term, by name.
     """
 
     work: Work
@@ -71,6 +79,7 @@ class Block:
     base: Part | None
     factors: tuple[tuple[Part, Part], ...]
     opaque: tuple[Mapping[str, Part], ...] = ()
+    origin: int = 0
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -94,6 +103,20 @@ class Entered:
 
     copied: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     computed: dict[tuple[str, str], tuple[Tensor, str]] = field(default_factory=dict)
+    _sorted: OrderedDict[tuple[int, str], npt.NDArray[np.unsignedinteger]] = field(default_factory=OrderedDict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def columns_by_expert(self, file: int, lora: LoraModule) -> npt.NDArray[np.unsignedinteger]:
+        """B of a mixture's experts as experts×out×rank, its bits as whole numbers. The last few are remembered."""
+        key = (file, lora.b.name)
+        with self._lock:
+            if key not in self._sorted:
+                raw = read_bytes(file, lora.b, 0, lora.b.nbytes).view(f"u{DTYPE_BYTES[lora.b.dtype]}")
+                stored = raw.reshape(lora.out_features, lora.rank, lora.experts)
+                self._sorted[key] = np.ascontiguousarray(stored.transpose(2, 0, 1))
+                while len(self._sorted) > _REMEMBERED:
+                    self._sorted.popitem(last=False)
+            return self._sorted[key]
 
     def of(self, expert: str) -> dict[str, dict[str, int | str]]:
         """How many tensors and bytes of an expert were copied; how many were computed with, and one hash of them all.
@@ -138,15 +161,19 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
     base = slot.base if slot.needs_base else None
     rows, columns = work.matrix
     step = rows if slot.is_held_whole else max(1, _COMPUTED // columns)
-    for start, stop in row_ranges(rows, step):
+    height = rows // slot.matrices
+    for matrix, (first, last) in product(range(slot.matrices), row_ranges(height, step)):
+        origin = matrix * height
+        start, stop = origin + first, origin + last
         cut = (start * columns, stop * columns)
         # An expert on two sides is read, and hashed, once.
         read = {term.expert: term.whole for term in slot.whole}
         parts = {expert: reader.elements(expert, whole, *cut) for expert, whole in read.items()}
         whole = tuple(parts[term.expert] for term in slot.whole)
-        factors = tuple(reader.factors(term) for term in slot.low_rank) if start == 0 else ()
+        factors = tuple(reader.factors(term, matrix) for term in slot.low_rank) if start == origin else ()
         opaque = tuple(map(reader.opaque, slot.opaque))
-        yield Block(work, start, stop, whole, reader.elements(BASE, base, *cut) if base else None, factors, opaque)
+        own = reader.elements(BASE, base, *cut) if base else None
+        yield Block(work, start, stop, whole, own, factors, opaque, origin)
 
 
 def _blocks_by_rows(work: Work, reader: _Reader) -> Iterator[Block]:
@@ -185,14 +212,28 @@ class _Reader:
             self._entered.computed[expert, tensor.name] = (tensor, self._digests[expert].hexdigest())
         return Part(expert, tensor, raw)
 
-    def factors(self, term: Term) -> tuple[Part, Part]:
-        """A and B, whole; an adapter is hashed as a file."""
+    def factors(self, term: Term, matrix: int) -> tuple[Part, Part]:
+        """A and B, whole, or those of one expert of a mixture; an adapter is hashed as a file."""
         file = self._files[term.change.path]
+        if term.lora.experts > 1:
+            within = term.low_rank.within or ExpertRows(matrix, 0, term.lora.out_features)
+            return self._of_expert(term.expert, term.lora, within, file)
         a, b = (
             Part(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
             for tensor in (term.lora.a, term.lora.b)
         )
         return a, b
+
+    def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[Part, Part]:
+        """One expert's rows of A, and its columns of B, which lie `lora.experts` apart."""
+        size, rank = DTYPE_BYTES[lora.a.dtype] * lora.in_features, lora.rank
+        place = within.expert * rank
+        a = read_bytes(file, lora.a, place * size, (place + rank) * size)
+        b = self._entered.columns_by_expert(file, lora)[within.expert, within.start : within.stop]
+        return (
+            Part(expert, replace(lora.a, shape=(rank, lora.in_features)), a),
+            Part(expert, replace(lora.b, shape=b.shape), b.reshape(-1).view(np.uint8)),
+        )
 
     def opaque(self, term: Term) -> dict[str, Part]:
         """All tensors of a module, and those that it shares."""

@@ -76,7 +76,7 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
             if not needs_torch(work.slot, device):
                 data = _averaged(block)
             else:
-                if block.start == 0:
+                if block.start == block.origin:
                     product = _product(work.slot, block, device, kept_rows)
                 data = _linear(block, product, device)
         else:
@@ -176,7 +176,7 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
             total = numbers if coefficient == 1 else numbers.mul_(coefficient)  # in place: the block is read for this
     columns = block.work.matrix[1]
     if product is not None:
-        left = product.left[block.start : block.stop]
+        left = product.left[block.start - block.origin : block.stop - block.origin]
         total = left @ product.right if total is None else total.view(-1, columns).addmm_(left, product.right)
     raw = total.reshape(-1).to(_torch_dtype(place.dtype)).view(torch.uint8).cpu().numpy()
     if not check_finite(raw, place.dtype):

@@ -38,6 +38,7 @@ __all__ = [
     "check_experts",
     "check_factors",
     "check_matches",
+    "check_matrices",
     "check_names",
     "check_numbers",
     "check_opaque",
@@ -278,8 +279,9 @@ def check_matches(
         for name in slot.requested:
             kept = experts[name].kept_layers if name in experts else None
             if kept is not None and slot.layer is not None and not kept.holds(slot.name, slot.layer):
+                stack = f"{stack_of(slot.name)} " if has_both_stacks(experts[name].container) or kept.stack else ""
                 problems.add(
-                    f"{name} is a slice with the {kept}, and the composition needs {slot.module}",
+                    f"{name} is a slice with the {kept}, and the composition needs its {stack}layer {slot.layer}",
                     "Give the whole expert, or other zones",
                     parameter=written,
                     kind=CompositionError,
@@ -435,6 +437,19 @@ def check_factors(slots: Mapping[str, Slot], problems: Problems) -> None:
             problems.add(
                 f"{slot.rule.method} works on LoRA's factors, and {slot.whole[0].expert} holds {slot.name} whole",
                 "Cut an adapter out of the full checkpoint with `adapterswap extract`, or use another method",
+                parameter="method",
+                kind=UnsupportedError,
+            )
+            return
+
+
+def check_matrices(slots: Mapping[str, Slot], problems: Problems) -> None:
+    """Methods that are not linear take one matrix; a tensor with one for each expert of a mixture is several."""
+    for slot in slots.values():
+        if slot.matrices > 1 and not slot.is_linear:
+            problems.add(
+                f"{slot.name} holds the matrices of {slot.matrices} experts, and {slot.method} combines one matrix",
+                "Use weighted sums, such as layer_swap, soup or task_arithmetic",
                 parameter="method",
                 kind=UnsupportedError,
             )

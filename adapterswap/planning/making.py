@@ -18,6 +18,7 @@ from adapterswap.errors import (
     CompositionError,
     ExpertError,
     Problems,
+    UnsupportedError,
     check_type,
 )
 from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, Part, by_layer
@@ -37,6 +38,7 @@ from adapterswap.planning.checks import (
     check_experts,
     check_factors,
     check_matches,
+    check_matrices,
     check_names,
     check_numbers,
     check_opaque,
@@ -219,6 +221,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     filled, untied = _settle_head(filled, tied, adapters, skeleton)
     check_matches(rules, list(filled.values()), adapters, composition, problems)
     check_factors(filled, problems)
+    check_matrices(filled, problems)
     check_numbers(filled, problems)
     check_opaque(list(filled.values()), adapters, composition, problems)
     if base is None and (needing := [slot.name for slot in filled.values() if slot.needs_base or not slot.terms]):
@@ -368,7 +371,8 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         slot = _stored_slot(parameter, located.values(), base)
         planned = plan.slots.get(slot.module) if having else None
         if planned is not None:
-            terms = tuple(replace(t, change=having[t.expert].change) for t in planned.terms if t.expert in having)
+            entering = _entering(plan, having, problems)
+            terms = tuple(replace(t, change=having[t.expert].change) for t in entering)
             factors = len(planned.low_rank) == len(planned.terms)  # then `resolve` has found the coefficients
             method = "linear" if planned.is_linear and (factors or planned.in_full) else planned.method
             slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
@@ -376,6 +380,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         filled[key] = slot
     filled, untied = _settle_head(filled, tied, plan.adapters, base)
     check_sizes({n: s.shape[0] for n, s in filled.items() if is_vocabulary(s.module, s.layer)}, problems)
+    check_matrices(filled, problems)
     check_numbers(filled, problems)
     problems.raise_if_any()
     return replace(plan, slots=filled, is_model=True, base=base, untied=untied)
@@ -399,6 +404,23 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
             parameter="base_model",
         )
     return slot
+
+
+def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> list[Term]:
+    """The terms of a stored tensor, each from its expert's own module: one may adapt a mixture's experts singly, and
+    another all of them as one parameter."""
+    modules = dict.fromkeys(located.module for located in having.values())
+    slots = [plan.slots[module] for module in modules if module in plan.slots]
+    if len(modules) > 1 and (odd := next((slot for slot in slots if not slot.is_linear), None)) is not None:
+        one, other, *_ = modules
+        problems.add(
+            f"{one} and {other} are names of one weight in different experts, and {odd.method} combines modules of "
+            "one name",
+            "Use weighted sums, such as layer_swap, soup or task_arithmetic",
+            parameter="method",
+            kind=UnsupportedError,
+        )
+    return [t for slot in slots for t in slot.terms if t.expert in having and having[t.expert].module == slot.name]
 
 
 def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:

@@ -149,6 +149,11 @@ class Slot:
         return self.method != "linear" and not self.is_stored and self.rule is not None and self.rule.spans
 
     @property
+    def matrices(self) -> int:
+        """How many matrices the tensor holds one after the other, where low-rank changes are of each by itself."""
+        return max((term.low_rank.matrices for term in self.low_rank), default=1) if self.is_stored else 1
+
+    @property
     def is_held_whole(self) -> bool:
         """Whether it is computed with whole tensors in memory: a nonlinear method, or an opaque change, needs that."""
         return not self.is_linear or bool(self.opaque)

@@ -1,0 +1,117 @@
+"""The experts of a mixture as one parameter in memory, and as the tensors that a checkpoint stores.
+
+transformers 5 keeps a layer's experts in two parameters, `experts.gate_up_proj` and `experts.down_proj`, with a matrix
+for each expert. Checkpoints store them so, or matrix by matrix (`experts.3.up_proj.weight`), and transformers' own
+rules say how the one becomes the other. Knows models and names; reads no tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["FusedParameter", "StoredPart", "fused_parameters"]
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A stored tensor that holds the rows `start` to `stop` of one expert's matrix."""
+
+    key: str
+    expert: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FusedParameter:
+    """A parameter with a matrix for each expert: (experts, rows, columns).
+
+    Attributes:
+        name: in the model.
+        shape: of the parameter.
+        transposed: a matrix is in×out, as PEFT sees it.
+        key: the stored tensor that is the parameter; None where there is no such.
+        parts: else the stored tensors that it is made of; none where they cannot be said to be rows of matrices.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    transposed: bool
+    key: str | None
+    parts: tuple[StoredPart, ...]
+
+
+def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[str, FusedParameter]:
+    """The parameters of a model with three axes, by name.
+
+    Args:
+        model: of transformers, with or without weights.
+        stored: the checkpoint's keys and shapes.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    known = model.state_dict()
+    alone: dict[str, str] = {}
+    sources: dict[str, list[tuple[str, str]]] = {}
+    for key in stored:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if pattern is None:
+            alone[name] = key
+        else:
+            sources.setdefault(name, []).append((key, pattern))
+    modules = dict(model.named_modules())
+    found = {}
+    for name, parameter in known.items():
+        if parameter.dim() != 3:
+            continue
+        holder = modules.get(name.rpartition(".")[0])
+        shape = tuple(parameter.shape)
+        parts = _parts(shape, sources.get(name, ()), converters, stored)
+        transposed = bool(getattr(holder, "is_transposed", False))
+        found[name] = FusedParameter(name, shape, transposed, alone.get(name), parts)
+    return found
+
+
+def _parts(
+    shape: tuple[int, int, int],
+    sources: Iterable[tuple[str, str]],
+    converters: Iterable[Any],
+    stored: Mapping[str, tuple[int, ...]],
+) -> tuple[StoredPart, ...]:
+    """Each stored matrix's place, where transformers stacks matrices and puts their rows one below the other."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    found: list[StoredPart] = []
+    matrices: dict[int, dict[int, str]] = {}
+    for key, pattern in sources:
+        rule = next(rule for rule in converters if pattern in rule.source_patterns)
+        kinds = [type(operation) for operation in rule.operations]
+        dims = [getattr(operation, "dim", None) for operation in rule.operations]
+        stacked = (kinds, dims) == ([MergeModulelist], [0])
+        below = (kinds, dims) == ([MergeModulelist, Concatenate], [0, 1])
+        number = _EXPERT.search(key)
+        if number is None or not (below or (stacked and len(rule.source_patterns) == 1)):
+            return ()
+        matrices.setdefault(int(number[1]), {})[rule.source_patterns.index(pattern)] = key
+    if set(matrices) != set(range(shape[0])):
+        return ()
+    for expert, keys in matrices.items():
+        start = 0
+        for _, key in sorted(keys.items()):
+            sizes = stored[key]
+            if len(sizes) != 2 or sizes[1] != shape[2]:
+                return ()
+            found.append(StoredPart(key, expert, start, start + sizes[0]))
+            start += sizes[0]
+        if start != shape[1]:
+            return ()
+    return tuple(found)
