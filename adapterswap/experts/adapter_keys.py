@@ -90,6 +90,9 @@ class SortedKeys(NamedTuple):
 
 def canonical_key(key: str) -> str:
     """The key as PEFT writes it for the bare model: without wrappers around modules, and without the adapter's name."""
+    bare = key.startswith(_PREFIX) and not key.startswith(f"{_PREFIX}{_DISTRIBUTED}")
+    if bare and "._" not in key and ".default" not in key:  # nothing to remove, as in nearly all keys
+        return key
     key = _WRAPPERS.sub("", key).removeprefix(_DISTRIBUTED)
     if key.startswith(_PREFIX):
         key = _PREFIX + key.removeprefix(_PREFIX).removeprefix(_DISTRIBUTED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from adapterswap.errors import ExpertError, UnsupportedError
@@ -314,6 +315,7 @@ def format_depth(num_layers: NumLayers) -> str:
     return " and ".join(f"{count} {stack}" for stack, count in num_layers.items())
 
 
+@lru_cache(maxsize=256)  # a rule asks for every module
 def parse_layers(text: str) -> frozenset[int]:
     """The layers in a text such as `0-4,30-31`; empty for `none`.
 

@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from adapterswap.arithmetic.outputs import Form, Names
 from adapterswap.arithmetic.peft_config import is_fused
 from adapterswap.changes.kinds import LowRank, Opaque
 from adapterswap.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.experts.adapter_keys import factor_key
-from adapterswap.experts.adapters import Adapter
+from adapterswap.experts.adapters import Adapter, LoraModule
 from adapterswap.experts.checkpoints import MODEL_CONFIG
 from adapterswap.experts.empty_models import empty_model_as_saved
 from adapterswap.experts.layers import HEADS, language_config, layer_container
@@ -37,6 +37,9 @@ _PARTS = re.compile(r"(^|\.)(language_model|text_model|model\.visual)\.")
 
 # The projections that PEFT takes for parts of fused experts, wherever they are in the model.
 _FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# Types of models that PEFT fuses, whatever else it does for others; the key that says how wide an expert is.
+_KNOWN_TO_FUSE = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
+_KNOWN_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
 
 
@@ -283,6 +286,24 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     return replace(form, layout="portable")
 
 
+def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) -> bool:
+    """Whether PEFT is known to fuse these: LoRA on the experts of a Qwen3-MoE or OLMoE, all of them, in their shapes.
+
+    Asking PEFT takes the import of torch, transformers and PEFT, and a model.
+    """
+    key = _KNOWN_TO_FUSE.get(str(config.get("model_type")))
+    hidden, inner = config.get("hidden_size"), config.get(key or "")
+    count = config.get("num_experts", config.get("num_local_experts"))
+    if key is None or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        return False
+    matches = [_KNOWN_EXPERT.fullmatch(part.name) for part in parts]
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    return {int(match[1]) for match in matches if match} == set(range(count or 0)) and all(
+        match is not None and shapes[match[2]] == (part.out_features, part.in_features)
+        for match, part in zip(matches, parts, strict=True)
+    )
+
+
 def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
     """Whether PEFT fuses LoRA on experts for this base: it does so for some types of models, and drops it for others.
 
@@ -296,12 +317,14 @@ def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
             "Pass `base_model`",
             parameter="base_model",
         )
+    held = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
+    if _is_known_to_fuse(base_config(reference)[1], [part for name, part in held.items() if is_fused(name)]):
+        return
     import torch
     from peft import LoraConfig
 
     model = empty_model_as_saved(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
     layer = f"{module.partition('.experts.')[0]}.experts."
-    held = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
     parts = [part for name, part in held.items() if name.startswith(layer)]
     tensors = {}
     for part in parts:
