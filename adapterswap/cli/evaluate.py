@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Options that `evaluate` takes under the same names; what is left of **options says what to compose.
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs", "apply_chat_template",
              "system_instruction", "truncate", "include_path", "trust_task_code",
-             "confirm_run_unsafe_code")  # fmt: skip
+             "confirm_run_unsafe_code", "language_fidelity")  # fmt: skip
 
 
 class _TaskList(click.ParamType[str]):
@@ -71,6 +71,7 @@ class _TaskList(click.ParamType[str]):
 @click.option("--apply-chat-template", is_flag=True, help="Prompt as a chat, each shot a turn.")
 @click.option("--system-instruction", metavar="TEXT", help="A text before everything else.")
 @click.option("--truncate", is_flag=True, help="Let prompts that do not fit lose their beginning.")
+@click.option("--language-fidelity", is_flag=True, help="Score how much of each answer is in the task's language, too.")
 @click.option("--include-path", type=FOLDER, metavar="DIR", help="A folder with lm-eval task files of your own.")
 @click.option("--trust-task-code", is_flag=True, help="Let the files in --include-path run their own Python code.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")

@@ -141,9 +141,17 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
     from rich.text import Text
 
     reduced = any(row.is_reduced for row in target.rows)
+    extra = {
+        head: name
+        for head, name in {"other tasks": "understanding", "in language": "fidelity"}.items()
+        if any(getattr(row, name) is not None for row in target.rows)
+    }
     lines = [["method", report.units, "min", "mean", "max", f"minus {report.reference}", "95 %", "English", "all",
-              "papers' mean", *["ΔW error"] * reduced]]  # fmt: skip
-    lines += [[*_cells(row), *[_error(row)] * reduced] for row in target.rows]
+              "papers' mean", *extra, *["ΔW error"] * reduced]]  # fmt: skip
+    lines += [
+        [*_cells(row), *(_text(getattr(row, name)) for name in extra.values()), *[_error(row)] * reduced]
+        for row in target.rows
+    ]
     columns = [list(column) for column in zip(*lines, strict=True)]
     left_out = []
     for place in _LEAST:

@@ -7,12 +7,15 @@ composition changes. Knows nothing of adapters or files, and prints nothing.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.errors import RunError
 from adapterswap.evaluation.isolation import compiled_once, restored_modes, seeded, silenced
+from adapterswap.evaluation.languages import require_lingua
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import explained_task_errors
@@ -66,6 +69,8 @@ def evaluate(
     settings = settings or Settings()
     settings.check(tokenizer)
     loaded = load_tasks(tasks, settings)
+    if settings.language_fidelity:
+        require_lingua()
 
     import torch
     from lm_eval import evaluator
@@ -132,7 +137,32 @@ def evaluate(
             task._instances = None  # the tasks are kept, their outputs need not be
     described = {"tasks": list(loaded["tasks"]), **settings.described(), **surroundings(model)}
     # All have found the same, but where a task runs code that was written: the main process is believed.
-    return processes.from_main(_collect(found, harness_model, described))
+    result = _collect(found, harness_model, described)
+    return processes.from_main(_with_languages(result, loaded["tasks"]) if settings.language_fidelity else result)
+
+
+def _with_languages(result: EvaluationResult, tasks: Mapping[str, Any]) -> EvaluationResult:
+    """The result with the share of each answer that is in its task's language."""
+    from adapterswap.evaluation.languages import METRIC, language_of, language_share, writes_language
+
+    metric, filter_name = METRIC
+    shares: dict[str, list[float]] = {}
+    samples = []
+    for sample in result.samples:
+        language = language_of(sample.task) if writes_language(sample.task, tasks[sample.task]) else None
+        text = sample.output if isinstance(sample.output, str) else ""
+        share = None if language is None else language_share(text, language)
+        if share is not None:
+            shares.setdefault(sample.task, []).append(share)
+            sample = replace(sample, scores={**sample.scores, filter_name: {metric: share}})
+        samples.append(sample)
+    scored = dict(result.tasks)
+    for name, values in shares.items():
+        mean, number = math.fsum(values) / len(values), len(values)
+        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1)) if number > 1 else None
+        score = Score(metric, filter_name, mean, None if spread is None else spread / math.sqrt(number), True)
+        scored[name] = replace(scored[name], scores=(*scored[name].scores, score))
+    return replace(result, tasks=scored, samples=tuple(samples))
 
 
 def surroundings(model: Any) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class Settings:
         trust_task_code: let the task files in `include_path` run the Python code that they bring; without it they are
             refused, and their templates are rendered in a sandbox.
         confirm_run_unsafe_code: let tasks run the code that the model writes; without it they are refused.
+        language_fidelity: also score the share of each answer that is written in its task's language
+            (`language_share`), of tasks that generate and whose names end in one: mgsm_native_cot_sw.
         seed: for the harness's choice of shots (not MGSM's, which is fixed) and for sampling.
     """
 
@@ -56,6 +58,7 @@ class Settings:
     trust_task_code: bool = False
     confirm_run_unsafe_code: bool = False
     seed: int = SEED
+    language_fidelity: bool = False
 
     @property
     def sandboxed(self) -> bool:
@@ -108,6 +111,8 @@ class Settings:
         """As plain data that may be published: no path, and no trust, which is one user's and changes no result."""
         content = asdict(self) | {"gen_kwargs": dict(self.gen_kwargs)}
         del content["include_path"], content["trust_task_code"]
+        if not self.language_fidelity:  # older runs do not have it
+            del content["language_fidelity"]
         if self.limit is not None and self.limit >= 1:
             content["limit"] = int(self.limit)
         return content
@@ -125,6 +130,9 @@ class EvaluationOptions(FiniteModel):
     apply_chat_template: bool = Field(default=False, description="Prompt as a chat, each shot a turn.")
     system_instruction: str | None = Field(default=None, description="A text before everything else.")
     truncate: bool = Field(default=False, description="Let prompts that do not fit lose their beginning.")
+    language_fidelity: bool = Field(
+        default=False, description="Score the share of each answer that is in its task's language, too."
+    )
     include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.bases import Base, open_base
 from adapterswap.errors import ArgumentError, check_type
 from adapterswap.evaluation import evaluating
+from adapterswap.evaluation.languages import check_languages
 from adapterswap.evaluation.results import EVALUATION, EvaluationResult, write_result
 from adapterswap.evaluation.settings import SEED, Settings
 from adapterswap.evaluation.subjects import describe_subject, find_adapter, load_subject
@@ -112,6 +113,7 @@ def evaluate(
     include_path: str | Path | None = None,
     trust_task_code: bool = False,
     confirm_run_unsafe_code: bool = False,
+    language_fidelity: bool = False,
     sampling_seed: int = SEED,
     device: str = "auto",
     dtype: str = "auto",
@@ -131,7 +133,8 @@ def evaluate(
         plan: a composition of adapters, instead of `adapter`. With neither, the base alone is evaluated.
         max_rank, max_error: truncate the composition; see `write_adapter`.
         num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction, truncate,
-            include_path, trust_task_code, confirm_run_unsafe_code: see `Settings` in `adapterswap.evaluation`.
+            include_path, trust_task_code, confirm_run_unsafe_code, language_fidelity: see `Settings` in
+            `adapterswap.evaluation`.
         sampling_seed: for shots and for sampling.
         device: where torch computes: auto, cpu, cuda, cuda:N or mps.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
@@ -156,7 +159,7 @@ def evaluate(
         num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks,
         gen_kwargs=gen_kwargs or {}, apply_chat_template=apply_chat_template, system_instruction=system_instruction,
         truncate=truncate, include_path=include_path, trust_task_code=trust_task_code,
-        confirm_run_unsafe_code=confirm_run_unsafe_code, seed=sampling_seed,
+        confirm_run_unsafe_code=confirm_run_unsafe_code, seed=sampling_seed, language_fidelity=language_fidelity,
     )  # fmt: skip
     prepared = prepare_evaluation(
         base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
@@ -208,7 +211,9 @@ def prepare_evaluation(
         check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
     base = open_base(str(base_model))
     settings.check(base.tokenizer)
-    load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
+    loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
+    if settings.language_fidelity:
+        check_languages(loaded["tasks"])
     subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
     return Evaluation(
         base, tuple(names), settings, subject, source, plan, max_rank, max_error, (*inputs, base.source.folder)

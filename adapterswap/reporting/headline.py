@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adapterswap.evaluation.languages import METRIC, is_same_language
 from adapterswap.reporting.choosing import (
     Choice,
     Unit,
@@ -106,6 +107,10 @@ class MethodRow:
         all_languages: their mean over all languages of the target's benchmark; None where it has but one.
         papers: the papers' protocol: on all documents, and the best configuration chosen on the same.
         chosen: the cells.
+        understanding: their mean on other benchmarks in the target's language that are shares of right answers, such as
+            Belebele; None where the run has none.
+        fidelity: the mean share of answers that is in the target's language, over all documents; None where it was not
+            scored.
         is_reduced: whether cells were reduced to a rank before they were judged, so that they are not exact.
         relative_error: the largest of these, see `CellResult`; None where there are none, and where it is not recorded.
     """
@@ -124,6 +129,8 @@ class MethodRow:
     chosen: tuple[Chosen, ...]
     is_reduced: bool
     relative_error: float | None
+    understanding: float | None = None
+    fidelity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -224,6 +231,12 @@ def _row(
     tasks = {each.name: spread for each in run.tasks.values() if (spread := _spread(cells, each)) is not None}
     english = [tasks[each.name].mean for each in languages if is_english(each) and each.name in tasks]
     over = [tasks[each.name].mean for each in languages if each.name in tasks]
+    others = [
+        tasks[each.name].mean for each in run.tasks.values() if each.name in tasks and _is_understanding(each, task)
+    ]
+    metric = ",".join(METRIC)
+    shares = [cell.results[task.name].scores.get(metric) for cell in cells if task.name in cell.results]
+    known = [share for share in shares if share is not None]
     return MethodRow(
         choice.family,
         choice.kind,
@@ -242,7 +255,17 @@ def _row(
         ),
         bool(bounded),
         max(errors) if errors and len(errors) == len(bounded) else None,
+        sum(others) / len(others) if others else None,
+        sum(known) / len(known) if known and len(known) == len(cells) else None,
     )
+
+
+def _is_understanding(task: TaskInfo, target: TaskInfo) -> bool:
+    """Whether a task asks something else in the target's language, scored by the share of right answers."""
+    if task.language is None or target.language is None or task.name == target.name:
+        return False
+    shares = task.primary[0] in ("acc", "acc_norm", "exact_match")
+    return shares and benchmark_of(task) != benchmark_of(target) and is_same_language(task.language, target.language)
 
 
 def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -> Spread | None:

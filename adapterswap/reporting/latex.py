@@ -87,6 +87,8 @@ COLUMNS: Mapping[str, Column] = {
     "p": Column("$p$", "reference", lambda row: None, False),
     "english": Column("English", "languages", lambda row: row.english),
     "languages": Column("all", "languages", lambda row: row.all_languages),
+    "understanding": Column("other tasks", "languages", lambda row: row.understanding),
+    "fidelity": Column("in language", "languages", lambda row: row.fidelity),
     "papers-mean": Column("mean", "papers", lambda row: row.papers.mean if row.papers else None),
     "papers-max": Column("max", "papers", lambda row: row.papers.max if row.papers else None),
     "error": Column(r"$\Delta W$ error", "", lambda row: row.relative_error, False),

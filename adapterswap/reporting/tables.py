@@ -13,7 +13,7 @@ __all__ = ["csv_table"]
 _HEAD = (
     "target", "method", "choice", "task", "units", "expected_units", "min", "mean", "stderr", "max", "reference",
     "difference", "low", "high", "papers_min", "papers_mean", "papers_max", "reduced",
-    "relative_error",
+    "relative_error", "language_share",
 )  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> l
         *((_harmless(apart.to), apart.mean, apart.low, apart.high) if apart else [None] * 4),
         *((papers.min, papers.mean, papers.max) if papers else [None] * 3),
         "yes" if row.is_reduced else "no", row.relative_error,
+        row.fidelity if own else None,
     ]  # fmt: skip
 
 

@@ -5,33 +5,22 @@ Asks lm-evaluation-harness's tasks; knows nothing of experts and compositions.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adapterswap.errors import FieldError, Problems
 from adapterswap.evaluation.fingerprints import task_fingerprint
+from adapterswap.evaluation.languages import check_languages, language_of
 from adapterswap.evaluation.settings import Settings
-from adapterswap.evaluation.tasks import load_tasks, split_shots
+from adapterswap.evaluation.tasks import load_tasks
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.settings import DocumentSplit
 from adapterswap.sweeps.sides import AskedTasks, target_groups
 from adapterswap.sweeps.values import TaskInfo
 
-__all__ = ["find_tasks", "language_of"]
+__all__ = ["find_tasks"]
 
-_LANGUAGE = re.compile(r"[_-]([a-z]{3}_[A-Z][a-z]{3}|[a-z]{2})")
 _OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers as numbers
-
-
-def language_of(task: str) -> str | None:
-    """The language that a task's name ends in: mgsm_direct_sw → sw, belebele_swh_Latn → swh_Latn; else None.
-
-    FLORES's names end in the language that is written: flores_eng_Latn-swh_Latn → swh_Latn. Shots may follow: @2.
-    """
-    task, _ = split_shots(task)
-    ends = [match[1] for match in _LANGUAGE.finditer(task) if match.end() == len(task)]
-    return ends[0] if ends else None
 
 
 def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dict[str, TaskInfo]]:
@@ -58,6 +47,8 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dic
     retention = load(recipe.retention) if recipe.retention else ()
     problems.raise_if_any()
     known = {name: task for tasks in loaded.values() for name, task in tasks.items()}
+    if settings.language_fidelity:
+        check_languages(known)
     targets = dict.fromkeys(task for tasks in target.values() for task in tasks)
     for name in retention:
         if name in targets:

@@ -65,7 +65,7 @@ def craft(
     folder: Path, asked: SweepRecipe | None = None, *, documents: int = 40, skill: Skill = skill,
     finished: Callable[[Cell], bool] = lambda cell: True, split: bool = True, corpus: tuple[str, ...] = (),
     values: Callable[[Cell, str], list[float]] | None = None, errors: Callable[[Cell], float] | None = None,
-    text: str = "Jibu ni",
+    text: str = "Jibu ni", shares: Callable[[Cell, str], float] | None = None,
 ) -> Path:  # fmt: skip
     """Write a sweep's folder.
 
@@ -77,6 +77,7 @@ def craft(
         values: the documents' scores, in the place of random ones.
         errors: the relative error of cells that were reduced to a rank; not recorded by default.
         text: the outputs.
+        shares: how much of the answers is in the task's language; not recorded by default.
     """
     asked = asked or recipe()
     if folder.exists():
@@ -118,7 +119,8 @@ def craft(
             mean = sum(scores) / len(scores)
             docs = {} if task in corpus else dict(enumerate(scores))
             name = ",".join(tasks[task].primary)
-            results[task] = TaskValue(mean, None, {name: mean}, docs)
+            share = {"language_share,language": shares(cell, task)} if shares is not None else {}
+            results[task] = TaskValue(mean, None, {name: mean, **share}, docs)
             samples += [
                 {"task": task, "doc_id": doc, "target": str(doc), "output": f"{text} {doc if score else doc + 1}",
                  "answers": {"normalized": str(doc if score else doc + 1)}, "scores": {name: score}}

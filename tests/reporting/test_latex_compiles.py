@@ -24,8 +24,9 @@ from .conftest import Written
 pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 
 PAGES = {
-    "acl": r"\documentclass[11pt,twocolumn]{article}\usepackage[textwidth=16cm,columnsep=0.6cm]{geometry}",
-    "neurips": r"\documentclass[10pt]{article}\usepackage[textwidth=5.5in]{geometry}",
+    "acl": r"\documentclass[11pt,twocolumn]{article}"
+    r"\usepackage[textwidth=16cm,textheight=24.7cm,columnsep=0.6cm]{geometry}",
+    "neurips": r"\documentclass[10pt]{article}\usepackage[textwidth=5.5in,textheight=9in]{geometry}",
 }
 WATCHED = (
     r"\let\resize\resizebox\renewcommand\resizebox{\typeout{SCALED \which: \the\linewidth\space of \the\wd0}\resize}"

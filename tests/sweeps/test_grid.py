@@ -19,6 +19,7 @@ from refusals import refused
 
 from adapterswap.errors import CompositionError, FieldError
 from adapterswap.evaluation import Settings
+from adapterswap.evaluation.languages import language_of
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.short_names import parse_composition
 from adapterswap.sweeps import Cell, SweepRecipe, read_sweep_recipe
@@ -26,7 +27,6 @@ from adapterswap.sweeps.families import GRID_FIELDS, Family
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
 from adapterswap.sweeps.settings import DocumentSplit, SweepSettings
 from adapterswap.sweeps.sides import AskedTasks, target_groups
-from adapterswap.sweeps.tasks import language_of
 
 SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
 

@@ -1,0 +1,138 @@
+"""Which language an answer is written in: the share of it that is in the language of its task.
+
+A model that reasons in English about a question in Swahili may still get the number right; this tells the two apart.
+Languages are recognised by lingua, whose models come with its package, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from adapterswap.errors import ArgumentError, DependencyError
+
+if TYPE_CHECKING:
+    from lingua import Language, LanguageDetector
+
+__all__ = [
+    "METRIC", "check_languages", "is_same_language", "language_of", "language_share", "require_lingua",
+    "writes_language",
+]  # fmt: skip
+
+METRIC = ("language_share", "language")
+"""Metric and filter under which the share stands among a task's scores."""
+
+_NAME = re.compile(r"[_-]([a-z]{3}_[A-Z][a-z]{3}|[a-z]{2})(?=@|$)")
+# Codes of FLORES and Belebele for one member of a language that ISO 639-1 has a code for.
+_MEMBERS = {
+    "swh": "swa", "arb": "ara", "ary": "ara", "arz": "ara", "pes": "fas", "zsm": "msa", "lvs": "lav", "ekk": "est",
+    "azj": "aze", "khk": "mon", "als": "sqi", "cmn": "zho",
+}  # fmt: skip
+_OTHERS = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")  # MGSM's
+_PIECE = re.compile(r"[^.!?。！？।\n]+")
+_FEWEST = 3  # letters of a piece; fewer, such as units and names of variables, are in no language
+
+
+def language_of(task: str) -> str | None:
+    """The language that a task's name ends in: mgsm_direct_sw → sw, belebele_swh_Latn → swh_Latn; else None.
+
+    FLORES's names end in the language that is written: flores_eng_Latn-swh_Latn → swh_Latn. Shots may follow: @2.
+    """
+    match = _NAME.search(task)
+    return match[1] if match else None
+
+
+def is_same_language(one: str, other: str) -> bool:
+    """Whether two codes name one language: sw and swh_Latn do."""
+    if one == other:
+        return True
+    codes = [_known(code) for code in (one, other)]
+    return codes[0] is not None and codes[0] == codes[1]
+
+
+def require_lingua() -> None:
+    """Raise `DependencyError` unless lingua is installed."""
+    if find_spec("lingua") is None:
+        raise DependencyError("lingua is not installed", "pip install 'adapterswap[languages]' installs it")
+
+
+def check_languages(tasks: Mapping[str, Any]) -> None:
+    """Check that lingua is there, and that some task writes answers in a language that it knows.
+
+    Args:
+        tasks: lm-evaluation-harness's tasks by name.
+
+    Raises:
+        DependencyError: lingua is not installed.
+        ArgumentError: no task does.
+    """
+    require_lingua()
+    if not any(writes_language(name, task) for name, task in tasks.items()):
+        raise ArgumentError(
+            f"no task of these writes answers in a language that lingua knows: {', '.join(tasks)}",
+            "Add a task such as mgsm_native_cot_sw, or leave out `language_fidelity`",
+            parameter="language_fidelity",
+        )
+
+
+def writes_language(name: str, task: Any) -> bool:
+    """Whether a task has answers to recognise: it generates them, and its name ends in a language that lingua knows."""
+    language = language_of(name)
+    return task.OUTPUT_TYPE == "generate_until" and language is not None and _known(language) is not None
+
+
+def language_share(text: str, language: str) -> float | None:
+    """The share of a text's letters that stand in sentences written in a language; None for a text without words.
+
+    Sentences and lines are recognised one by one, as one of MGSM's eleven languages or this one, so numbers and
+    formulas take no part, and an answer that changes its language halfway has one half.
+
+    Args:
+        text: an answer.
+        language: a code of ISO 639 (`sw`, `swa`) or FLORES (`swh_Latn`).
+
+    Raises:
+        ArgumentError: lingua does not know the language.
+        DependencyError: lingua is not installed.
+    """
+    require_lingua()
+    wanted = _known(language)
+    if wanted is None:
+        raise ArgumentError(
+            f"lingua does not know the language {language!r}", "Use a code of ISO 639, such as sw", parameter="language"
+        )
+    detector, right, total = _detector(wanted), 0, 0
+    for piece in _PIECE.findall(text):
+        letters = sum(character.isalpha() for character in piece)
+        if letters < _FEWEST:
+            continue
+        total += letters
+        found = detector.detect_language_of(piece)
+        right += letters * (found is not None and found == wanted)
+    return right / total if total else None
+
+
+@cache
+def _known(code: str) -> Language | None:
+    """Lingua's language of a code, with or without a script."""
+    if find_spec("lingua") is None:
+        return None
+    from lingua import Language
+
+    plain = code.replace("-", "_").split("_")[0]
+    plain = _MEMBERS.get(plain, plain)
+    for each in Language.all():
+        if plain in (each.iso_code_639_1.name.lower(), each.iso_code_639_3.name.lower()):
+            return each
+    return None
+
+
+@cache
+def _detector(language: Language) -> LanguageDetector:
+    from lingua import LanguageDetectorBuilder
+
+    candidates = {language, *(known for code in _OTHERS if (known := _known(code)) is not None)}
+    return LanguageDetectorBuilder.from_languages(*sorted(candidates, key=lambda each: each.name)).build()

@@ -1,0 +1,67 @@
+"""What is kept beside the target's score: understanding of its language, and answers that are written in it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from tolerances import near
+
+from adapterswap.reporting import Report
+from adapterswap.reporting.latex import TableStyle, latex_tables
+from adapterswap.reporting.page import render_page
+from adapterswap.reporting.tables import csv_table
+from adapterswap.sweeps.cells import Cell
+
+from .crafting import craft, recipe
+from .reading import EN, SW, TE, reported, row, strict
+
+BELEBELE = "belebele_swh_Latn"
+
+
+def share(cell: Cell, task: str) -> float:
+    """English experts answer in English."""
+    return {"base": 0.5, "task expert": 0.125, "language expert": 1.0}.get(cell.family, 0.75) if task == SW else 0.25
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    asked = recipe(retention=[EN, TE, BELEBELE])
+    return reported(craft(tmp_path_factory.mktemp("kept") / "run", asked, shares=share))
+
+
+def test_understanding_is_of_other_tasks_in_the_language(kept: Report) -> None:
+    for found in kept.targets[0].rows:
+        assert found.understanding == near(found.tasks[BELEBELE].mean)
+        assert found.english == near(found.tasks[EN].mean)
+
+
+def test_fidelity_is_the_mean_over_cells(kept: Report) -> None:
+    expected = {"base": 0.5, "task expert": 0.125, "language expert": 1.0, "soup": 0.75}
+    assert {name: row(kept, name).fidelity for name in expected} == near(expected)
+
+
+def test_both_are_shown(kept: Report) -> None:
+    strict(kept)
+    page = render_page(kept)
+    assert "answers in its language" in page
+    assert "other tasks in its language" in page
+    text = latex_tables(kept, TableStyle(columns=["english", "understanding", "fidelity"], percent=True))
+    (line,) = (line for line in text.splitlines() if line.startswith("task expert"))
+    values = row(kept, "task expert")
+    for value in (values.english, values.understanding, values.fidelity):
+        assert value is not None
+        assert f"{100 * value:.1f}" in line
+    lines = csv.DictReader(io.StringIO(csv_table(kept)))
+    assert {line["language_share"] for line in lines if line["task"] == SW and line["method"] == "soup"} == {"0.75"}
+
+
+def test_neither_is_there_where_nothing_has_it(tmp_path: Path) -> None:
+    """A corpus score is not a share of right answers, and a sweep without `language_fidelity` has no share."""
+    report = reported(craft(tmp_path / "run", recipe(retention=[EN, BELEBELE]), corpus=(BELEBELE,)))
+    assert {(found.understanding, found.fidelity) for found in report.targets[0].rows} == {(None, None)}
+    page = render_page(report)
+    assert "answers in its language" not in page
+    assert "other tasks in its language" not in page
