@@ -17,7 +17,7 @@ from adapterswap.errors import BaseModelError, ExpertError, Problems, Unsupporte
 from adapterswap.experts.adapter_keys import is_bias
 from adapterswap.experts.adapters import Adapter, LoraModule, OpaqueModule
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
-from adapterswap.experts.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config
+from adapterswap.experts.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
 from adapterswap.experts.orientation import Orientation
 from adapterswap.experts.shapes import and_more, compare_shapes
 from adapterswap.experts.tying import shared_embeddings, tied_keys
@@ -83,7 +83,11 @@ def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
 
 def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tuple[str, str] | None:
     """The keys of a tied embedding and head that have the usual names, where the config says that they are tied."""
-    outside = {p.module.rpartition(".")[2]: p.name for p in skeleton.parameters.values() if p.layer is None}
+    outside = {  # none of a layer that predicts further tokens, which may hold copies of both
+        p.module.rpartition(".")[2]: p.name
+        for p in skeleton.parameters.values()
+        if layer_of(p.name, skeleton.container) is None
+    }
     embedding = next((name for end, name in outside.items() if end in EMBEDDINGS), None)
     if embedding is None or skeleton.config.get("tie_word_embeddings") is not True:
         return None

@@ -19,6 +19,7 @@ from adapterswap.experts.layers import (
     before_layers,
     language_config,
     layer_of,
+    layers_ahead,
     stack_of,
     stacked_layers_in_config,
 )
@@ -37,7 +38,7 @@ _REMEDY = "Give a folder with the config.json and the weights of one model: down
 def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], container: str | None) -> None:
     """Compare the config's layers with the highest one stored, and its hidden size with the embedding's.
 
-    Layers that predict further tokens (`num_nextn_predict_layers`; DeepSeek, GLM) may follow those that it counts.
+    Layers that predict further tokens may follow those that it counts: see `layers_ahead`.
 
     Args:
         folder: what to call the checkpoint.
@@ -57,8 +58,7 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         _check_stacks(folder, configured, tensors, container, problems)
         configured = None
     held = _num_layers(tensors, container)
-    ahead = model.get("num_nextn_predict_layers")
-    most = (configured or 0) + (ahead if type(ahead) is int else 0)
+    most = (configured or 0) + layers_ahead(config)
     if configured is not None and _SHARED not in model and not configured <= held <= most:
         problems.add(
             f"{folder}: config.json says {configured} layers, and {container} holds {held} in the weights", _REMEDY

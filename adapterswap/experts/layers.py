@@ -31,11 +31,13 @@ __all__ = [
     "format_depth",
     "format_layers",
     "has_both_stacks",
+    "is_ahead",
     "is_vocabulary",
     "kind_of",
     "language_config",
     "layer_container",
     "layer_of",
+    "layers_ahead",
     "num_layers_in_config",
     "of_any_stack",
     "parse_layers",
@@ -73,6 +75,7 @@ _OTHER_PARTS = re.compile(
     r"|projector|^projection|merger|connector|resampler|qformer|aligner|cross_attn_layers|adapter"
     r"|^mtp(_|$)|nextn|talker|token2wav|^dit$|diffusion|flow_head|depth_decoder|timestamp|altup|embed_tokens|lm_heads"
 )
+_AHEAD = re.compile(r"(^|\.)mtp(_|\.|$)|nextn")
 _LANGUAGE_PARTS = {"language_model", "text_model", "text_decoder", "thinker"}
 
 _ATTENTION = {
@@ -265,6 +268,22 @@ def stacked_layers_in_config(config: Mapping[str, Any]) -> NumLayers | None:
         if isinstance(value, list | str) and 0 < len(value) <= MAX_LAYERS:
             return len(value)
     return None
+
+
+def layers_ahead(config: Mapping[str, Any]) -> int:
+    """How many layers that predict further tokens may follow the language model's in their list (DeepSeek, GLM).
+
+    They belong to no layer of the language model; transformers does not load them.
+    """
+    ahead = language_config(config).get("num_nextn_predict_layers")
+    return ahead if type(ahead) is int and 0 < ahead <= MAX_LAYERS else 0
+
+
+def is_ahead(name: str, layer: int | None, num_layers: NumLayers | None) -> bool:
+    """Whether a module predicts further tokens, by its name or as one of a layer after the last."""
+    return _AHEAD.search(name) is not None or (
+        layer is not None and isinstance(num_layers, int) and layer >= num_layers
+    )
 
 
 def _stacked(config: Mapping[str, Any]) -> dict[Stack, int]:

@@ -27,7 +27,7 @@ from adapterswap.errors import (
 )
 from adapterswap.experts.adapters import Adapter, open_adapter
 from adapterswap.experts.anatomy import shape_of
-from adapterswap.experts.layers import KeptLayers, NumLayers, format_layers
+from adapterswap.experts.layers import KeptLayers, NumLayers, format_layers, is_ahead
 from adapterswap.experts.naming import ModelNames, under_canonical_names
 from adapterswap.experts.peft_kinds import LORA
 from adapterswap.experts.shapes import and_more, compare_shapes
@@ -230,9 +230,12 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     fused = {module.name: module for module in adapter.modules.values() if module.parameter}
     missing = [module for module in adapter.parts if module not in (parameters if module in fused else modules)]
     if missing:
+        ahead = all(is_ahead(module, adapter.parts[module].layer, layers_of_base(base)) for module in missing)
         problems.add(
             f"the expert {name!r} adapts {and_more(missing)}, which the model does not have",
-            remedy,
+            "transformers leaves out what predicts further tokens: write full weights with `merge`, which have it"
+            if ahead
+            else remedy,
             parameter="expert",
         )
     for module in (module for name, module in fused.items() if name in parameters):

@@ -218,9 +218,17 @@ def check_depth(experts: Mapping[str, Adapter], num_layers: NumLayers, problems:
             count = depth_of(stack, num_layers)
             if layer >= count:
                 where, base = (f" {stack}", f"the base's {stack}") if stack else ("", "the base")
+                ahead = (
+                    ""
+                    if stack
+                    else (
+                        "; layers that predict further tokens may follow if a base on this machine says so in its "
+                        "config.json (num_nextn_predict_layers)"
+                    )
+                )
                 problems.add(
                     f"{name} adapts{where} layer {layer}, and {base} has {count} layers (0-{count - 1})",
-                    "Check `num_layers` or `base_model`",
+                    f"Check `num_layers` or `base_model`{ahead}",
                     kind=ExpertError,
                 )
 

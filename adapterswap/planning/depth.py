@@ -6,11 +6,12 @@ Knows configs of bases; knows nothing of plans.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from adapterswap.errors import AdapterswapError, BaseModelError, CompositionError
-from adapterswap.experts.adapters import Adapter
-from adapterswap.experts.layers import NumLayers, format_depth, same_depth, stacked_layers_in_config
+from adapterswap.experts.adapters import Adapter, FullModule, LoraModule, OpaqueModule, by_layer
+from adapterswap.experts.layers import NumLayers, format_depth, layers_ahead, same_depth, stacked_layers_in_config
 from adapterswap.experts.sources import (
     Source,
     at_revision,
@@ -22,7 +23,7 @@ from adapterswap.experts.sources import (
 from adapterswap.files.smallfiles import expand, is_folder
 from adapterswap.planning.compositions import Composition
 
-__all__ = ["Depth", "find_num_layers", "settle_depth"]
+__all__ = ["Depth", "find_num_layers", "outside_the_layers", "settle_depth"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,57 @@ def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known
             parameter="num_layers",
         )
     return Depth(found, source)
+
+
+def outside_the_layers(
+    experts: Mapping[str, Adapter],
+    num_layers: NumLayers,
+    *,
+    base_model: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, Adapter]:
+    """The experts with those layers outside the language model's that predict further tokens: see `layers_ahead`.
+
+    Args:
+        experts: as they were opened, by names alone.
+        num_layers: the language model's; nothing else is outside where that is one number for each stack.
+        base_model: the declared base, whose config is asked where it is on this machine; by default the experts' own.
+        config: the base's, where it is at hand.
+    """
+    if not isinstance(num_layers, int):
+        return dict(experts)
+    found = {}
+    for name, adapter in experts.items():
+        deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
+        if deepest >= num_layers:
+            reference = base_model or _reference(adapter)
+            known = config or (cached_base_config(reference) if reference else None)
+            if known is not None and deepest < num_layers + layers_ahead(known):
+                adapter = _cut_off(adapter, num_layers)
+        found[name] = adapter
+    return found
+
+
+def _cut_off(adapter: Adapter, num_layers: int) -> Adapter:
+    """The adapter whose modules from layer `num_layers` on are in no layer."""
+
+    def lora(module: LoraModule) -> LoraModule:
+        return replace(module, layer=None) if (module.layer or 0) >= num_layers else module
+
+    def full(module: FullModule) -> FullModule:
+        return replace(module, layer=None) if (module.layer or 0) >= num_layers else module
+
+    def opaque(module: OpaqueModule) -> OpaqueModule:
+        if (module.layer or 0) < num_layers:
+            return module
+        return replace(module, layer=None, lora=None if module.lora is None else lora(module.lora))
+
+    return replace(
+        adapter,
+        modules=by_layer({name: lora(module) for name, module in adapter.modules.items()}),
+        saved=by_layer({name: full(module) for name, module in adapter.saved.items()}),
+        opaque=by_layer({name: opaque(module) for name, module in adapter.opaque.items()}),
+    )
 
 
 def _depth_on_this_machine(

@@ -48,7 +48,7 @@ from adapterswap.planning.checks import (
     check_used,
 )
 from adapterswap.planning.compositions import Composition
-from adapterswap.planning.depth import settle_depth
+from adapterswap.planning.depth import outside_the_layers, settle_depth
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.reconciling import reference_of, under_one_name
 from adapterswap.planning.short_names import as_composition
@@ -141,6 +141,7 @@ def _plan_of_modules(
         depth = settle_depth(adapters, composition, num_layers)
     problems.raise_if_any()
     assert depth is not None
+    adapters = outside_the_layers(adapters, depth.num_layers, base_model=composition.base_model)
     check_depth(adapters, depth.num_layers, problems)
     problems.raise_if_any()
     rules = composition.rules(depth.num_layers)
@@ -203,6 +204,8 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     for name, checkpoint in full.items():
         check_architecture(skeleton_name, skeleton, name, checkpoint, problems)
     num_layers = _stored_depth(composition, skeleton_name, skeleton, problems)
+    adapters = outside_the_layers(adapters, num_layers, config=skeleton.config)
+    experts = {**experts, **adapters}
     check_depth(adapters, num_layers, problems)
     rules = composition.rules(num_layers, full=True)
     check_rules(rules, num_layers, problems)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import Result
+from conftest import load_base
 from crafting import PREFIX, WEIGHTS, adapter, config
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 from tolerances import close
 
 import adapterswap
-from adapterswap.errors import FieldError
+from adapterswap.errors import ExpertError, FieldError
 from adapterswap.experts.layers import layer_container
+from adapterswap.live import LiveComposer
 
 TEXT = [f"model.text_model.layers.{layer}.self_attn.q_proj" for layer in range(4)]
 BESIDE = [
@@ -27,7 +30,7 @@ BESIDE = [
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def smolvlm(tmp_path: Path) -> Path:
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "smolvlm", "text_config": {"num_hidden_layers": 4}}))
@@ -35,7 +38,7 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make(tmp_path: Path, base: Path) -> Callable[[str, int], Path]:
+def make(tmp_path: Path, smolvlm: Path) -> Callable[[str, int], Path]:
     def made(name: str, seed: int) -> Path:
         random, content = np.random.default_rng(seed), {}
         for module in (*TEXT, *BESIDE):
@@ -43,7 +46,7 @@ def make(tmp_path: Path, base: Path) -> Callable[[str, int], Path]:
                 data = random.standard_normal(shape).astype(np.float32).tobytes()
                 content[f"{PREFIX}{module}.lora_{factor}.weight"] = ("F32", shape, data)
         targets = sorted({module.rpartition(".")[2] for module in (*TEXT, *BESIDE)})
-        return adapter(tmp_path / name, content, config(base_model_name_or_path=str(base), target_modules=targets))
+        return adapter(tmp_path / name, content, config(base_model_name_or_path=str(smolvlm), target_modules=targets))
 
     return made
 
@@ -114,15 +117,27 @@ def test_text_towers_under_other_names(names: list[str], container: str) -> None
     assert layer_container(names) == container
 
 
-def checkpoint(folder: Path, seed: int) -> Path:
+LAYERS = tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in range(3))
+AHEAD = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+
+
+def checkpoint(folder: Path, seed: int, names: Sequence[str] = LAYERS, **settings: object) -> Path:
     """A model of two layers, and a third one that predicts a further token."""
     random = np.random.default_rng(seed)
-    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
     folder.mkdir()
-    save_file({name: random.standard_normal((4, 4)).astype(np.float32) for name in names}, folder / "model.safetensors")
-    content = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(content))
+    weights = {f"{name}.weight": random.standard_normal((4, 4)).astype(np.float32) for name in names}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**AHEAD, **settings}))
     return folder
+
+
+def lora(folder: Path, base: Path | None, seed: int, names: Sequence[str] = LAYERS) -> Path:
+    random, content = np.random.default_rng(seed), {}
+    for module in names:
+        for factor, shape in (("A", (2, 4)), ("B", (4, 2))):
+            data = random.standard_normal(shape).astype(np.float32).tobytes()
+            content[f"{PREFIX}{module}.lora_{factor}.weight"] = ("F32", shape, data)
+    return adapter(folder, content, config(base_model_name_or_path=base and str(base), target_modules=["q_proj"]))
 
 
 @pytest.mark.parametrize(("outside", "share"), [("average", 0.5), ("task", 1.0), ("language", 0.0)])
@@ -135,3 +150,80 @@ def test_layers_that_predict_further_tokens_are_outside(outside: str, share: flo
     assert np.array_equal(found[key(0)], theirs[key(0)])
     assert np.array_equal(found[key(1)], ours[key(1)])
     close(found[key(2)], share * ours[key(2)] + (1 - share) * theirs[key(2)])
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["adapters", "one full"])
+@pytest.mark.parametrize(("outside", "share"), [("average", 0.5), ("task", 1.0), ("language", 0.0)])
+@pytest.mark.parametrize("last", ["model.layers.2.self_attn.q_proj", "mtp.layers.0.self_attn.q_proj"])
+def test_adapters_of_layers_that_predict_further_tokens(
+    last: str, outside: str, share: float, full: bool, tmp_path: Path
+) -> None:
+    names = (*LAYERS[:2], last)
+    base = checkpoint(tmp_path / "base", 0, names)
+    experts = {
+        "task": lora(tmp_path / "task", base, 1, names),
+        "language": checkpoint(tmp_path / "full", 2, names) if full else lora(tmp_path / "language", base, 2, names),
+    }
+    composition = adapterswap.Composition(task="task", language="language", bottom=1, top=0, outside=outside)
+    if full:
+        composition = composition.model_copy(update={"base_model": str(base)})
+    plan = adapterswap.compose(composition, experts)
+    out = plan.merge(tmp_path / "merged")
+    own, found = (load_file(folder / "model.safetensors") for folder in (base, out))
+
+    def change(expert: str, name: str) -> np.ndarray:
+        if expert == "language" and full:
+            weight: np.ndarray = load_file(experts[expert] / "model.safetensors")[f"{name}.weight"]
+            return weight - own[f"{name}.weight"]
+        return delta(experts[expert], name)
+
+    for name, of_task in zip(names, (0.0, 1.0, share), strict=True):
+        mixed = of_task * change("task", name) + (1 - of_task) * change("language", name)
+        close(found[f"{name}.weight"], own[f"{name}.weight"] + mixed)
+        if not full:
+            assert plan.slots[name].layer == (None if name == last else int(name.split(".")[2]))
+    if not full:
+        written = plan.write(tmp_path / "out")
+        for name, of_task in zip(names, (0.0, 1.0, share), strict=True):
+            close(delta(written, name), of_task * change("task", name) + (1 - of_task) * change("language", name))
+        assert adapterswap.verify(written, experts).equal
+        kept = adapterswap.slice_layers(experts["task"], "0")
+        assert {name for name, slot in kept.slots.items() if slot.terms} == {names[0], last}
+
+
+def test_a_layer_after_the_last_that_no_config_speaks_of(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path / "base", 0, LAYERS[:2], num_nextn_predict_layers=0)
+    task, language = lora(tmp_path / "task", base, 1), lora(tmp_path / "language", base, 2)
+    with refused(ExpertError, match="task adapts layer 2, and the base has 2 layers"):
+        adapterswap.compose("task+language@bottom=1,top=0", {"task": task, "language": language})
+    unnamed = {name: lora(tmp_path / f"unnamed-{name}", None, 1) for name in ("task", "language")}
+    with refused(ExpertError, match="num_nextn_predict_layers"):
+        adapterswap.compose(adapterswap.Composition(task="task", language="language", num_layers=2), unnamed)
+
+
+def test_what_predicts_further_tokens_is_not_in_a_running_model_nor_cut_out(
+    base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Refused with the modules' names live, and reported with its size when an adapter is extracted."""
+    trained, first = expert(seed=1), "model.layers.0.self_attn.q_proj"
+    for ahead in ("mtp.layers.0.self_attn.q_proj", "model.layers.6.self_attn.q_proj"):
+        odd = tmp_path / ahead
+        shutil.copytree(trained, odd)
+        held = load_file(odd / WEIGHTS)
+        held |= {key.replace(first, ahead): value for key, value in held.items() if first in key}
+        save_file(held, odd / WEIGHTS, {"format": "pt"})
+        with refused(ExpertError, "expert", match=ahead) as error:
+            LiveComposer.from_experts(load_base(base("llama")), {"math": odd})
+        assert "`merge`" in str(error.value)
+    weights = load_file(base("llama") / "model.safetensors")
+    made = []
+    for seed in (0, 1):
+        random = np.random.default_rng(seed)
+        made.append(shutil.copytree(base("llama"), tmp_path / f"{seed}"))
+        held = dict(weights)
+        for name in ("mtp.layers.0.self_attn.q_proj.weight", f"{first}.weight"):
+            held[name] = weights[f"{first}.weight"] + seed * random.standard_normal((32, 32)).astype(np.float32)
+        save_file(held, made[-1] / "model.safetensors", {"format": "pt"})
+    found = adapterswap.extract(made[1], base_model=made[0], rank=32, out_path=tmp_path / "out")
+    assert {module.name for module in found.modules if module.rank} == {first}
+    assert [lost.name for lost in found.lost] == ["mtp.layers.0.self_attn.q_proj.weight"]
