@@ -212,7 +212,8 @@ def _print_estimate(expected: Estimate) -> None:
         "finished": f"{expected.finished:,}{given_up}; {left:,} to judge",
         "documents": documents,
         "requests": f"{expected.requests:,}",
-        "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first",
+        "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first"
+        + f"; {expected.merged:,} merged into full weights first" * bool(expected.merged),
         "time": _time_text(expected.seconds),
     }
     if expected.copied:

@@ -22,13 +22,16 @@ _FLAGS = ("apply_chat_template", "truncate", "confirm_run_unsafe_code")
 
 
 def compose_command(run: Run, cell: Cell) -> str | None:
-    """The `adapterswap compose` that writes a cell's adapter; None for what composes nothing, and for a reset."""
+    """The `adapterswap compose` that writes a cell's adapter, or the `adapterswap merge` that writes its full weights.
+
+    None for what composes nothing, and for a reset.
+    """
     content = cell.composition
     experts = run.described.get("experts", {})
     named = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
     if is_single(cell) or not experts.keys() >= named.keys():
         return None
-    words = ["adapterswap", "compose"]
+    words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
     if "allocation" in content:
         for name in named:
             words += ["--expert", f"{name}={_source(experts[name])}"]
@@ -42,16 +45,17 @@ def compose_command(run: Run, cell: Cell) -> str | None:
                 words += [option, _source(experts[name])]
     words += ["--base-model", _source(run.described["base_model"])]
     for key, value in {**content, **cell.output}.items():
-        if key not in _NOT_OPTIONS and (key, value) != ("method", "layer_swap"):
+        if key not in _NOT_OPTIONS | {"full_rank"} and (key, value) != ("method", "layer_swap"):
             words += [f"--{key.replace('_', '-')}", str(value)]
     words += ["--allow-negative"] if content.get("allow_negative") else []
     return shlex.join([*words, "--out-path", cell.cell])
 
 
 def evaluate_command(run: Run, cell: Cell) -> str:
-    """The `adapterswap evaluate` that judges the adapter that `compose_command` writes, on the cell's tasks."""
+    """The `adapterswap evaluate` that judges what `compose_command` writes, on the cell's tasks."""
     settings: Mapping[str, Any] = run.described.get("settings", {})
-    words = ["adapterswap", "evaluate", "--base-model", _source(run.described["base_model"]), "--adapter", cell.cell]
+    base_model = ["--base-model", _source(run.described["base_model"]), "--adapter", cell.cell]
+    words = ["adapterswap", "evaluate", *(["--base-model", cell.cell] if _is_merged(run, cell) else base_model)]
     words += ["--tasks", ",".join(cell.tasks)]
     for key in _SETTINGS:
         if settings.get(key) is not None:
@@ -64,6 +68,13 @@ def evaluate_command(run: Run, cell: Cell) -> str:
     if generation := settings.get("gen_kwargs"):
         words += ["--gen-kwargs", ",".join(f"{key}={value}" for key, value in generation.items())]
     return shlex.join(words)
+
+
+def _is_merged(run: Run, cell: Cell) -> bool:
+    """Whether a cell was judged as full weights: at full rank, or with a full checkpoint among its experts."""
+    experts = run.described.get("experts", {})
+    named = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
+    return bool(cell.output.get("full_rank")) or any("files" in experts.get(name, {}) for name in named)
 
 
 def _source(described: Mapping[str, Any]) -> str:

@@ -226,7 +226,7 @@ def _row(
     draws: int, seed: int,
 ) -> MethodRow:  # fmt: skip
     cells = list(choice.cells.values())
-    bounded = [cell for cell in cells or choice.best.values() if cell.cell.output]
+    bounded = [cell for cell in cells or choice.best.values() if cell.cell.is_reduced]
     errors = [cell.relative_error for cell in bounded if cell.relative_error is not None]
     tasks = {each.name: spread for each in run.tasks.values() if (spread := _spread(cells, each)) is not None}
     english = [tasks[each.name].mean for each in languages if is_english(each) and each.name in tasks]

@@ -62,7 +62,9 @@ def _models(described: Mapping[str, Any]) -> list[str]:
         found.append(f"All compositions share the base model {_named(base, 'config_sha256', 'config ')}.")
     sides: dict[str, list[str]] = {}
     for name, expert in experts.items():
-        sides.setdefault(str(expert.get("side")), []).append(f"{name} ({_named(expert, 'sha256')})")
+        full = "files" in expert
+        hashed = _named(expert, "config_sha256", "full checkpoint, config ") if full else _named(expert, "sha256")
+        sides.setdefault(str(expert.get("side")), []).append(f"{name} ({hashed})")
     roles = ("task", "language", *described.get("recipe", {}).get("roles", {}))
     for side, names in sides.items():
         what, row = (f"{side} expert", "") if side in roles else ("other adapter", f" of {side}")

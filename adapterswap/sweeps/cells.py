@@ -23,7 +23,8 @@ class Cell:
         language_expert: likewise; empty for a reset to the base too.
         other_experts: those of all other roles.
         composition: the fields of a `Composition` that are not its defaults; empty for the base.
-        output: `max_rank` or `max_error`, where the composition is reduced to an adapter before it is judged.
+        output: `max_rank` or `max_error`, where the composition is reduced to an adapter before it is judged;
+            `full_rank`, where it is merged into full weights.
         short: its short name: `math1+sw1@bottom=3,top=1`; an expert's name; `base`.
         default: whether it is the papers' default configuration of its family; see `defaults.default_of`.
         tasks: what it is judged on: target tasks, then retention.
@@ -49,6 +50,11 @@ class Cell:
     def identity(self) -> str:
         """What cells of different families have in common that are the same, so that one of them is judged."""
         return repr((sorted(self.composition.items()), sorted(self.output.items()), self.tasks))
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a bound on the rank was asked for, so that what is judged is an approximation."""
+        return bool(self.output.keys() - {"full_rank"})
 
     def as_json(self) -> dict[str, Any]:
         """A side is a name, a list of names where it is souped, or null."""

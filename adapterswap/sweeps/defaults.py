@@ -27,7 +27,7 @@ def default_of(configurations: Sequence[Composition], num_layers: int) -> int | 
 
 
 def _is_default(composition: Composition, num_layers: int, *, alone: bool) -> bool:
-    free = {"task_weight", "language_weight", "weights", "row_threshold", "seed"}
+    free = {"task_weight", "language_weight", "weights", "norms", "row_threshold", "seed"}
     changed = composition.model_dump(exclude_defaults=True).keys() & free
     if _has_zones(composition):
         return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adapterswap.sweeps.cells import Cell
-from adapterswap.sweeps.judging import is_live
+from adapterswap.sweeps.judging import way_of
 from adapterswap.sweeps.preparing import PreparedSweep
 from adapterswap.sweeps.search import expected
 from adapterswap.sweeps.values import Findings
@@ -33,6 +33,7 @@ class Estimate:
         requests: to the model, for the cells that are left, as if all were judged whole.
         switched: cells that are left and need a switch alone.
         reduced: cells that are left and are reduced to an adapter first.
+        merged: cells that are left and are merged into full weights first.
         copied: cells that are left and equal another one, whose results they get.
         seconds: for the cells that are left, at the rate of the finished ones on whatever machine ran them; None where
             none is finished.
@@ -48,6 +49,7 @@ class Estimate:
     requests: int
     switched: int
     reduced: int
+    merged: int
     copied: int
     seconds: float | None
 
@@ -76,7 +78,7 @@ def estimate(prepared: PreparedSweep, found: Findings | None = None) -> Estimate
     new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in judged}
     copied = len(pending) - len(new)
     pending = [cell for cell in pending if new.get(cell.identity) is cell]
-    live = sum(is_live(prepared, cell) for cell in pending)
+    ways = Counter(way_of(prepared, cell) for cell in pending)
     measured = [result for result in found.results.values() if result.seconds["evaluate"] > 0]
     left = sum(map(asked, pending))
     seconds = None
@@ -92,8 +94,9 @@ def estimate(prepared: PreparedSweep, found: Findings | None = None) -> Estimate
         repeated=grid.repeated,
         documents={name: info.num_docs for name, info in prepared.tasks.items()},
         requests=left,
-        switched=live,
-        reduced=len(pending) - live,
+        switched=ways["switched"],
+        reduced=ways["reduced"],
+        merged=ways["merged"],
         copied=copied,
         seconds=seconds,
     )

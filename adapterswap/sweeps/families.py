@@ -104,6 +104,7 @@ class Family(MethodFields):
     top_transition: Values[Count] = ()
     partition: Values[Partition] = ()
     outside: Values[Outside] = ()
+    norms: Values[Literal["average", "layer"]] = ()
     task_weight: Values[float] = ()
     language_weight: Values[float] = ()
     weights: Values[Literal["equal", "magnitude"]] = ()
@@ -115,12 +116,15 @@ class Family(MethodFields):
     max_error: float | None = Field(
         default=None, gt=0, lt=1, description="Likewise, as far as this relative error of ΔW."
     )
+    full_rank: bool = Field(
+        default=False, description="Judge each composition as merged weights, exactly: one model is written and loaded."
+    )
 
     @property
     def output(self) -> dict[str, Any]:
-        """The bound on the rank, if there is one."""
-        bounds = {"max_rank": self.max_rank, "max_error": self.max_error}
-        return {key: value for key, value in bounds.items() if value is not None}
+        """The bound on the rank, or `full_rank`, if the family says one."""
+        output = {"max_rank": self.max_rank, "max_error": self.max_error, "full_rank": self.full_rank or None}
+        return {key: value for key, value in output.items() if value is not None}
 
     @property
     def has_choice(self) -> bool:
@@ -148,14 +152,14 @@ class Family(MethodFields):
         return self
 
     @model_validator(mode="after")
-    def _one_bound(self) -> Family:
-        if len(self.output) == 2:
-            raise ValueError("max_rank and max_error are both given: give one of them")
+    def _one_output(self) -> Family:
+        if len(self.output) > 1:
+            raise ValueError(f"{' and '.join(self.output)} are both given: give one of them")
         return self
 
 
 GRID_FIELDS = (
-    "method", "bottom", "top", "bottom_transition", "top_transition", "partition", "outside", "task_weight",
+    "method", "bottom", "top", "bottom_transition", "top_transition", "partition", "outside", "norms", "task_weight",
     "language_weight",
     "weights", "parameters", "seed", "row_threshold",
 )  # fmt: skip

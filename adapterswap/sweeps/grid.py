@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -83,12 +83,13 @@ class Grid:
 _AS_BEFORE = ("layer_swap", "soup")
 
 
-def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int) -> Grid:
+def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Collection[str] = ()) -> Grid:
     """Every cell of a recipe: baselines first, then family by family, pair by pair.
 
     Args:
         asked: tasks by their full names.
         num_layers: the base's.
+        full: the experts that are full checkpoints; what they take part in is judged as merged weights.
 
     Raises:
         FieldError: with every composition whose settings are unsuitable.
@@ -133,13 +134,14 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int) -> Grid:
         if family.rules is not None:
             for content, ids in zip(configurations, held, strict=True):
                 with problems.collect():
-                    wanted += _by_rules(recipe, family, content, asked, ids)
+                    wanted += _by_rules(recipe, family, content, asked, ids, full)
             asked_families.append((family, configurations, held))
             continue
         for task, language in pairs_of(recipe, family):
             for content, ids in zip(configurations, held, strict=True):
                 with problems.collect():
                     composition = _on(content, task, language or (BASE,))
+                    _check_form(composition, family, full)
                     if overlaps(composition, num_layers):
                         left_out += 1
                         continue
@@ -207,28 +209,48 @@ def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
     name = family.name or ("rules" if family.rules else content.get("method", "layer_swap"))
     allowed: dict[str, Any] = {"allow_negative": True} if family.allow_negative else {}
     allowed |= {"rules": family.rules} if family.rules else {}
-    composition = validate(
-        {**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {settings}" * bool(settings)
-    )
+    validate({**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {settings}" * bool(settings))
+    return {**content, **({"allow_negative": True} if family.allow_negative else {})}
+
+
+def _check_form(composition: Composition, family: Family, full: Collection[str]) -> None:
+    """Whether a composition can be judged in the form that its family asks for: switched, reduced or merged."""
+    name = family.name or ("rules" if family.rules else composition.method)
+    whole = next((expert for expert in composition.expert_names if expert in full), None)
+    bound = next((key for key in family.output if key != "full_rank"), None)
+    if whole is not None and bound is not None:
+        raise FieldError(
+            f"compositions: {name}: {whole} is a full checkpoint, so the composition is judged as merged weights, and "
+            f"has no rank to bound by {bound}",
+            f"Leave {bound} out",
+            parameter=bound,
+        )
+    if whole is not None or family.full_rank:
+        return
     used = [(rule.method, rule.parameters) for rule in family.rules or () if rule.blend is not None]
     for method, parameters in used if family.rules else [(composition.method, composition.parameters)]:
         if find_method(method).acts_on == "weights":
             raise FieldError(
-                f"compositions: {name}: {method} combines whole weights, and a sweep judges adapters",
-                "Use a method on ΔW, or write its full weights with `adapterswap merge` and evaluate them",
-                parameter="method",
+                f"compositions: {name}: {method} combines whole weights, which no adapter holds",
+                "Set full_rank: true in the family to judge its merged weights, or use a method on ΔW",
+                parameter="full_rank",
             )
         if not find_method(method).exact_in_adapters(parameters) and not family.output:
             raise FieldError(
-                f"compositions: {name}: the result of {method} is not of low rank, and a sweep judges adapters",
-                "Set max_rank (such as the experts' rank, or twice that) or max_error in the family",
+                f"compositions: {name}: the result of {method} is not of low rank, as an adapter's is",
+                "Set full_rank: true in the family to judge its merged weights, or max_rank (such as the experts' "
+                "rank, or twice that) or max_error to judge an adapter near it",
                 parameter="max_rank",
             )
-    return {**content, **({"allow_negative": True} if family.allow_negative else {})}
 
 
 def _by_rules(
-    recipe: SweepRecipe, family: Family, content: dict[str, Any], asked: AskedTasks, ids: list[str]
+    recipe: SweepRecipe,
+    family: Family,
+    content: dict[str, Any],
+    asked: AskedTasks,
+    ids: list[str],
+    full: Collection[str],
 ) -> Iterator[_Wanted]:
     """A configuration of a family of rules, with every choice of experts for its roles."""
     rules = family.rules or ()
@@ -240,6 +262,7 @@ def _by_rules(
         name = "+".join("&".join(side) for side in sides)
         where = f"compositions: {family.name or 'rules'} with {', '.join(one for side in sides for one in side)}"
         composition = validate({**content, "rules": bound(rules, cast)}, Composition, where=where)
+        _check_form(composition, family, full)
         row = (family.name or "rules") + " of soups" * any(len(one) > 1 for one in cast.experts.values())
         yield _Wanted(
             row, composition, family.output, f"{name}@{_settings_text(settings)}",

@@ -1,22 +1,26 @@
-"""Judge cells over one base in memory, with all experts of a sweep loaded beside each other.
+"""Judge cells over one base in memory, with all adapters of a sweep loaded beside each other.
 
 Between cells the model's LoRA layers are switched and nothing is loaded or written, but for compositions that need
-tensors of their own (TIES, DARE, pruning, a bound on the rank): these are reduced to an adapter in a temporary folder,
-loaded beside the experts, and removed again. Knows nothing of the folder that is written, and of other processes only
-that they may share a cell's batches.
+tensors of their own. With a bound on the rank (TIES, DARE, pruning) they are reduced to an adapter in a temporary
+folder, loaded beside the experts, and removed again. Full checkpoints, and families at full rank, are merged into a
+temporary folder as `merge` does it, and that model takes the place of the base with its adapters, so that there is
+never more than one in memory. Knows nothing of the folder that is written, and of other processes only that they may
+share a cell's batches.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from adapterswap.errors import RunError
+from adapterswap.errors import OutputError, RunError
+from adapterswap.planning.plan import Plan
 from adapterswap.processes import Processes
 from adapterswap.sweeps.cells import Assignment, Cell
 from adapterswap.sweeps.preparing import PreparedSweep
@@ -26,10 +30,13 @@ if TYPE_CHECKING:
     from adapterswap.evaluation import EvaluationResult
     from adapterswap.live import LiveComposer
 
-__all__ = ["Judge", "Judged", "LocalJudge", "OnProgress", "agreed", "is_live"]
+__all__ = ["Judge", "Judged", "LocalJudge", "OnProgress", "Way", "agreed", "way_of"]
 
 OnProgress = Callable[[int, int], None]
 """Told the requests of an assignment that are done, and their number."""
+
+Way = Literal["switched", "reduced", "merged"]
+"""How a cell's composition comes into the model."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,16 @@ class Judge(Protocol):
         ...
 
 
-def is_live(prepared: PreparedSweep, cell: Cell) -> bool:
-    """Whether a cell is judged by switching alone; else it is reduced to an adapter first."""
+def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
+    """Whether a cell is judged by switching alone, is reduced to an adapter first, or merged into full weights."""
     from adapterswap.live import why_not_live
 
     plan = prepared.plans[cell.cell]
-    return plan is None or (not cell.output and why_not_live(plan) is None)
+    if plan is None:
+        return "switched"
+    if plan.is_model or cell.output.get("full_rank"):
+        return "merged"
+    return "switched" if not cell.output and why_not_live(plan) is None else "reduced"
 
 
 def agreed(known: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,7 +98,7 @@ def agreed(known: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, A
 
 
 class LocalJudge:
-    """A base and all experts of a sweep in this process; see `Judge`.
+    """A base and all adapters of a sweep in this process; see `Judge`.
 
     Args:
         prepared: the sweep.
@@ -99,16 +110,15 @@ class LocalJudge:
     """
 
     def __init__(self, prepared: PreparedSweep, device: str, dtype: str, *, processes: Processes | None = None) -> None:
-        from adapterswap.bases import choose_device, load_weights
+        from adapterswap.bases import choose_device
         from adapterswap.evaluation.evaluating import surroundings
-        from adapterswap.live import LiveComposer
 
-        target = choose_device(device)
-        model = load_weights(prepared.base, dtype=dtype).to(target)
         self._prepared, self._processes = prepared, processes
-        self._composer: LiveComposer = LiveComposer.from_experts(model, prepared.experts)
-        self._composer.model.eval()
-        around = surroundings(self._composer.model)
+        self._device, self._dtype = choose_device(device), dtype
+        self._model: Any = None
+        self._composer: LiveComposer | None = None
+        self._load()
+        around = surroundings(self._model)
         versions = around.pop("versions")
         settings = {**prepared.described["settings"], **around}
         self.described = {**prepared.described, "settings": settings, "versions": versions}
@@ -125,11 +135,12 @@ class LocalJudge:
     def _judge(self, assignment: Assignment, on_progress: OnProgress) -> Judged:
         from adapterswap.evaluation import evaluate
 
-        prepared, model, tokenizer = self._prepared, self._composer.model, self._prepared.base.tokenizer
+        prepared, tokenizer = self._prepared, self._prepared.base.tokenizer
         cell, documents = assignment.cell, assignment.documents
         tasks = cell.tasks if documents is None else tuple(documents)
         started = time.perf_counter()
         with self._composed(cell) as relative_error:
+            model = self._model
             switched = time.perf_counter()
             found = evaluate(
                 model, tokenizer, tasks, prepared.settings,
@@ -144,14 +155,36 @@ class LocalJudge:
         result = CellResult(cell, _values(found, prepared), rounded, relative_error)
         return Judged(result, list(_samples(found)), questions)
 
+    def _load(self) -> None:
+        """The base with all adapters beside each other, where a merged model has taken its place."""
+        from adapterswap.bases import load_weights
+        from adapterswap.live import LiveComposer
+
+        if self._model is not None:
+            return
+        gc.collect()
+        model = load_weights(self._prepared.base, dtype=self._dtype).to(self._device)
+        if self._prepared.adapters:
+            self._composer = LiveComposer.from_experts(model, self._prepared.adapters)
+            model = self._composer.model
+        self._model = model.eval()
+
     @contextmanager
     def _composed(self, cell: Cell) -> Iterator[float | None]:
         """Put a cell's composition into the model; yields its relative error, see `CellResult`."""
         from adapterswap.arithmetic.outputs import Form
         from adapterswap.writing import prepare, write_prepared
 
-        plan = self._prepared.plans[cell.cell]
-        if plan is None or is_live(self._prepared, cell):
+        plan, way = self._prepared.plans[cell.cell], way_of(self._prepared, cell)
+        if plan is not None and way == "merged":
+            with self._merged(plan):
+                yield None
+            return
+        self._load()
+        if self._composer is None:  # there are no adapters, and so nothing but the base is switched
+            yield None
+            return
+        if plan is None or way == "switched":
             with self._composer.use(plan):
                 yield None
             return
@@ -167,6 +200,30 @@ class LocalJudge:
                     yield relative_error
             finally:
                 self._composer.model.delete_adapter(name)
+
+    @contextmanager
+    def _merged(self, plan: Plan) -> Iterator[None]:
+        """Put the model that `merge` writes for a plan in the place of the one in memory, until the cell is judged."""
+        from adapterswap.bases import load_weights
+        from adapterswap.merging import ModelForm, prepare_model, write_model
+
+        self._model = self._composer = None
+        gc.collect()  # the composer's hooks hold each other, and the device has room for one model
+        base_model = None if plan.is_model else self._prepared.recipe.base_model
+        with TemporaryDirectory(ignore_cleanup_errors=True) as place:  # Windows keeps files that are still mapped
+            try:
+                folder = write_model(prepare_model(plan, ModelForm(), base_model), Path(place) / "merged")
+            except OutputError as error:
+                raise OutputError(
+                    error.problems[0].message,
+                    "Set TMPDIR to a folder on a disk with as much room as the base takes",
+                ) from error
+            merged = replace(self._prepared.base, reference=str(folder))
+            self._model = load_weights(merged, dtype=self._dtype).to(self._device).eval()
+            try:
+                yield
+            finally:
+                self._model = None
 
 
 def _values(found: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:

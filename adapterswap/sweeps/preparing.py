@@ -25,10 +25,12 @@ from adapterswap.errors import (
 from adapterswap.evaluation.fingerprints import task_files
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.tasks import check_task_names
-from adapterswap.experts.adapters import WEIGHTS, Adapter, open_adapter
+from adapterswap.experts.adapters import WEIGHTS, Adapter
+from adapterswap.experts.checkpoints import MODEL_CONFIG, Checkpoint, open_checkpoint
 from adapterswap.experts.identity import model_fingerprints, sha256_of
 from adapterswap.experts.layers import num_layers_in_config
-from adapterswap.planning.making import make_plan
+from adapterswap.experts.opening import open_expert
+from adapterswap.planning.making import make_plan, merge_plan
 from adapterswap.planning.plan import Plan
 from adapterswap.sweeps.cells import Cell
 from adapterswap.sweeps.grid import Grid, composition_of, make_cells
@@ -40,6 +42,8 @@ from adapterswap.sweeps.values import TaskInfo
 
 __all__ = ["PreparedSweep", "prepare"]
 
+Expert = Adapter | Checkpoint
+
 
 @dataclass(frozen=True)
 class PreparedSweep:
@@ -49,7 +53,7 @@ class PreparedSweep:
         recipe: what was asked for.
         base: its config and tokenizer.
         num_layers: L.
-        experts: every adapter, by the name under which it is loaded.
+        experts: every adapter and full checkpoint, by the name under which compositions know it.
         sides: the same names → task, language, or the row of `extra` that it is.
         tasks: by name.
         settings: how they are evaluated.
@@ -61,7 +65,7 @@ class PreparedSweep:
     recipe: SweepRecipe
     base: Base
     num_layers: int
-    experts: Mapping[str, Adapter]
+    experts: Mapping[str, Expert]
     sides: Mapping[str, str]
     tasks: Mapping[str, TaskInfo]
     settings: Settings
@@ -70,13 +74,17 @@ class PreparedSweep:
     described: Mapping[str, Any]
 
     @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The experts that are loaded beside each other."""
+        return {name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)}
+
+    @property
     def inputs(self) -> list[str | Path | None]:
         """What no output may touch: bases, experts, task files, the recipe and what it extends."""
-        experts = self.experts.values()
         return [
             self.base.source.folder,
-            *(adapter.source.folder for adapter in experts),
-            *(adapter.config.base_model for adapter in experts),
+            *(expert.source.folder for expert in self.experts.values()),
+            *(adapter.config.base_model for adapter in self.adapters.values()),
             self.settings.include_path,
             *self.recipe.recipe_files,
         ]
@@ -107,7 +115,7 @@ def prepare(
     places |= {name: (place, role) for role, experts in recipe.roles.items() for name, place in experts.items()}
     for row, adapters in extra_experts(recipe).items():
         places |= {name: (place, row) for name, place in adapters.items()}
-    experts: dict[str, Adapter] = {}
+    experts: dict[str, Expert] = {}
     for name, (place, _) in places.items():
         with problems.collect():
             experts[name] = _open(place, _field(name, recipe))
@@ -124,11 +132,15 @@ def prepare(
     with problems.collect():
         num_layers = _num_layers(base, recipe.num_layers)
     problems.raise_if_any()
-    grid = make_cells(recipe, asked, num_layers)
+    full = [name for name, expert in experts.items() if isinstance(expert, Checkpoint)]
+    grid = make_cells(recipe, asked, num_layers, full)
+    # The weights of a base on the Hub are fetched now only where experts are compared with them.
+    merged = any(cell.output.get("full_rank") for cell in grid.cells) and base.source.revision is None
+    stored = open_checkpoint(recipe.base_model) if full or merged else None
     plans: dict[str, Plan | None] = {}
     for cell in grid.cells:
         with problems.collect():
-            plans[cell.cell] = _plan(cell, recipe, experts, num_layers)
+            plans[cell.cell] = _plan(cell, recipe, experts, num_layers, stored)
     problems.raise_if_any()
     sides = {name: side for name, (_, side) in places.items()}
     prepared = PreparedSweep(recipe, base, num_layers, experts, sides, tasks, settings, grid, plans, {})
@@ -144,8 +156,10 @@ def _field(name: str, recipe: SweepRecipe) -> str:
     return next((field for field, experts in fields.items() if name in experts), "extra")
 
 
-def _open(place: str, field: str) -> Adapter:
-    adapter = open_adapter(place)
+def _open(place: str, field: str) -> Expert:
+    adapter = open_expert(place)
+    if isinstance(adapter, Checkpoint):
+        return adapter
     adapter.check_low_rank("a sweep switches", place)
     if adapter.saved:
         raise UnsupportedError(
@@ -156,14 +170,22 @@ def _open(place: str, field: str) -> Adapter:
     return adapter
 
 
-def _plan(cell: Cell, recipe: SweepRecipe, experts: Mapping[str, Adapter], num_layers: int) -> Plan | None:
-    """How a cell is composed; None for the base."""
+def _plan(
+    cell: Cell, recipe: SweepRecipe, experts: Mapping[str, Expert], num_layers: int, stored: Checkpoint | None
+) -> Plan | None:
+    """How a cell is composed; None for the base. `stored` are the base's weights, where cells are merged into them."""
     composition = composition_of(cell)
     if composition is None:
         return None
+    whole = stored is not None and any(isinstance(experts[name], Checkpoint) for name in composition.expert_names)
     try:
-        declared = composition.model_copy(update={"base_model": recipe.base_model})
-        return make_plan(declared, experts, num_layers=num_layers)
+        # By its folder a base on the Hub is not looked up again for every cell.
+        base_model = str(stored.source.folder) if whole and stored is not None else recipe.base_model
+        declared = composition.model_copy(update={"base_model": base_model})
+        plan = make_plan(declared, experts, num_layers=num_layers)
+        if stored is not None and not plan.is_model and cell.output.get("full_rank"):
+            merge_plan(plan, stored)  # reports what does not fit before anything is judged
+        return plan
     except AdapterswapError as error:
         raise error.within(cell.short) from None
 
@@ -192,19 +214,18 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "adapterswap_version": __version__,
         "recipe": _public_recipe(prepared),
         "base_model": {
-            "source": base.name, "revision": base.revision, "config_sha256": sha256_of(base.folder / "config.json"),
+            "source": base.name, "revision": base.revision, "config_sha256": sha256_of(base.folder / MODEL_CONFIG),
             # A commit of the Hub stands for its files, which may not all be downloaded yet.
             "files": None if base.revision else model_fingerprints(base.folder),
         },
         "experts": {
             name: {
                 "side": sides[name],
-                "source": adapter.source.name,
-                "revision": adapter.source.revision,
-                "sha256": sha256_of(adapter.source.folder / WEIGHTS),
-                "config_sha256": adapter.config.sha256,
+                "source": expert.source.name,
+                "revision": expert.source.revision,
+                **_hashes(expert),
             }
-            for name, adapter in experts.items()
+            for name, expert in experts.items()
         },
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
@@ -214,6 +235,15 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
     }  # fmt: skip
     plain: dict[str, Any] = json.loads(json.dumps(content))
     return plain
+
+
+def _hashes(expert: Expert) -> dict[str, Any]:
+    """What tells an expert from another; of a full checkpoint as of the base."""
+    if isinstance(expert, Adapter):
+        return {"sha256": sha256_of(expert.source.folder / WEIGHTS), "config_sha256": expert.config.sha256}
+    folder = expert.source.folder
+    files = None if expert.source.revision else model_fingerprints(folder)
+    return {"config_sha256": sha256_of(folder / MODEL_CONFIG), "files": files}
 
 
 def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:

@@ -242,9 +242,11 @@ def _why_unsound(task: TaskInfo, value: TaskValue, *, documents: int | None = No
 def _why_no_error(result: CellResult) -> str | None:
     """What is wrong with a cell's relative error; None if nothing is, or if an older version left it out."""
     error = result.relative_error
-    if error is None or (result.cell.output and _is_finite(error) and error >= 0):
+    if error is None or (result.cell.is_reduced and _is_finite(error) and error >= 0):
         return None
-    rule = "a finite number of 0 or more" if result.cell.output else "known for cells with a bound on their rank only"
+    rule = (
+        "a finite number of 0 or more" if result.cell.is_reduced else "known for cells with a bound on their rank only"
+    )
     return f"the relative error is {error!r}, and it is {rule}"
 
 

@@ -38,6 +38,7 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
         "requests": 18,
         "switched": 5,
         "reduced": 1,
+        "merged": 0,
         "copied": 0,
         "seconds": None,
     }

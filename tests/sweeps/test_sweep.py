@@ -27,7 +27,7 @@ from adapterswap.sweeps import (
     summarize,
     sweep,
 )
-from adapterswap.sweeps.judging import is_live
+from adapterswap.sweeps.judging import way_of
 from adapterswap.sweeps.preparing import PreparedSweep
 
 from .conftest import SETTINGS
@@ -106,7 +106,7 @@ def test_every_cell_is_what_it_would_be_alone(swept: tuple[PreparedSweep, Run], 
 
 def test_only_what_needs_tensors_of_its_own_is_reduced(swept: tuple[PreparedSweep, Run]) -> None:
     prepared, run = swept
-    reduced = {result.cell.family for result in run.results if not is_live(prepared, result.cell)}
+    reduced = {result.cell.family for result in run.results if way_of(prepared, result.cell) == "reduced"}
     assert reduced == {"ties", "dare_linear", "dare_ties", "magnitude_prune", "cut", "truncated"}
 
 
