@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
+from adapterswap.arithmetic.outputs import Form
 from adapterswap.bases import Base, open_base
 from adapterswap.errors import (
     AdapterswapError,
@@ -102,8 +103,8 @@ def prepare(
 
     Raises:
         AdapterswapError: with all mistakes that can be found together, of their closest common class: a base or an
-            expert that cannot be opened (`BaseModelError`, `ExpertError`, `NotFoundError`) or holds modules trained in
-            full (`UnsupportedError`), unknown tasks and settings out of their range (`ArgumentError`, `FieldError`),
+            expert that cannot be opened (`BaseModelError`, `ExpertError`, `NotFoundError`) or switched
+            (`UnsupportedError`), unknown tasks and settings out of their range (`ArgumentError`, `FieldError`),
             compositions that do not suit the experts (`CompositionError`).
     """
     listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
@@ -119,6 +120,7 @@ def prepare(
     for name, (place, _) in places.items():
         with problems.collect():
             experts[name] = _open(place, _field(name, recipe))
+    _check_together(experts, problems)
     with problems.collect():
         base = open_base(recipe.base_model)
     problems.raise_if_any()
@@ -157,23 +159,39 @@ def _field(name: str, recipe: SweepRecipe) -> str:
 
 
 def _open(place: str, field: str) -> Expert:
-    adapter = open_expert(place)
-    if isinstance(adapter, Checkpoint):
-        return adapter
-    adapter.check_low_rank("a sweep switches", place)
-    if adapter.saved:
-        raise UnsupportedError(
-            f"{place} holds {next(iter(adapter.saved))} trained in full (modules_to_save), which cannot be switched",
-            "Evaluate it alone with `adapterswap evaluate`, or train it without modules_to_save",
-            parameter=field,
+    from adapterswap.live.loading import check_loadable
+
+    expert = open_expert(place)
+    if isinstance(expert, Checkpoint):
+        return expert
+    try:
+        check_loadable(expert, place)
+    except UnsupportedError as error:
+        raise error.recast(parameter=field) from None
+    return expert
+
+
+def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
+    """Whether PEFT can hold all adapters in one model."""
+    from adapterswap.live.switching import clash
+
+    adapters = {name: expert for name, expert in experts.items() if not isinstance(expert, Checkpoint)}
+    if (reason := clash(adapters)) is not None:
+        problems.add(
+            reason,
+            "Train both in one way, or sweep them apart and write such compositions with `compose` for `evaluate`",
+            parameter="experts",
+            kind=UnsupportedError,
         )
-    return adapter
 
 
 def _plan(
     cell: Cell, recipe: SweepRecipe, experts: Mapping[str, Expert], num_layers: int, stored: Checkpoint | None
 ) -> Plan | None:
     """How a cell is composed; None for the base. `stored` are the base's weights, where cells are merged into them."""
+    from adapterswap.live import why_not_live
+    from adapterswap.writing.kinds import check_kinds
+
     composition = composition_of(cell)
     if composition is None:
         return None
@@ -183,8 +201,13 @@ def _plan(
         base_model = str(stored.source.folder) if whole and stored is not None else recipe.base_model
         declared = composition.model_copy(update={"base_model": base_model})
         plan = make_plan(declared, experts, num_layers=num_layers)
-        if stored is not None and not plan.is_model and cell.output.get("full_rank"):
-            merge_plan(plan, stored)  # reports what does not fit before anything is judged
+        if plan.is_model:
+            return plan
+        if cell.output.get("full_rank"):
+            if stored is not None:
+                merge_plan(plan, stored)  # reports what does not fit before anything is judged
+        elif cell.output or why_not_live(plan) is not None:  # it is reduced to an adapter first
+            check_kinds(plan, Form(**cell.output))
         return plan
     except AdapterswapError as error:
         raise error.within(cell.short) from None

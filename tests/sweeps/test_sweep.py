@@ -13,7 +13,7 @@ from refusals import refused
 from safetensors.numpy import load_file
 
 from adapterswap import AdapterswapError, write_adapter
-from adapterswap.errors import ArgumentError, CompositionError, FieldError, UnsupportedError
+from adapterswap.errors import ArgumentError, CompositionError, FieldError
 from adapterswap.evaluation import EvaluationResult, evaluate
 from adapterswap.evaluation.subjects import find_adapter, load_subject
 from adapterswap.sweeps import (
@@ -255,17 +255,6 @@ def test_an_expert_that_gives_nothing_is_refused_unless_it_is_left_out(recipe: R
         prepare(recipe(compositions=[{"bottom": [0, 1]}]))
     reset = recipe(compositions=[{"bottom": 0, "top": 0, "language": "base"}], baselines=[])
     assert len(prepare(reset).grid.cells) == 1
-
-
-def test_an_expert_trained_in_full_somewhere_is_refused(recipe: Recipe, world: Path, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(world / "base")
-    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    get_peft_model(base, lora).save_pretrained(tmp_path / "saved")
-    with refused(UnsupportedError, "task_experts", match="modules_to_save"):
-        prepare(recipe(task_experts={"math1": str(tmp_path / "saved")}))
 
 
 def test_a_primary_score_may_be_chosen(recipe: Recipe) -> None:
