@@ -68,6 +68,10 @@ _PEFT = (0, 21)  # the version whose keys these are
 
 _SIMPLER = "Write the patterns as plain names of modules"
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
+_REMEDIES = {
+    "trainable_token_indices": "Train the embedding in modules_to_save instead, or merge each expert into its base "
+    "with PEFT (merge_and_unload) and compose the checkpoints",
+}
 
 
 def scale(rank: int, alpha: float, rslora: bool) -> float:
@@ -201,7 +205,7 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
 def _refuse(content: dict[str, Any], where: str, problems: Problems) -> None:
     for key, reason in _REFUSED.items():
         if content.get(key):
-            problems.add(f"{where}: {key} is set: {reason}", _RETRAIN, kind=UnsupportedError)
+            problems.add(f"{where}: {key} is set: {reason}", _REMEDIES.get(key, _RETRAIN), kind=UnsupportedError)
     _refuse_init(content.get("init_lora_weights", True), where, problems)
     for key in _NOT_NULL:
         if key in content and content[key] is None:

@@ -62,19 +62,28 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
 
     Raises:
         ExpertError: it adapts modules that the base does not have, or in another shape.
-        UnsupportedError: it holds what the engine does not serve: modules trained in full, or an embedding whose LoRA
-            also changes the tied head.
+        UnsupportedError: it holds what the engine does not serve: LoRA on fused experts, modules trained in full, or an
+            embedding whose LoRA also changes the tied head.
     """
     problems = Problems(ExpertError)
     with problems.collect():
-        adapter.check_low_rank("vLLM serves", name)
+        adapter.check_low_rank(f"{engine} serves", name)
     remedy = "Serve experts of this base model"
-    missing = [module for module in adapter.modules if module not in shapes]
+    fused = [module.name for module in adapter.modules.values() if module.parameter]
+    if fused:
+        problems.add(
+            f"{name} has LoRA on the experts of a mixture ({and_more(fused, _SHOWN)}, target_parameters), which cannot "
+            f"be served with {engine} by name",
+            "Merge the composition into full weights with `merge`, or, for llama.cpp, write it with `export`",
+            parameter="experts",
+            kind=UnsupportedError,
+        )
+    missing = [module for module in adapter.modules if module not in shapes and module not in fused]
     if missing:
         problems.add(
             f"{name} adapts {and_more(missing, _SHOWN)}, which the base does not have", remedy, parameter="experts"
         )
-    held = {module.name: module.shape for module in adapter.modules.values()}
+    held = {module.name: module.shape for module in adapter.modules.values() if not module.parameter}
     compare_shapes(held, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts")
     if adapter.saved:
         problems.add(

@@ -37,6 +37,7 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from refusals import refused
 from safetensors.torch import load_file
 from tolerances import close
 
@@ -45,7 +46,8 @@ from adapterswap import AdapterswapError, Composition
 from adapterswap.errors import UnsupportedError
 from adapterswap.experts.adapter_config import read_adapter_config
 from adapterswap.experts.peft_kinds import KINDS, REFUSED_KINDS
-from adapterswap.serving.base_shapes import check_fits
+from adapterswap.serving.base_shapes import base_shapes, check_fits
+from adapterswap.serving.memo import Memo
 
 Run = Callable[..., Result]
 Base = Callable[[str], Path]
@@ -400,6 +402,16 @@ def fused(folder: Path, name: str, seed: int, **options: Any) -> Path:
         "rank_pattern": {"q_proj": 3, "gate_up_proj": 2},
     }
     return make(base, folder / name, LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", **targets, **options}), seed)
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "llama.cpp"])
+def test_fused_experts_are_not_served_by_name(engine: str, tmp_path: Path) -> None:
+    """The base has them: the message is not of modules that it lacks."""
+    adapter = adapterswap.open_adapter(fused(tmp_path, "math", 1))
+    shapes = base_shapes(str(tmp_path / "base"), Memo(tmp_path / "memo"))
+    with refused(UnsupportedError, "experts", match=f"experts of a mixture .* with {engine}") as error:
+        check_fits(adapter, shapes, "math", engine)
+    assert "does not have" not in str(error.value)
 
 
 @pytest.mark.parametrize("layout", ["exact", "portable"])
