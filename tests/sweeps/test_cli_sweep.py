@@ -41,6 +41,7 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
         "merged": 0,
         "copied": 0,
         "seconds": None,
+        "strips": {},
     }
     assert not (tmp_path / "run").exists()
     shown = run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--limit", 2)

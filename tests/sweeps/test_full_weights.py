@@ -140,12 +140,14 @@ def test_the_commands_of_a_report_make_and_judge_the_cell(
     full: Path, run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dry run counts merged cells, and a report's lines write full weights that score as the cell did."""
-    recipe = recipe_of(full, compositions=[{"method": "ties", "density": 0.4}], baselines=["base"])
+    families = [{"method": "ties", "density": 0.4}, {"rules": ["language: 0-1", "task"]}]
+    recipe = recipe_of(full, compositions=families, baselines=["base"])
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
     counted = json.loads(run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--json").stdout)
-    assert (counted["switched"], counted["reduced"], counted["merged"]) == (1, 0, 1)
-    assert "1 merged into full weights first" in run("sweep", file, "-o", tmp_path / "run", "--dry-run").stdout
+    assert (counted["switched"], counted["reduced"], counted["merged"]) == (1, 0, 2)
+    assert list(counted["strips"]) == ["math+sw@rules=language: 0-1; task"]
+    assert "2 merged into full weights first" in run("sweep", file, "-o", tmp_path / "run", "--dry-run").stdout
     result = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     judged = read_run(tmp_path / "run")
