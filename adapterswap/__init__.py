@@ -1,7 +1,6 @@
-"""adapterswap: compose LoRA adapters by layer. Everything that a command does is a function here.
+"""adapterswap: compose LoRA adapters by layer. Each command has a function here that does the same.
 
-The public names are imported when they are first used, so that `import adapterswap` costs nothing and composing never
-imports torch.
+Names are imported on first use, so `import adapterswap` is fast and composing never imports torch.
 """
 
 from __future__ import annotations

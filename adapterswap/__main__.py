@@ -1,4 +1,4 @@
-"""`python -m adapterswap` is the command line."""
+"""Run the command line as `python -m adapterswap`."""
 
 from adapterswap.cli import main
 

@@ -1,7 +1,7 @@
-"""A base model opened with transformers: its config, its tokenizer, and its weights when they are wanted.
+"""Open a base model with transformers: its config and tokenizer, and its weights on request.
 
-From a local folder or the Hub, as safetensors, and without running any code of its repository. Shared by training,
-which adds adapters to a base, and evaluation, which judges it; knows nothing of either.
+Reads a local folder or a Hub repository, safetensors only, and never runs the repository's code. Training adds adapters
+to a base and evaluation scores it; both use this module, and it knows nothing of either.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Base:
     """A base without its weights.
 
     Attributes:
-        reference: what the user named: a folder or a Hub id.
-        source: where it lies; its name and revision are what outputs say of it.
+        reference: the folder or Hub id that the user passed.
+        source: where its files are; outputs record its name and revision.
         config: the transformers config.
         tokenizer: its tokenizer.
     """
@@ -51,11 +51,11 @@ class Base:
 
 
 def open_base(reference: str) -> Base:
-    """The config and tokenizer of the base in a folder, or with a Hub id `org/name[@revision]`.
+    """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`.
 
     Raises:
         BaseModelError: transformers cannot read it without remote code.
-        NotFoundError: there is no such base.
+        NotFoundError: the base does not exist.
     """
     from transformers import AutoTokenizer
 
@@ -67,24 +67,24 @@ def open_base(reference: str) -> Base:
     except Exception as error:  # as in `load_weights`
         raise BaseModelError(
             f"The base model {reference} cannot be opened: {reason_of(error)}",
-            "Use a folder or Hub id with config.json and tokenizer files that transformers reads without remote code",
+            "Pass a folder or Hub id whose config.json and tokenizer transformers can read without remote code",
             parameter="base_model",
         ) from None
     return Base(reference, source, config, tokenizer)
 
 
 def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
-    """The causal language model, on the CPU unless `options` say otherwise.
+    """Load the causal language model, on the CPU unless `options` say otherwise.
 
     Args:
         base: what `open_base` returned.
         dtype: float32, bfloat16, float16, or auto for the one that the weights are stored in.
-        options: more of `from_pretrained`'s, such as `quantization_config` or `attn_implementation`.
+        options: further options of `from_pretrained`, such as `quantization_config` or `attn_implementation`.
 
     Raises:
         ArgumentError: the dtype is unknown.
-        BaseModelError: transformers has no causal language model for it; weights are missing, or of other shapes than
-            its config says.
+        BaseModelError: transformers has no causal language model for it, weights are missing, or their shapes do not
+            match its config.
     """
     from transformers import AutoModelForCausalLM
 
@@ -96,24 +96,24 @@ def load_weights(base: Base, *, dtype: str = "auto", **options: Any) -> Any:
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
-    except Exception as error:  # configs of strangers make model classes raise whatever they meet
+    except Exception as error:  # with an untested config, a model class can raise anything
         raise BaseModelError(
             f"The base model {base.reference} cannot be loaded: {reason_of(error)}",
-            "Use a causal language model that transformers knows, with a valid config.json and safetensors weights",
+            "Use a causal language model that transformers supports, with a valid config.json and safetensors weights",
             parameter="base_model",
         ) from None
     if mismatched := sorted(info["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         raise BaseModelError(
-            f"the weights of the base model {base.reference} do not fit its config: {name} is {_shape(stored)}, and "
+            f"the weights of the base model {base.reference} do not match its config: {name} is {_shape(stored)}, but "
             f"the config says {_shape(expected)}",
-            "Put the config.json that was saved with these weights beside them",
+            "Use the config.json that was saved with these weights",
             parameter="base_model",
         )
     if missing := sorted(info["missing_keys"]):
         raise BaseModelError(
-            f"the base model {base.reference} lacks weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
-            "Save or download it again; transformers would fill them with random numbers",
+            f"the base model {base.reference} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
+            "Save or download the model again: transformers would fill these weights with random numbers",
             parameter="base_model",
         )
     return model
@@ -129,10 +129,10 @@ def empty_model(base: Base) -> Any:
 
 
 def choose_device(name: str) -> Any:
-    """The torch device of that name; `auto` takes the first there is of CUDA, MPS and the CPU.
+    """The torch device called `name`; `auto` picks CUDA or MPS if one is available, else the CPU.
 
     Raises:
-        ArgumentError: torch does not know such a device, finds none here, or it holds no numbers (`meta`).
+        ArgumentError: torch does not know the device, it is not available here, or it stores no numbers (`meta`).
     """
     import torch
 
@@ -153,7 +153,7 @@ def choose_device(name: str) -> Any:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """PEFT 0.21 uses names that transformers 5.23 has renamed; a user can do nothing about it."""
+    """Hide a deprecation warning that you can do nothing about: PEFT 0.21 uses names that transformers 5.23 changed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
         yield

@@ -1,8 +1,9 @@
-"""How figures look and are saved: widths, fonts, colours, PDF, SVG and PNG. What is drawn is not this module's.
+"""How figures look and are saved: widths, fonts, colours, PDF, SVG and PNG. Knows nothing of what they show.
 
-Figures are made for print: one or two columns wide, text of 6 to 8 points in an embedded font, colours of Okabe and Ito
-that colour-blind readers tell apart, in an order of lightness that survives a grey printer, and a marker and a line
-style of its own for each. matplotlib is imported when a figure is made. The same figure gives the same bytes.
+Figures are made for print: one or two columns wide, with text of 6 to 8 points in an embedded font. The colours are
+Okabe and Ito's, which colour-blind readers can distinguish; neighbours differ in lightness, so a grey print stays
+readable, and each series has its own marker and line style. matplotlib is imported when a figure is made. The same
+figure always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ COLUMN = 3.25  # inches: a column of ICML and NeurIPS' half width; ACL has 3.03
 FORMATS = ("pdf", "svg", "png")
 TEXT, SMALL, NOTE = 7.5, 7.0, 6.0  # points
 INK, GREY, LEAD = "#1a1a1a", "#6b6b6b", "#0b4f8a"
-HATCH = "//////"  # what has no number
+HATCH = "//////"  # for cells without a number
 
 _NARROWEST, _WIDEST = 2.5, 20.0  # inches
 _DPI = 300
 _INCHES = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72.27, "bp": 1 / 72}
-_CUT = 3  # lines of a name
+_CUT = 3  # lines of a name, at most
 
 
 class Look(NamedTuple):
@@ -53,7 +54,7 @@ _LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.5)), (
 
 
 def looks(number: int) -> list[Look]:
-    """Looks for so many series. Colours, markers and lines repeat after 8, 9 and 4, all three only after 72."""
+    """Looks for `number` series. Colours repeat after 8, markers after 9, lines after 4; all three only after 72."""
     return [
         Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)]) for i in range(number)
     ]
@@ -69,17 +70,17 @@ def column_width(value: str | float) -> float:
     """A width in inches: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points) or `236bp`; a number is in inches.
 
     Raises:
-        ArgumentError: it is no such width, or not between 2.5 and 20 inches.
+        ArgumentError: the width cannot be read, or is not between 2.5 and 20 inches.
     """
     remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
-    unit = (found[2] or "in") if found else ""
-    if found is None or unit not in _INCHES:
+    number_and_unit = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
+    unit = (number_and_unit[2] or "in") if number_and_unit else ""
+    if number_and_unit is None or unit not in _INCHES:
         raise ArgumentError(f"{value!r} is not a width", remedy, parameter="column_width")
-    inches = float(found[1]) * _INCHES[unit]
+    inches = float(number_and_unit[1]) * _INCHES[unit]
     if not _NARROWEST <= inches <= _WIDEST:
         raise ArgumentError(
-            f"a width of {value} is {inches:.3g} in, and figures are between {_NARROWEST:g} in and {_WIDEST:g} in wide",
+            f"a width of {value} is {inches:.3g} in; figures can be {_NARROWEST:g} in to {_WIDEST:g} in wide",
             remedy,
             parameter="column_width",
         )
@@ -88,7 +89,7 @@ def column_width(value: str | float) -> float:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """matplotlib's settings while figures are made and saved; whatever the user's own are."""
+    """Use our matplotlib settings inside the block, whatever the user's own settings are."""
     import matplotlib as mpl
     from matplotlib import rc_context
 
@@ -125,7 +126,7 @@ def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMA
 
 
 def as_bytes(figure: Figure, suffix: str) -> bytes:
-    """The file of a figure. No time and no version of matplotlib in it: the same figure gives the same bytes."""
+    """A figure as a file's bytes, without a date or matplotlib's version: the same figure gives the same bytes."""
     import io
 
     metadata: dict[str, dict[str, Any]] = {
@@ -140,14 +141,14 @@ def as_bytes(figure: Figure, suffix: str) -> bytes:
 
 
 def tidy(axes: Any, *, grid: str | None = None) -> None:
-    """No more lines than needed; a light grid across `grid` (x, y or both)."""
+    """Draw a light grid behind the data, along `grid` (x, y or both)."""
     if grid is not None:
         axes.grid(axis=grid, linewidth=0.4, color="#e3e3e3")
         axes.set_axisbelow(True)
 
 
 def wrapped(text: str, characters: int) -> str:
-    """A name in lines of so many characters, three at most; what does not fit is cut."""
+    """A name wrapped at `characters`, in three lines at most; the rest is cut."""
     lines = textwrap.wrap(shown(text), max(4, characters), break_on_hyphens=True) or [""]
     if len(lines) > _CUT:
         lines = [*lines[: _CUT - 1], f"{lines[_CUT - 1][: max(3, characters - 1)]}…"]
@@ -155,7 +156,7 @@ def wrapped(text: str, characters: int) -> str:
 
 
 def shown(text: str) -> str:
-    """`text` in characters that the fonts hold; others by their codes."""
+    """`text` with characters that the fonts lack replaced by their codes, such as U+1234."""
     return "".join(c if c.isascii() or _covered(ord(c)) else f"U+{ord(c):04X}" for c in printable(text))
 
 
@@ -168,11 +169,11 @@ def _covered(code: int) -> bool:
 
 
 def _fonts() -> list[str]:
-    return ["DejaVu Sans"]  # comes with matplotlib, so that figures are the same everywhere
+    return ["DejaVu Sans"]  # comes with matplotlib, so figures look the same everywhere
 
 
 def readable_on(rgba: Sequence[float]) -> str:
-    """Black or white, whichever can be read better on a colour (WCAG's relative luminance)."""
+    """Black or white, whichever is easier to read on the colour `rgba` (by WCAG's relative luminance)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgba[:3]]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"

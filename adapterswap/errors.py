@@ -1,13 +1,12 @@
-"""The errors that users of adapterswap meet: a small tree of classes under `AdapterswapError`.
+"""The errors of adapterswap: a small tree of classes under `AdapterswapError`.
 
-Every message names the offending value and the rule that it breaks; its remedy says what to do. Mistakes that can be
-found together are reported together. Messages quote files that come from strangers, so nothing in them can steer a
-terminal. This module knows nothing of adapters, files or the command line.
+Every message names the offending value and the rule that it breaks; its remedy says what to do. Several mistakes are
+reported in one error where possible. Messages may quote untrusted files, so control characters in them are escaped
+before they reach a terminal. This module knows nothing of adapters, files or the command line.
 
-A message that refers to a parameter names it as Python users type it, in backticks: "Pass `overwrite=True`", "Pass
-`num_layers`", "Pass `max_rank=64`". The command line prints the flag of the same name instead (`--overwrite`,
-`--num-layers`, `--max-rank 64`) where the command has one: see `adapterswap.cli.flags`. So no message of the library
-names a flag.
+A message refers to a parameter as you type it in Python, in backticks: "Pass `overwrite=True`", "Pass `num_layers`",
+"Pass `max_rank=64`". The command line replaces it with the flag of the same name (`--overwrite`, `--num-layers`,
+`--max-rank 64`) if the command has one: see `adapterswap.cli.flags`. So no message in the library names a flag.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ __all__ = [
     "reason_of",
 ]
 
-_MOST = 20  # problems in one error; a wrong config would otherwise repeat itself for every module
+_MOST = 20  # problems in one error; a wrong config could otherwise repeat the same one for every module
 _LENGTH = 1000  # characters of one problem
 _REASON = 200  # characters of a library's error
 
 
 def printable(text: str) -> str:
-    """`text` on one line: a character that is not printable, such as a newline or an escape, is written as its code."""
+    """`text` on one line: unprintable characters, such as newlines and escapes, are written as their codes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -56,25 +55,25 @@ def reason_of(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: int = 1) -> str:
-    """The remedy for an unknown name: "Did you mean 'math'?" where a known one is near, else `otherwise`."""
+    """The remedy for an unknown name: "Did you mean 'math'?" if a known name is similar, else `otherwise`."""
     near = difflib.get_close_matches(name, known, n=at_most)
     return f"Did you mean {' or '.join(map(repr, near))}?" if near else otherwise
 
 
 def check_type(value: object, expected: type | tuple[type, ...], parameter: str, remedy: str) -> None:
-    """Raise an `ArgumentError` that names the parameter and the type if `value` is not of an expected type."""
+    """Raise an `ArgumentError` that names the parameter and its type, unless `value` has an expected type."""
     if not isinstance(value, expected):
         raise ArgumentError(f"`{parameter}` is of type {type(value).__name__}", remedy, parameter=parameter)
 
 
 class AdapterswapError(Exception):
-    """Bad input, described in a form that a user can act on. The class of all errors below.
+    """The base class of all errors below: bad input, with a message that says what to do about it.
 
-    An error that carries several problems is of the closest class that they have in common.
+    An error with several problems has the closest class that they have in common.
 
     Attributes:
         problems: one or more `Problem`s, in the order in which they were found.
-        omitted: how many more there were; the last problem says so.
+        omitted: how many more problems there were; the last item of `problems` says so.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class AdapterswapError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[partial[AdapterswapError], tuple[tuple[Problem, ...]]]:
-        """Worker processes hand errors back whole: by default only the text would be."""
+        """Keep the problems when a worker process passes an error back; by default only the text would survive."""
         return partial(type(self), omitted=self.omitted), (self.found,)
 
     @property
@@ -104,17 +103,17 @@ class AdapterswapError(Exception):
 
     @property
     def found(self) -> tuple[Problem, ...]:
-        """The problems, without the last one that counts those omitted."""
+        """The problems, without the last item if that only counts those omitted."""
         return self.problems[: -1 if self.omitted else None]
 
     def recast(self, kind: type[AdapterswapError] | None = None, *, parameter: str | None = None) -> AdapterswapError:
-        """The same problems as an error of class `kind`, or of one `parameter`: what only the caller knows."""
+        """The same problems with another class or `parameter`, where only the caller knows the right one."""
         changes = {**({"kind": kind} if kind else {}), **({"parameter": parameter} if parameter else {})}
         problems = [replace(problem, **changes) for problem in self.found]  # type: ignore[arg-type]
         return (kind or type(self))(problems, omitted=self.omitted)
 
     def within(self, where: str) -> AdapterswapError:
-        """The same error, each problem of which begins with `where`: a file or a cell of a table."""
+        """The same error, with `where` (a file or a cell of a table) before each message."""
         return type(self)(
             (replace(problem, message=f"{where}: {problem.message}") for problem in self.found), omitted=self.omitted
         )
@@ -172,7 +171,7 @@ class Problem:
         message: names the value and the rule that it breaks.
         remedy: what to do.
         parameter: the offending parameter, as Python users type it.
-        kind: the class of error that it would be by itself.
+        kind: the class of error that this problem alone would raise.
     """
 
     message: str
@@ -189,7 +188,7 @@ class Problem:
 
 
 class Problems:
-    """Collects mistakes, to raise them all at once; beyond the first 20 they are counted.
+    """Collect mistakes and raise them together; beyond the first 20 they are only counted.
 
     >>> problems = Problems(ExpertError)
     >>> problems.add("rank 0 is not positive", "Choose a rank of 1 or more", parameter="rank")
@@ -199,16 +198,16 @@ class Problems:
     """
 
     def __init__(self, kind: type[AdapterswapError] = AdapterswapError) -> None:
-        """Args: kind: the class of the problems that `add` is not given another one for."""
+        """Args: kind: the class of the problems, unless `add` passes another."""
         self._kind = kind
-        self._found: dict[Problem, None] = {}  # a dict: no problem is reported twice, and the order is kept
+        self._problems: dict[Problem, None] = {}  # a dict: no problem is reported twice, and the order is kept
         self._omitted = 0
 
     def __iter__(self) -> Iterator[Problem]:
-        return iter(self._found)
+        return iter(self._problems)
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._problems)
 
     def add(
         self, message: str, remedy: str, *, parameter: str | None = None, kind: type[AdapterswapError] | None = None
@@ -217,7 +216,7 @@ class Problems:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Keep the problems of an `AdapterswapError` raised inside, and go on."""
+        """Keep the problems of an `AdapterswapError` raised inside the block, and continue after it."""
         try:
             yield
         except AdapterswapError as error:
@@ -226,24 +225,24 @@ class Problems:
             self._omitted += error.omitted
 
     def as_error(self, kind: type[AdapterswapError] | None = None) -> AdapterswapError:
-        """One error with all of them: of class `kind`, by default the closest class that they have in common."""
-        return (kind or _common(problem.kind for problem in self._found))(self._found, omitted=self._omitted)
+        """One error with all problems, of class `kind`; by default of the closest class that they have in common."""
+        return (kind or _common(problem.kind for problem in self._problems))(self._problems, omitted=self._omitted)
 
     def raise_if_any(self) -> None:
-        if self._found:
+        if self._problems:
             raise self.as_error()
 
     def _keep(self, problem: Problem) -> None:
-        if problem in self._found:
+        if problem in self._problems:
             return
-        if len(self._found) < _MOST:
-            self._found[problem] = None
+        if len(self._problems) < _MOST:
+            self._problems[problem] = None
         else:
             self._omitted += 1
 
 
 def _common(kinds: Iterable[type[AdapterswapError]]) -> type[AdapterswapError]:
-    """The closest class that all `kinds` are, or derive from."""
+    """The closest class that all `kinds` share."""
     first, *others = kinds
     return next(
         base

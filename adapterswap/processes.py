@@ -1,8 +1,8 @@
-"""The processes of one run, as torchrun or `accelerate launch` started them; one alone where nobody did.
+"""The processes of a run started with torchrun or `accelerate launch`; without a launcher there is one.
 
-accelerate reads the environment and opens the group (gloo on CPUs, NCCL on CUDA). torch gives up a message between
-processes after some minutes, so all meet in the store that they share, as long as that takes, before they exchange one.
-Knows nothing of what they train or judge.
+accelerate reads the environment and opens the group (gloo on CPUs, NCCL on CUDA). torch gives up on a message between
+processes after some minutes. So before they exchange one, all processes meet in a shared store, however long that
+takes. Knows nothing of what they train or score.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ __all__ = ["Processes", "count_processes", "first_to_tell", "is_first", "joined"
 _Item = TypeVar("_Item")
 _Value = TypeVar("_Value")
 
-_PATIENCE = 0.5  # seconds between two looks into the store, at most
-_meetings = count(1)  # of this process, with all others
+_PATIENCE = 0.5  # seconds between two checks of the store, at most
+_meetings = count(1)  # how often this process has met all others
 
 
 def count_processes() -> int:
-    """How many processes the launcher says there are."""
+    """How many processes the launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this is the one process of the run that prints; known before they have joined."""
+    """Whether this is the process of the run that prints. Works before the processes have joined."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class Processes:
-    """This process among those of the run.
+    """This process, as one of those in the run.
 
     Args:
-        state: accelerate's, of processes that have joined; this one is alone, if none is given.
+        state: accelerate's state, once the processes have joined; without it this process is on its own.
 
     Attributes:
-        count: how many there are.
-        rank: which one this is.
-        main: whether it is the one that writes and tells.
+        count: how many processes there are.
+        rank: this one's number, from 0.
+        main: whether this one writes files and prints.
     """
 
     def __init__(self, state: Any = None) -> None:
@@ -54,13 +54,13 @@ class Processes:
         self.main: bool = self.rank == 0
 
     def wait(self) -> None:
-        """Return when all processes have come here, as long as that takes."""
+        """Wait until all processes have reached this call, however long that takes."""
         if self.count > 1:
             self._meet()
-            self._state.wait_for_everyone()  # or the one that holds the store could be gone while others look into it
+            self._state.wait_for_everyone()  # the process that holds the store must not end while others read it
 
     def from_main(self, value: _Value) -> _Value:
-        """The main process's `value` in all of them; the others wait as long as it takes."""
+        """The main process's `value`, in every process; the others wait for it, however long that takes."""
         if self.count == 1:
             return value
         from accelerate.utils import broadcast_object_list
@@ -69,11 +69,14 @@ class Processes:
         return broadcast_object_list([value])[0]  # type: ignore[no-any-return]
 
     def shared(self, items: Sequence[_Item], work: Callable[[_Item], _Value]) -> list[_Value]:
-        """`work` of each item, done by the processes in turns; all results, in the items' order, in all processes.
+        """Call `work` on each item, with the items divided among the processes.
 
         Args:
             items: the same in all processes.
-            work: gives something that can be pickled.
+            work: returns something that can be pickled.
+
+        Returns:
+            All results in the items' order, in every process.
         """
         mine = [work(item) for item in items[self.rank :: self.count]]
         if self.count == 1:
@@ -85,7 +88,7 @@ class Processes:
         return [shares[place % self.count][place // self.count] for place in range(len(items))]
 
     def any(self, value: bool) -> bool:
-        """Whether `value` is true in one process at least; all must ask."""
+        """Whether `value` is true in at least one process. All processes must call this."""
         if self.count == 1:
             return value
         import torch
@@ -105,15 +108,15 @@ class Processes:
 
 @contextmanager
 def joined(device: str) -> Iterator[Processes]:
-    """Join the other processes of the run, if there are any; the group stays until `leave`.
+    """Join the other processes of the run, if there are any; the group remains until `leave`.
 
     Args:
-        device: the name of the device that each computes on: auto, cpu, cuda or another that torch knows. Where there
-            are several of a kind, each process gets one of its own: torch's current device is set to it.
+        device: what each process computes on: auto, cpu, cuda or another device that torch knows. If there are several
+            of a kind, each process gets its own, and torch's current device is set to it.
 
     Raises:
         ArgumentError: several processes cannot join on this device.
-        RunError: another process ended before this one, and printed what happened there.
+        RunError: another process ended first; it printed why.
     """
     import torch
     from accelerate import PartialState
@@ -121,15 +124,15 @@ def joined(device: str) -> Iterator[Processes]:
     cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
     if ":" in device and count_processes() > 1:
         raise ArgumentError(
-            f"{count_processes()} processes were started, and {device} is one device",
+            f"{count_processes()} processes were started, but {device} is a single device",
             "Use auto, cuda or cpu",
             parameter="device",
         )
     processes = Processes(PartialState(cpu=cpu))
     if processes.count != count_processes():
         raise ArgumentError(
-            f"{count_processes()} processes were started, and cannot join on the device {device!r}",
-            "Use cuda, where each has a GPU, or cpu",
+            f"{count_processes()} processes were started, but they cannot join on the device {device!r}",
+            "Use cuda with a GPU for each process, or cpu",
             parameter="device",
         )
     try:
@@ -137,14 +140,14 @@ def joined(device: str) -> Iterator[Processes]:
     except RuntimeError as error:
         if processes.count > 1 and _is_of_a_peer(error):
             raise RunError(
-                f"process {processes.rank} lost the others: {' '.join(str(error).split())[:200]}",
-                "See what ended them, and run the same command again (train: with `resume=True`)",
+                f"process {processes.rank} lost its connection to the others: {' '.join(str(error).split())[:200]}",
+                "Check their output for what ended them, then run the same command again (train: with `resume=True`)",
             ) from None
         raise
 
 
 def leave() -> None:
-    """Leave the group of processes, at the end of this one: a group that was left cannot be joined again."""
+    """Leave the group at the end of this process. A process that has left cannot join again."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -158,9 +161,9 @@ def _is_of_a_peer(error: RuntimeError) -> bool:
 
 
 def first_to_tell() -> bool:
-    """Whether this process is the first of the run that has an error to tell: the others keep quiet.
+    """Whether this process is the first with an error, and so the one that prints it.
 
-    Before they have joined, an error is the same in all, and the first process of each machine tells it.
+    Before the processes have joined, all have the same error, and the first process of each machine prints it.
     """
     if count_processes() == 1:
         return True
@@ -170,12 +173,12 @@ def first_to_tell() -> bool:
         return os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         return bool(_store().add("adapterswap/told", 1) == 1)
-    except RuntimeError:  # the store can be gone, with the process that told the error
+    except RuntimeError:  # the store ends with its process, which may have printed the error
         return False
 
 
 def _store() -> Any:
-    """What all processes of the run share; torch has no public name for it."""
+    """The key-value store that all processes of the run share; torch has no public name for it."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

@@ -1,7 +1,7 @@
-"""Progress on stderr: bars at a terminal, and in a log a line every ten seconds. For the commands and for training.
+"""Progress on stderr for commands and training: bars at a terminal, a line every ten seconds in a log.
 
-Knows what is counted, how fast, and how long it will take; nothing of what is done. Where stderr is not a terminal, a
-thread writes the lines, so that a step that takes minutes is not silent.
+Knows what is counted, how fast, and how much time is left; nothing of the task itself. If stderr is not a terminal, a
+thread writes the lines, so a step that takes minutes is not silent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def rate_text(per_second: float) -> str:
-    """A rate in the unit that gives it a number above 1: `3.2/s`, `14/min`, `2.5/h`."""
+    """A rate per second, minute or hour, in the first unit that makes it 1 or more: `3.2/s`, `14/min`, `2.5/h`."""
     for factor, unit in ((1, "s"), (60, "min")):
         if per_second * factor >= 1:
             return f"{per_second * factor:,.{0 if per_second * factor >= 10 else 1}f}/{unit}"
@@ -47,39 +47,39 @@ def rate_text(per_second: float) -> str:
 
 
 class ProgressRow:
-    """One thing that is counted, or whose end is not known. Made by `Progress.row`."""
+    """One line of progress, with or without a known total. Made by `Progress.row`."""
 
     def __init__(self, owner: Progress, name: str, total: int | None) -> None:
         self._owner = owner
         self.begin(name, total)
 
     def begin(self, name: str, total: int | None = None, *, done: int = 0, amount: float = 0) -> None:
-        """Count something else from now on.
+        """Start counting something else.
 
         Args:
-            name: what is counted, or what is done now.
-            total: how many there are; None where that is not known.
-            done: of them, those that were done before; they do not count for the rate.
-            amount: of something else that grows, such as tokens; see `rate_of`.
+            name: what is counted, or the current step.
+            total: how many there are; None if unknown.
+            done: how many were finished earlier; they do not count towards the rate.
+            amount: the current value of another quantity that grows, such as tokens; see `rate_of`.
         """
         self.name, self.total, self.done, self.note = name, total, done, ""
         self._first, self._amount, self._since = done, amount, time.monotonic()
         self._owner._changed(self)
 
     def update(self, done: int, total: int | None = None, *, name: str | None = None, note: str | None = None) -> None:
-        """Say how many are done; `note` is shown behind the numbers."""
+        """Set how many are done; `note` is shown after the numbers."""
         self.done, self.total = done, self.total if total is None else total
         self.name = self.name if name is None else name
         self.note = self.note if note is None else note
         self._owner._changed(self)
 
     def rate_of(self, amount: float) -> float:
-        """How much of it a second there was since `begin`."""
+        """How fast the other quantity has grown since `begin`, per second, now that it is `amount`."""
         return (amount - self._amount) / max(time.monotonic() - self._since, 1e-9)
 
     @property
     def pace(self) -> str:
-        """The rate, the time left and the note, as far as they are known."""
+        """The rate, the time left and the note, where known."""
         took, steps = time.monotonic() - self._since, self.done - self._first
         parts = []
         if steps > 0 and took > 0:
@@ -97,10 +97,10 @@ class ProgressRow:
 
 
 class Progress:
-    """Rows of progress on stderr, as a context manager; with `shown=False` it shows nothing.
+    """A context manager that shows rows of progress on stderr; with `shown=False` it shows nothing.
 
-    At a terminal each row is a bar, and all vanish at the end. Elsewhere the rows are one line: after five seconds, and
-    then every ten.
+    At a terminal each row is a bar, and all bars disappear at the end. Elsewhere all rows share one line, written after
+    five seconds and then every ten.
     """
 
     def __init__(self, *, shown: bool = True) -> None:
@@ -115,7 +115,7 @@ class Progress:
     def __enter__(self) -> Self:
         if not self._shown:
             return self
-        # rich takes these for a terminal too. It costs as much as a small composition, so logs do without it.
+        # rich treats these as a terminal too. Importing it takes as long as a small composition, so logs do without it.
         if (self._stream.isatty() or _TERMINALS & os.environ.keys()) and (console := _console()).is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
@@ -135,7 +135,7 @@ class Progress:
             self._bars.stop()
 
     def row(self, name: str, total: int | None = None) -> ProgressRow:
-        """Another row."""
+        """Add a row."""
         row = ProgressRow(self, name, total)
         self._rows.append(row)
         return row
@@ -157,11 +157,11 @@ class Progress:
             if now - self._last < wait or not self._rows:
                 return
             self._last, self._started = now, True
-            with contextlib.suppress(OSError, ValueError):  # a stream that is closed by now
+            with contextlib.suppress(OSError, ValueError):  # the stream may be closed by now
                 self._stream.write("; ".join(map(str, self._rows)) + "\n")
                 self._stream.flush()
 
     def _write_lines(self) -> None:
-        """In a thread of its own, for steps that report nothing for a long time."""
+        """Run in a separate thread, for steps that report nothing for a long time."""
         while not self._stop.wait(0.5):
             self._write_if_due()

@@ -1,7 +1,6 @@
-"""Recipes as files: what is shipped, whether one is right, what it says with all that it extends, a copy to change.
+"""Recipes as files: list the shipped ones, check one, resolve what it extends, and make a copy to edit.
 
-Knows which kinds of recipes there are and which model checks which; what they mean is the models' business. Imports no
-torch.
+Knows the kinds of recipes and the model that checks each; the models know what the fields mean. Never imports torch.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ __all__ = [
     "standalone_copy",
 ]
 
-_DEPTH = 512  # layers, where a recipe does not say how many its base has: more than any model has
-_COMMENTS_AT = 60  # column, or right after a longer line
+_DEPTH = 512  # layers to assume if a recipe does not say how many its base has: more than any model has
+_COMMENTS_AT = 60  # the column of comments; after a longer line they follow directly
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class RecipeKind:
 
     Attributes:
         model: what checks it.
-        mark: a key that every recipe of this kind has, and no other.
+        mark: a key that every recipe of this kind has, and no recipe of another kind.
         paths: its keys that may be local paths, as in `read_content`.
-        check: raises what else the command would raise before it reads a model.
+        check: raises the other errors that the command would raise before it reads a model.
     """
 
     model: type[BaseModel]
@@ -98,7 +97,7 @@ class ShippedRecipe:
 
 
 def list_recipes() -> list[ShippedRecipe]:
-    """What is shipped: whole recipes, of kind train, compose and sweep; fragments, of kind models, data and regimes."""
+    """The shipped recipes: whole ones (train, compose, sweep) and fragments (models, data, regimes)."""
     return [
         ShippedRecipe(name, name.partition("/")[0], path.read_text("utf-8").partition("\n")[0].removeprefix("# "))
         for name, path in shipped_recipes().items()
@@ -106,21 +105,22 @@ def list_recipes() -> list[ShippedRecipe]:
 
 
 def check_recipe(path: Path) -> str:
-    """The kind of the recipe at `path`.
+    """Check the recipe at `path` and return its kind: train, compose or sweep.
 
     Raises:
-        FieldError: every mistake in it, and in what it extends; or it is not a recipe of one kind, such as a fragment.
-        CompositionError: what it composes cannot be composed.
-        AdapterswapError: it cannot be read; see `load_layers`.
+        FieldError: lists every mistake in the recipe and in what it extends; or the file is not a recipe of one kind,
+            such as a fragment.
+        CompositionError: the recipe's composition is not possible.
+        AdapterswapError: the recipe cannot be read; see `load_layers`.
     """
     layers = load_layers(path)
-    said = {key for layer in layers for key in layer.content}
-    kinds = [name for name, kind in _KINDS.items() if kind.mark in said]
+    keys = {key for layer in layers for key in layer.content}
+    kinds = [name for name, kind in _KINDS.items() if kind.mark in keys]
     if len(kinds) != 1:
         marks = ", ".join(f"`{kind.mark}` ({name})" for name, kind in _KINDS.items())
         raise FieldError(
-            f"{path} is not a recipe of one kind: it has {'several' if kinds else 'none'} of {marks}",
-            "Pass a whole recipe: a fragment is checked with the recipes that extend it",
+            f"{path} must have exactly one of these keys, and has {'several' if kinds else 'none'}: {marks}",
+            "Pass a whole recipe; to check a fragment, check a recipe that extends it",
             parameter="path",
         )
     kind = _KINDS[kinds[0]]
@@ -134,7 +134,7 @@ def check_recipe(path: Path) -> str:
 
 
 def resolve_recipe(path: Path) -> tuple[dict[str, Any], str]:
-    """What the recipe at `path` says with all that it extends: as data, and as YAML that tells whose each line is.
+    """The recipe at `path` with all that it extends: as data, and as YAML with a comment that names each line's file.
 
     Raises:
         AdapterswapError: see `read_content`.
@@ -147,7 +147,7 @@ def resolve_recipe(path: Path) -> tuple[dict[str, Any], str]:
 def _commented(
     content: dict[str, Any], location: tuple[str, ...], layers: Sequence[Layer], names: dict[Path | None, str]
 ) -> CommentedMap:
-    """`content` with the file that wrote each value beside its key."""
+    """`content` with a comment after each key that names the file that set it."""
     mapping = CommentedMap(content)
     for key, value in content.items():
         here = (*location, key)
@@ -167,12 +167,12 @@ def _leaves(value: Any, location: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def standalone_copy(names: Sequence[str]) -> dict[str, str]:
-    """Files that hold the shipped recipes `names` and all that they extend, as relative path → text.
+    """The shipped recipes `names` and all that they extend, as relative path → text.
 
-    They extend each other by relative paths, so they work wherever they lie, and nothing shipped is needed.
+    The files extend each other by relative paths, so you can put them anywhere, and they need no shipped recipe.
 
     Raises:
-        NotFoundError: there is no shipped recipe of that name.
+        NotFoundError: no shipped recipe has that name.
     """
     shipped = shipped_recipes()
     problems = Problems(NotFoundError)
@@ -190,7 +190,7 @@ def _copied_names(record: Mapping[str, Any]) -> Sequence[str]:
 
 
 COPIES = OutputKind(None, _copied_names)
-"""What `recipes cp` writes."""
+"""The output of `recipes cp`."""
 
 
 def copy_recipes(
@@ -201,14 +201,14 @@ def copy_recipes(
     Args:
         names: shipped recipes.
         folder: the folder to write; it appears whole or not at all.
-        overwrite: replace it, if it holds nothing but copies of shipped recipes.
-        dry_run: check everything, and write nothing.
+        overwrite: replace the folder, if it holds only copies of shipped recipes.
+        dry_run: check everything, but write nothing.
 
     Returns:
         The files' paths within the folder.
 
     Raises:
-        NotFoundError: there is no shipped recipe of that name.
+        NotFoundError: no shipped recipe has that name.
         OutputError: see `atomic_folder`.
     """
     files = standalone_copy(names)
@@ -224,12 +224,12 @@ def copy_recipes(
 
 
 def _with_relative_names(file: Path, places: dict[Path, str]) -> str:
-    """The text of a shipped recipe, with what it extends named by relative paths; comments stay."""
+    """The text of a shipped recipe, comments included, with relative paths in its `extends`."""
     yaml, text = round_trip(), io.StringIO()
     content = yaml.load(file.read_text(encoding="utf-8"))
     if "extends" in content:
-        found = [places[find_fragment(name, file)] for name in take_names(dict(content), file)]
-        content["extends"] = [os.path.relpath(place, Path(places[file]).parent) for place in found]
-    yaml.default_flow_style = None  # on one line; what was read keeps its own style
+        fragments = [places[find_fragment(name, file)] for name in take_names(dict(content), file)]
+        content["extends"] = [os.path.relpath(place, Path(places[file]).parent) for place in fragments]
+    yaml.default_flow_style = None  # the new list goes on one line; the rest keeps its style
     yaml.dump(content, text)
     return text.getvalue()

@@ -1,6 +1,6 @@
 """Recipes that come with adapterswap, by name: `train/llama-3.1-8b-instruct/math`.
 
-They lie in `recipes/` of a checkout, and in the package itself once installed. Those in `train/`, `compose/` and
+In a checkout they are in `recipes/`; once installed, in the package itself. The recipes in `train/`, `compose/` and
 `sweep/` are whole; the other folders hold the fragments that they extend. Knows nothing of what recipes say.
 """
 
@@ -22,20 +22,20 @@ def _folder() -> Path:
 
 
 def shipped_recipes(kind: str = "") -> dict[str, Path]:
-    """Name → file of the shipped recipes, those under `kind` (a folder such as `train`) only if it is given."""
+    """The shipped recipes as name → file; with `kind`, only those in that folder, such as `train`."""
     folder = _folder()
-    found = sorted((folder / kind).rglob("*.yaml"))
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
+    recipes = sorted((folder / kind).rglob("*.yaml"))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in recipes}
 
 
 def find_recipe(reference: str | Path, kind: str = "") -> Path:
     """The recipe's file: `reference` itself if it is a file, else the shipped recipe of that name.
 
     Raises:
-        NotFoundError: it is neither.
+        NotFoundError: `reference` is neither.
     """
     path = expand(reference)
-    if exists(path) and not path.is_dir():  # its reader says what is wrong with a pipe or a device
+    if exists(path) and not path.is_dir():  # a pipe or a device is refused when it is read
         return path
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:
@@ -49,7 +49,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
 
 
 def near_names(name: str, kind: str = "") -> str:
-    """What to use instead of `name`, as the end of a sentence: the shipped names most like it."""
+    """What to use instead of `name`, as the end of a sentence: the most similar shipped names."""
     near = difflib.get_close_matches(name, shipped_recipes(kind), n=3, cutoff=0.4)
     examples = f", such as {', '.join(near)}" if near else ""
     return f"a name that `adapterswap recipes ls` lists{examples}"

@@ -1,6 +1,6 @@
-"""The dtypes of tensors: how safetensors files name them, how people, torch and numpy do, and how large they are.
+"""The dtypes of tensors: their names in safetensors files, their usual names, and their sizes.
 
-Imports nothing, so that a command's help can list them.
+Imports nothing, so a command's help can list them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ DTYPE_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 
-FLOATS = ("F32", "F16", "BF16")  # the dtypes that take part in arithmetic, the finest first
+FLOATS = ("F32", "F16", "BF16")  # the dtypes used in arithmetic, most precise first
 
-FLOAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # the same, by their names outside of files
+FLOAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # the same, by their names in torch and numpy

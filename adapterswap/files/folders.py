@@ -1,10 +1,10 @@
-"""Outputs that are whole or absent, and never at the cost of a file that adapterswap did not write.
+"""Write outputs whole or not at all, and never replace a file that adapterswap did not write.
 
-A folder is built beside its target under a temporary name and renamed into place at the end, so an error, a kill or a
-full disk never leaves half of one. Files are forced to the disk before the rename, so this holds for a power loss too.
-A lock beside the target keeps a second writer out; the holder of the lock also removes what a killed writer left, and
-puts back a folder that it had set aside. An existing folder is replaced only if all its files were written by the same
-kind of command: its record lists them. Knows nothing of what the folders hold.
+A folder is built next to its target under a temporary name and renamed into place at the end, so an error, a kill or a
+full disk never leaves half of it. Files are synced to disk before the rename, so the same holds for a power loss. A
+lock next to the target keeps a second writer out. Whoever holds the lock also cleans up after a killed writer, and
+restores a folder that it had moved aside. An existing folder is replaced only if the same kind of command wrote all its
+files, which its record lists. Knows nothing of what the folders hold.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ __all__ = [
 
 _LIST = "files"  # the key of a record that lists what was written
 _MAX_RECORD = 2**30  # bytes
-_SHOWN = 3  # strangers that a message names
+_SHOWN = 3  # foreign files that a message names
 
 
 @dataclass(frozen=True)
 class OutputKind:
-    """What a kind of command writes into its folder, so that `overwrite` removes nothing else.
+    """The files that a kind of command writes into its folder, so that `overwrite` removes nothing else.
 
     Attributes:
         record: the JSON file in the folder whose key `files` lists everything that was written; `atomic_folder` adds
             the list. None if the command writes no such file.
-        names: what to expect in a folder without that list, as the first edition wrote it: from the record's content
-            (empty without a record) to relative paths, in which `*` stands for a part of one name and `**` at the end
-            for everything below. Nothing, if the record is not one of this kind.
+        names: what to expect in a folder without that list, as version 0.1 wrote it. A function from the record's
+            content (empty without a record) to relative paths, in which `*` matches part of a name and a final `**`
+            everything below. It returns no paths if the record is of another kind.
     """
 
     record: str | None
@@ -75,11 +75,11 @@ def atomic_folder(
     """Yield an empty temporary folder that becomes `target` when the block ends without an exception.
 
     Args:
-        target: the folder to make. Its parents are made too. If it is a symlink, the folder that it points to is meant.
-            An empty folder counts as absent.
+        target: the folder to create, with its parents. A symlink stands for the folder that it points to. An empty
+            folder counts as absent.
         kind: what the block writes; its record gets the list of files.
-        overwrite: replace `target` if it is of this kind (it stays as it was until the new one is complete).
-        inputs: everything that is read, see `check_inputs`.
+        overwrite: replace `target` if it is of this kind. It stays unchanged until the new folder is complete.
+        inputs: everything that is read; see `check_inputs`.
 
     Raises:
         OutputError: see `check_target`; the target is being written by another process, or cannot be written
@@ -94,7 +94,7 @@ def atomic_folder(
         locked(_beside(place, "lock"), f"{target} is being written by another process"),
     ):
         _recover(place)
-        check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: something may have been put back
+        check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: a folder may have been restored
         building = _beside(place, f"{uuid.uuid4().hex[:12]}.tmp")
         try:
             building.mkdir()
@@ -116,13 +116,12 @@ def check_target(
     overwrite: bool = False,
     inputs: Iterable[str | Path | None] = (),
 ) -> None:
-    """Check whether `atomic_folder` may write `target`. A dry run calls this too, and so does a command before hours of
-    work.
+    """Check whether `atomic_folder` may write `target`. Dry runs and long commands call this before they start.
 
     Raises:
-        OutputError: the target exists, is not an empty folder, and `overwrite` is false; it holds something that
-            no command of this kind wrote; it is a file, or holds the current folder or the home folder; it is, holds or
-            lies inside an input.
+        OutputError: the target exists, is not an empty folder, and `overwrite` is false; it contains a file that no
+            command of this kind wrote; it is a file, or contains the current folder or the home folder; it is an input,
+            contains one or is inside one.
     """
     target = expand(target)
     with _os_errors(target):
@@ -138,7 +137,7 @@ def check_target(
 
 
 def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Check whether a folder may be at `target`, whatever is there now.
+    """Check whether a folder may be written at `target`, regardless of what is in it now.
 
     Raises:
         OutputError: it is a file; see `check_inputs`.
@@ -151,51 +150,51 @@ def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
         check_inputs(target, inputs)
 
 
-def refuse_strangers(target: Path, found: Sequence[str]) -> None:
-    """Raise an `OutputError` that names what `strangers` found in `target`, if it found anything."""
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+def refuse_strangers(target: Path, foreign_paths: Sequence[str]) -> None:
+    """Raise an `OutputError` that names the files that `strangers` returned for `target`, if there are any."""
+    if foreign_paths:
+        more = f" and {len(foreign_paths) - _SHOWN} more" if len(foreign_paths) > _SHOWN else ""
         raise OutputError(
-            f"{target} holds files that this command did not write: {', '.join(found[:_SHOWN])}{more}",
-            "Move them away, or choose another path: `overwrite=True` only replaces earlier output of this command",
+            f"{target} contains files that this command did not write: {', '.join(foreign_paths[:_SHOWN])}{more}",
+            "Move them away or choose another path: `overwrite=True` only replaces earlier output of this command",
             parameter="out_path",
         )
 
 
 def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
-    """Check that an output does not touch what is read.
+    """Check that an output does not overlap any input.
 
     Args:
         target: the output, a folder or a file.
-        inputs: files and folders that are read. Folders count with what the symlinks in them point to. None, Hub ids
-            and whatever else does not exist locally is passed over.
+        inputs: files and folders that are read, with everything that symlinks in a folder point to. None, Hub ids and
+            other names that do not exist locally are skipped.
 
     Raises:
-        OutputError: the target is an input, holds one or lies inside one; or it holds the current folder or the
+        OutputError: the target is an input, contains one or is inside one; or it contains the current folder or the
             home folder.
     """
     place = Path(os.path.realpath(target))
-    if any(_holds(place, Path(os.path.realpath(lived_in))) for lived_in in (os.curdir, os.path.expanduser("~"))):
+    if any(_holds(place, Path(os.path.realpath(folder))) for folder in (os.curdir, os.path.expanduser("~"))):
         raise OutputError(
-            f"{target} holds your home folder or the folder that you are in",
-            "Choose the path of a folder in it",
+            f"{target} contains your home folder or the current folder",
+            "Choose a folder inside it",
             parameter="out_path",
         )
-    for read in inputs:
-        source = None if read is None else expand(read)
+    for given_input in inputs:
+        source = None if given_input is None else expand(given_input)
         if source is None or not exists(source):
             continue
-        for one in _lives_at(source):
-            if _holds(place, one) or _holds(one, place):
+        for location in _locations(source):
+            if _holds(place, location) or _holds(location, place):
                 raise OutputError(
-                    f"the output {target} overlaps the input {read}",
+                    f"the output {target} overlaps the input {given_input}",
                     "Choose an output path outside every input",
                     parameter="out_path",
                 )
 
 
-def _lives_at(source: Path) -> Iterator[Path]:
-    """Every place that a reader of `source` reaches: where it is, and where it and the links in it point to."""
+def _locations(source: Path) -> Iterator[Path]:
+    """Every place that is read with `source`: its own path, and the targets of its links and of those in it."""
     yield Path(os.path.realpath(source.parent)) / source.name
     real = Path(os.path.realpath(source))
     yield real
@@ -205,27 +204,27 @@ def _lives_at(source: Path) -> Iterator[Path]:
 
 
 def _holds(folder: Path, path: Path) -> bool:
-    """Whether `path` is `folder` or lies in it, under whatever name a case-blind or bound file system has it."""
+    """Whether `path` is `folder` or inside it, also under another name (other case, a bind mount)."""
     if path.is_relative_to(folder):
         return True
     try:
-        wanted = folder.stat()
+        folder_stat = folder.stat()
     except OSError:
         return False
     for parent in (path, *path.parents):
         with suppress(OSError):
-            if os.path.samestat(parent.stat(), wanted):
+            if os.path.samestat(parent.stat(), folder_stat):
                 return True
     return False
 
 
 def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = ()) -> list[str]:
-    """What `folder` holds that no command of this kind wrote: relative paths, those of folders with a slash at the end.
+    """The paths in `folder` that no command of this kind wrote, relative to it; a folder's path ends with a slash.
 
     `names` are further paths that the command writes, as in `OutputKind.names`.
     """
     known = [tuple(name.rstrip("/").split("/")) for name in (*_known_names(folder, kind), *names)]
-    found: list[str] = []
+    foreign_paths: list[str] = []
 
     def look(place: Path, within: tuple[str, ...], matching: list[tuple[str, ...]]) -> None:
         with os.scandir(place) as scan:
@@ -242,14 +241,14 @@ def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = (
             elif is_folder and fitting and not os.listdir(entry.path):
                 continue  # an empty folder that the command made
             elif is_folder or len(deeper) == len(fitting):
-                found.append("/".join(path) + "/" * is_folder)
+                foreign_paths.append("/".join(path) + "/" * is_folder)
 
     look(folder, (), known)
-    return found
+    return foreign_paths
 
 
 def _known_names(folder: Path, kind: OutputKind | None) -> Sequence[str]:
-    """The paths that a command of this kind wrote into `folder`, by its record; literal ones, or patterns."""
+    """The paths, or patterns of paths, that a command of this kind wrote into `folder`, according to its record."""
     if kind is None:
         return ()
     if kind.record is None:
@@ -268,7 +267,7 @@ def _known_names(folder: Path, kind: OutputKind | None) -> Sequence[str]:
 
 
 def _add_list(folder: Path, record: str) -> None:
-    """Add what `folder` holds to its record."""
+    """Add the list of files in `folder` to its record."""
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -279,7 +278,7 @@ def _add_list(folder: Path, record: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force `folder` and all that it holds to the disk: after a power loss a renamed file could be empty otherwise."""
+    """Sync `folder` and everything in it to disk: otherwise a renamed file could be empty after a power loss."""
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:
             if not os.path.islink(path := os.path.join(place, name)):
@@ -288,7 +287,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_one(path: str | Path) -> None:
-    """Force a file, or the list of names in a folder, to the disk."""
+    """Sync a file, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -303,15 +302,15 @@ def sync_one(path: str | Path) -> None:
 def replacing(path: Path, building: Path | None = None) -> Iterator[Path]:
     """Yield the path of a temporary file that takes the place of `path` when the block ends without an exception.
 
-    For files inside a folder that is ours: nothing is checked. Both the file and its new name are forced to the disk.
+    For files in a folder of our own: nothing is checked. Both the file and its new name are synced to disk.
 
     Args:
-        path: the file to write; what is there is replaced.
-        building: the temporary file, on the same disk, if its name must be known for cleaning up; by default a
-            hidden one beside `path`.
+        path: the file to write, or to replace.
+        building: the temporary file, on the same disk, if you need its name to clean up; by default a hidden file next
+            to `path`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     building = building or _beside(path, f"{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -337,15 +336,15 @@ def atomic_file(
     place = Path(os.path.realpath(target))
     with _os_errors(target), replacing(place) as building:
         yield building
-        check_file(target, overwrite=overwrite, inputs=inputs)  # again: something may have been put there
+        check_file(target, overwrite=overwrite, inputs=inputs)  # again: the target may have appeared meanwhile
 
 
 def check_file(target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Check whether `atomic_file` may write `target`: a file that exists is replaced where `overwrite` says so.
+    """Check whether `atomic_file` may write `target`. An existing file is replaced only with `overwrite`.
 
     Raises:
         OutputError: the target exists and `overwrite` is false; it is a folder, or not a regular file; its folder
-            does not exist; it is an input, or lies inside one.
+            does not exist; it is an input, or inside one.
     """
     target = expand(target)
     with _os_errors(target):
@@ -363,7 +362,7 @@ def check_file(target: str | Path, *, overwrite: bool = False, inputs: Iterable[
         if not target.parent.is_dir():
             raise OutputError(
                 f"{target} cannot be written: the folder {target.parent} does not exist",
-                "Make the folder, or choose another path",
+                "Create the folder or choose another path",
                 parameter="out_path",
             )
 
@@ -377,22 +376,22 @@ def _is_empty(place: Path) -> bool:
 
 
 def _beside(place: Path, ending: str) -> Path:
-    """A hidden name for something of ours in the same folder, so on the same disk."""
+    """A hidden path in the same folder, and so on the same disk."""
     return place.with_name(f".{place.name}.{ending}")
 
 
 @contextmanager
 def _parents(parent: Path) -> Iterator[None]:
-    """Make missing parents, and take away again those that are still empty where the block fails."""
-    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    """Create missing parents; if the block fails, remove those that are still empty."""
+    new_folders = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
         parent.mkdir(parents=True, exist_ok=True)
         yield
-        for folder in made:
+        for folder in new_folders:
             sync_one(folder.parent)
     except BaseException:
         with suppress(OSError):
-            for folder in made:
+            for folder in new_folders:
                 folder.rmdir()
         raise
 
@@ -402,53 +401,53 @@ def locked(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies.
 
     Raises:
-        OutputError: another process holds it; `what` says who does what.
-        OSError: the file cannot be made.
+        OutputError: another process holds the lock; the message is `what`.
+        OSError: the file cannot be created.
     """
-    from filelock import FileLock, Timeout  # here, because asking for help should not pay for it
+    from filelock import FileLock, Timeout  # here, so that --help stays fast
 
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout:
-        if not path.exists():  # where no file can be made, as in /proc, the lock takes that for a rival's doing
+        if not path.exists():  # where no file can be created, as in /proc, filelock also reports a timeout
             path.touch()
             path.unlink(missing_ok=True)
-        raise OutputError(what, "Wait until it is done, or choose another path", parameter="out_path") from None
+        raise OutputError(what, "Wait until it ends or choose another path", parameter="out_path") from None
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: a rival that has opened it notices that it is gone
+        path.unlink(missing_ok=True)  # while it is held, so a rival that has opened the file notices that it is gone
         lock.release()
 
 
 def _recover(place: Path) -> None:
-    """After a writer that was killed: put back the folder that it had set aside, and remove the rest."""
-    ours = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{12}}(?P<old>\.old)?\.tmp")
-    for left in sorted(place.parent.iterdir()):
-        if match := ours.fullmatch(left.name):
+    """Clean up after a killed writer: restore the folder that it had moved aside, and remove the rest."""
+    temporary_name = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{12}}(?P<old>\.old)?\.tmp")
+    for leftover in sorted(place.parent.iterdir()):
+        if match := temporary_name.fullmatch(leftover.name):
             if match["old"] and (not place.exists() or _is_empty(place)):
-                left.rename(place)
+                leftover.rename(place)
             else:
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> None:
-    """Put `building` in its place. A kill between the two renames of a replacement is what `_recover` repairs."""
+    """Move `building` into place. `_recover` repairs the result of a kill between the two renames."""
     retired = None
     if place.exists() and _is_empty(place):
         shutil.copymode(place, building)
     elif place.exists() and overwrite:
-        retired = building.with_suffix(".old.tmp")  # by this name alone `_recover` knows the only copy
+        retired = building.with_suffix(".old.tmp")  # `_recover` recognises the only copy by this name
         place.rename(retired)
     try:
-        building.rename(place)  # over an empty folder; the system refuses any other
+        building.rename(place)  # this may replace an empty folder; the system refuses any other
     except OSError as error:
         if retired is not None:
             retired.rename(place)
         elif error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise OutputError(
-                f"{target} appeared while it was being written", "Choose another path", parameter="out_path"
+                f"another process created {target} in the meantime", "Choose another path", parameter="out_path"
             ) from None
         raise
     sync_one(place.parent)
@@ -480,13 +479,13 @@ def _os_errors(target: Path) -> Iterator[None]:
 
 def _remedy(number: int | None) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "Free some space, or choose a path on another disk; nothing was left behind"
+        return "Free some space, or choose a path on another disk; no partial output remains"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Choose a path that you may write to"
+        return "Choose a path where you have permission to write"
     if number in (errno.ENOTDIR, errno.EEXIST):
         return "Choose a path whose parents are folders"
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter name"
     if number == errno.EBUSY:
-        return "Choose the path of a folder in it"
-    return "Check the path and the disk; nothing was left behind"
+        return "Choose a folder inside it"
+    return "Check the path and the disk; no partial output remains"

@@ -1,6 +1,6 @@
-"""Numbers of safetensors files: read in blocks as float32, checked for NaN and infinity, rounded once to be written.
+"""The numbers in safetensors files: read in blocks as float32, checked for NaN and infinity, rounded once when written.
 
-numpy with ml_dtypes (for bfloat16), so that composing needs no torch. Knows tensors and bytes; not what they mean.
+Uses numpy with ml_dtypes (for bfloat16), so composing needs no torch. Knows tensors and bytes, not what they mean.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMPY = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 # An IEEE number is infinite or NaN exactly when all bits of its exponent are set.
 _EXPONENT = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
 
-_AGAIN = "The file changed while it was read: start again"
+_AGAIN = "The file changed while it was read. Run the command again"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,12 +54,12 @@ def decode(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[np.flo
 
 def encode(values: npt.NDArray[np.float32], dtype: str) -> Bytes:
     """The bytes of `values` in `dtype`, rounded to nearest, ties to even."""
-    with np.errstate(all="ignore"):  # what overflows becomes infinite, and check_finite finds it
+    with np.errstate(all="ignore"):  # an overflow becomes infinite, and `check_finite` reports it
         return np.ascontiguousarray(values.astype(_NUMPY[dtype], copy=False)).reshape(-1).view(np.uint8)
 
 
 def check_finite(raw: Bytes, dtype: str) -> bool:
-    """Whether `raw`, whole elements of `dtype`, holds no NaN and no infinity."""
+    """Whether `raw`, the bytes of whole `dtype` elements, is free of NaN and infinity."""
     unsigned, exponent = _EXPONENT[dtype]
     bits = raw.view(unsigned) & exponent
     return bool(bits.size == 0 or bits.max() != exponent)
@@ -69,22 +69,22 @@ def finite_bytes(values: npt.NDArray[np.float32], dtype: str, key: str) -> Bytes
     """`encode`; raises an `UnsupportedError` where a number does not fit the dtype."""
     encoded = encode(values, dtype)
     if not check_finite(encoded, dtype):
-        if dtype != "F16":  # bfloat16 and float32 have one range
+        if dtype != "F16":  # bfloat16 and float32 have the same range
             raise too_large(key, dtype)
-        raise UnsupportedError(f"{key} overflows F16 when it is blended", "Save the experts in bfloat16 or float32")
+        raise UnsupportedError(f"{key} overflows float16 when blended", "Save the experts in bfloat16 or float32")
     return encoded
 
 
 def read_numbers(expert: str, file: int, tensor: Tensor) -> npt.NDArray[np.float32]:
-    """A tensor of the open file `file` in float32; errors as for `read_elements`."""
+    """Read a tensor of the open file `file` as float32; raises as `read_elements` does."""
     return read_elements(expert, file, tensor, 0, math.prod(tensor.shape)).reshape(tensor.shape)
 
 
 def read_elements(expert: str, file: int, tensor: Tensor, start: int, stop: int) -> npt.NDArray[np.float32]:
-    """Elements `start` to `stop` of a tensor of the open file `file`, as a vector in float32.
+    """Read elements `start` to `stop` of a tensor of the open file `file`, as a float32 vector.
 
     Raises:
-        ExpertError: one of them is NaN or infinite, or the file is shorter than its header said.
+        ExpertError: an element is NaN or infinite, or the file is shorter than its header says.
     """
     size = DTYPE_BYTES[tensor.dtype]
     raw = read_bytes(file, tensor, start * size, stop * size)
@@ -94,29 +94,29 @@ def read_elements(expert: str, file: int, tensor: Tensor, start: int, stop: int)
 
 
 def read_bytes(file: int, tensor: Tensor, start: int, stop: int) -> Bytes:
-    """Bytes `start` to `stop` of a tensor of the open file `file`.
+    """Read bytes `start` to `stop` of a tensor of the open file `file`.
 
     Raises:
         ExpertError: they cannot be read, or the file ends before them.
     """
     raw = np.empty(stop - start, np.uint8)
-    done = 0
-    while done < raw.size:
+    bytes_read = 0
+    while bytes_read < raw.size:
         try:
-            count = os.preadv(file, [raw[done:].data], tensor.start + start + done)
+            count = os.preadv(file, [raw[bytes_read:].data], tensor.start + start + bytes_read)
         except OSError as error:
             raise ExpertError(f"{tensor.name} cannot be read: {error.strerror}", "Check the disk") from None
         if count == 0:
-            raise ExpertError(f"{tensor.name} ends early", _AGAIN)
-        done += count
+            raise ExpertError(f"the file ends in the middle of {tensor.name}", _AGAIN)
+        bytes_read += count
     return raw
 
 
 def write_at(output: int, data: Bytes, offset: int) -> None:
-    """Write all of `data` at `offset`; one call may write less than asked for, on a disk that fills up for instance."""
-    done = 0
-    while done < data.size:
-        done += os.pwrite(output, data[done:].data, offset + done)
+    """Write all of `data` at `offset`; a single system call may write less, for instance on a disk that fills up."""
+    written = 0
+    while written < data.size:
+        written += os.pwrite(output, data[written:].data, offset + written)
 
 
 def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
@@ -126,16 +126,16 @@ def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
 
 def not_finite(expert: str, key: str) -> ExpertError:
     return ExpertError(
-        f"{key} of the expert {expert!r} holds NaN or infinity", "Its training diverged: use an earlier checkpoint"
+        f"{key} of the expert {expert!r} contains NaN or infinity", "Its training diverged: use an earlier checkpoint"
     )
 
 
 @contextmanager
 def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> Iterator[dict[Path, int]]:
-    """File descriptors of the files, open for reading, by path.
+    """Open the files for reading; yields their file descriptors by path.
 
     Raises:
-        ExpertError: a file cannot be opened, or one of `sources` changed since its header was read.
+        ExpertError: a file cannot be opened, or one of `sources` has changed since its header was read.
     """
     with ExitStack() as stack:
         by_path = {source.path: source for source in sources}
@@ -145,8 +145,8 @@ def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> It
 
 
 def too_large(name: str, dtype: str = "F32") -> UnsupportedError:
-    """The error for numbers that no wider dtype would hold."""
+    """The error for numbers that overflow the widest dtype."""
     return UnsupportedError(
-        f"{name} overflows {dtype} when it is computed",
-        "Check the experts' weights and lora_alpha, and the composition's weights: one of them is far too large",
+        f"{name} overflows {dtype} when computed",
+        "Check the experts' weights, their lora_alpha and the composition's weights: one of them is far too large",
     )

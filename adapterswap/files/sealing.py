@@ -1,6 +1,6 @@
-"""JSON that says its own hash, so that a byte of it that was changed afterwards is noticed.
+"""JSON with its own hash, so that a later change is noticed.
 
-A guard against accidents and well-meant edits, not against forgery. Knows nothing of what the JSON says.
+This guards against accidents and well-meant edits, not against forgery. Knows nothing of what the JSON says.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SEAL = "sha256"
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """`content` with the hash of its JSON under `sha256`, as its last key."""
+    """`content` with the hash of its JSON as its last key, `sha256`."""
     return {**content, SEAL: _digest(content)}
 
 
 def is_sealed(content: Mapping[str, Any]) -> bool:
-    """Whether `content`, as it was read back, is what was sealed."""
-    inside = {key: value for key, value in content.items() if key != SEAL}
-    return content.get(SEAL) == _digest(inside)
+    """Whether `content`, as read back, is unchanged since it was sealed."""
+    unsealed = {key: value for key, value in content.items() if key != SEAL}
+    return content.get(SEAL) == _digest(unsealed)
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
-"""Read small files that may come from a stranger: only regular files, only up to a size, only plain JSON. Write JSON.
+"""Read small untrusted files: only regular files, only up to a size, only plain JSON. Write JSON.
 
-Knows nothing of what the files say. Reading JSON takes many times the file's size in memory, which is why there are
-limits at all.
+There are limits because reading JSON takes many times the file's size in memory. Knows nothing of what the files say.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ __all__ = [
 
 _MAX_BYTES = 16 * 2**20  # a config that names every one of 100,000 modules fits
 _MAX_CONTAINERS = 500_000  # lists and objects
-_POINTER = b"version https://git-lfs.github.com/spec/"  # how the text begins that Git LFS keeps in a file's place
-_POINTER_BYTES = 1024  # no pointer is longer
+_POINTER = b"version https://git-lfs.github.com/spec/"  # the start of the text that Git LFS keeps in place of a file
+_POINTER_BYTES = 1024  # a pointer is always shorter
 _MAX_DEPTH = 40  # the configs of real models nest about five deep
 
 
@@ -51,24 +50,24 @@ _short.maxstring = _short.maxother = 100
 
 
 def shown(value: Any) -> str:
-    """A value from a file as it may stand in a message: like `repr`, but short however large the value is."""
+    """A value from a file, for use in a message: like `repr`, but short however large the value is."""
     return _short.repr(value)
 
 
 def expand(path: str | Path) -> Path:
-    """`path` with a leading `~` or `~user` replaced by that home folder, if there is such a user."""
+    """`path` with a leading `~` or `~user` replaced by that user's home folder, if the user exists."""
     with suppress(RuntimeError):
         return Path(path).expanduser()
     return Path(path)
 
 
 def expand_text(reference: str) -> str:
-    """As `expand`, for text that may be a Hub id: other text than a path below `~` stays as it is."""
+    """Like `expand`, for text that may be a Hub id: text that does not begin with `~` is returned unchanged."""
     return str(expand(reference)) if reference.startswith("~") else reference
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at `path`; False for what is no possible path."""
+    """Whether `path` exists; False if it is not a valid path."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -76,7 +75,7 @@ def exists(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder that can be seen; False for what is no possible path."""
+    """Whether `path` is a folder that you can access; False if it is not a valid path."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -84,19 +83,19 @@ def is_folder(path: Path) -> bool:
 
 
 def open_regular(path: Path, remedy: str, *, kind: type[AdapterswapError] = ExpertError) -> BufferedReader:
-    """Open a file for reading if it is a regular one: a pipe would wait for ever, a device never end.
+    """Open a regular file for reading. Anything else is refused: a pipe could wait for ever, a device never end.
 
     Args:
         path: the file.
-        remedy: what the error tells the user to do.
-        kind: the class of the error, by what the file belongs to.
+        remedy: the remedy in the error message.
+        kind: the class of the error; it depends on what the file belongs to.
 
     Raises:
-        ExpertError, or `kind`: it cannot be opened, or is not a regular file.
+        ExpertError, or `kind`: the file cannot be opened, or is not a regular file.
     """
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)  # opening a pipe must not wait; for regular files it says nothing
+        return os.open(name, flags | os.O_NONBLOCK)  # opening a pipe must not wait; no effect on regular files
 
     try:
         file = open(path, "rb", opener=opener)  # noqa: SIM115 - the caller closes it
@@ -112,11 +111,11 @@ def open_regular(path: Path, remedy: str, *, kind: type[AdapterswapError] = Expe
 def read_small(
     path: Path, remedy: str, *, limit: int = _MAX_BYTES, kind: type[AdapterswapError] = ExpertError
 ) -> bytes:
-    """The bytes of a small file; `remedy` and `kind` as for `open_regular`.
+    """Read the bytes of a small file; `remedy` and `kind` as for `open_regular`.
 
     Raises:
-        ExpertError, or `kind`: it cannot be read, is not a regular file, is larger than `limit` bytes, or is a Git LFS
-            pointer.
+        ExpertError, or `kind`: the file cannot be read, is not a regular file, is larger than `limit` bytes, or is a
+            Git LFS pointer.
     """
     with open_regular(path, remedy, kind=kind) as file:
         try:
@@ -125,21 +124,21 @@ def read_small(
             raise kind(f"{path} cannot be read: {error.strerror}", remedy) from None
     check_pointer(content, path, kind=kind)
     if len(content) > limit:
-        raise kind(f"{path} is larger than {limit:,} bytes, which no such file needs to be", remedy)
+        raise kind(f"{path} is larger than {limit:,} bytes, the most that is read from such a file", remedy)
     return content
 
 
 def check_pointer(content: bytes, path: Path, *, kind: type[AdapterswapError] = ExpertError) -> None:
-    """Raise an error of class `kind` if a file's first bytes are those of a Git LFS pointer."""
+    """Raise an error of class `kind` if `content`, a file's first bytes, is from a Git LFS pointer."""
     if content.startswith(_POINTER):
         raise kind(
-            f"{path} is a Git LFS pointer, not the file that it stands for",
+            f"{path} is a Git LFS pointer, not the file itself",
             "Run `git lfs pull` in its repository, or download the file",
         )
 
 
 def check_pointers(folder: Path, *, kind: type[AdapterswapError] = ExpertError) -> None:
-    """The same for all files in a folder, for libraries that would fail on one with a reason of their own."""
+    """Do the same for all files in a folder, before a library fails on one with a less helpful message."""
     for path in sorted(folder.iterdir()):
         with suppress(OSError):
             if path.is_file() and path.stat().st_size < _POINTER_BYTES:
@@ -149,7 +148,7 @@ def check_pointers(folder: Path, *, kind: type[AdapterswapError] = ExpertError) 
 def read_json(
     path: Path, remedy: str = "Write or download it again", *, kind: type[AdapterswapError] = ExpertError
 ) -> dict[str, Any]:
-    """The JSON object in a small file; `remedy` and `kind` as for `open_regular`.
+    """Read the JSON object in a small file; `remedy` and `kind` as for `open_regular`.
 
     Raises:
         ExpertError, or `kind`: see `read_small` and `parse_json`.
@@ -158,51 +157,51 @@ def read_json(
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False, allow_nan: bool = False) -> None:
-    """Write a JSON object for people to read: a key a line, letters as they are, a line's end at the end.
+    """Write a JSON object for people to read: one key per line, non-ASCII letters unescaped, a final newline.
 
-    Halves of surrogate pairs, which UTF-8 cannot say, are written as JSON's escapes for them (`\\ud800`).
+    Halves of surrogate pairs, which UTF-8 cannot encode, are written as JSON escapes (`\\ud800`).
 
     Args:
-        path: the file; what is there is replaced.
-        content: what the file says.
-        sort_keys: in the order of their names instead of their own.
-        allow_nan: write NaN and Infinity, which are no JSON but are read again by Python.
+        path: the file to write, or to replace.
+        content: the object.
+        sort_keys: sort the keys by name instead of keeping their order.
+        allow_nan: write NaN and Infinity, which are not valid JSON but which Python reads back.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the content holds NaN or infinity (without `allow_nan`).
+        ValueError: the content contains NaN or infinity (without `allow_nan`).
     """
     text = json.dumps(content, indent=2, ensure_ascii=False, sort_keys=sort_keys, allow_nan=allow_nan)
     path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def parse_json(raw: bytes, where: str, remedy: str, *, kind: type[AdapterswapError] = ExpertError) -> dict[str, Any]:
-    """The JSON object in `raw`; `where` names it in messages. It may hold Infinity, as the configs of Mamba models do.
+    """Parse the JSON object in `raw`. It may contain Infinity, as the configs of Mamba models do.
 
-    `remedy` and `kind` as for `open_regular`.
+    `where` names the source in messages; `remedy` and `kind` as for `open_regular`.
 
     Raises:
-        ExpertError, or `kind`: it is not UTF-8, not JSON, not an object, holds a key twice, nests too deep, or holds
-            more lists and objects than any such file needs.
+        ExpertError, or `kind`: `raw` is not UTF-8, not JSON or not an object; it has a key twice, is nested too deeply,
+            or has more lists and objects than any such file needs.
     """
     if raw.count(b"[") + raw.count(b"{") > _MAX_CONTAINERS:  # counted before they take up memory
-        raise kind(f"{where} holds more than {_MAX_CONTAINERS:,} lists and objects", remedy)
+        raise kind(f"{where} contains more than {_MAX_CONTAINERS:,} lists and objects", remedy)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)
         if len(mapping) < len(pairs):
-            raise ValueError("one object has the same key twice")
+            raise ValueError("an object has the same key twice")
         return mapping
 
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "it nests too deep"
+        reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         raise kind(f"{where} is not JSON in UTF-8: {reason[:200]}", remedy) from None
     if not isinstance(content, dict):
         raise kind(f"{where} is not a JSON object", remedy)
     if _is_deep(content):
-        raise kind(f"{where} nests more than {_MAX_DEPTH} deep", remedy)
+        raise kind(f"{where} is nested more than {_MAX_DEPTH} levels deep", remedy)
     return content
 
 

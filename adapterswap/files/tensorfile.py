@@ -1,10 +1,10 @@
 """Safetensors files as named byte ranges: read a header, check it, write one.
 
-The safetensors library reads and checks headers: every byte belongs to one tensor, and each has the size of its shape
-and dtype. It does not tell a tensor's place in the file, which copying without loading needs, but the order, and so the
-sizes before it. What is left to check here is what no file of ours may hold: other dtypes, names that cannot be shown,
-sizes beyond 64 bits. Knows nothing of LoRA. Format: https://huggingface.co/docs/safetensors (8 bytes little-endian
-header length, JSON, data).
+The safetensors library reads and checks headers: every byte belongs to exactly one tensor, and each tensor has the size
+of its shape and dtype. The library does not report where a tensor is in the file, which copying without loading needs;
+that follows from the order and the sizes. This module also refuses dtypes that we do not handle, names that cannot be
+printed, and sizes beyond 64 bits. Knows nothing of LoRA. Format: https://huggingface.co/docs/safetensors (8 bytes
+little-endian header length, JSON, data).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file whose header has been read and found sound.
+    """A safetensors file whose header has been read and checked.
 
     Attributes:
         path: the file.
@@ -58,7 +58,7 @@ class TensorFile:
         data_start: where the tensor data begins, in bytes from the start of the file.
         size: the file's size in bytes.
         header: the header's raw bytes (length prefix included).
-        stamp: what changes when the file is replaced or written to: its size, times and inode; see `open_tensors`.
+        stamp: its size, times and inode, which change when the file is replaced or written to; see `open_tensors`.
     """
 
     path: Path
@@ -73,37 +73,37 @@ def read_header(path: str | Path) -> TensorFile:
     """Read and check the header of a safetensors file, without touching the tensors.
 
     Raises:
-        ExpertError: the file is missing, not a regular file, or the safetensors library finds it damaged; its header is
-            longer than 32 MiB, or holds a name that is not printable, a dtype that is not a whole number of bytes, or a
-            shape of more than eight dimensions.
+        ExpertError: the file is missing, not a regular file, or damaged according to the safetensors library; its
+            header is longer than 32 MiB, or contains a name that is not printable, a dtype that is not a whole number
+            of bytes, or a shape of more than eight dimensions.
     """
     path = Path(path)
-    with open_regular(path, "Give the path of a readable file") as file:
+    with open_regular(path, "Pass the path of a readable file") as file:
         try:
-            found = os.fstat(file.fileno())
-            size = found.st_size
+            file_stat = os.fstat(file.fileno())
+            size = file_stat.st_size
             prefix = file.read(8)
             check_pointer(prefix + file.peek(100), path)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
-                announced = f"a header of {length} bytes" if len(prefix) == 8 else "no header"
-                raise ExpertError(f"{path} is {size} bytes long and announces {announced}", _REMEDY)
+                announced = f"its header claims {length} bytes" if len(prefix) == 8 else "it has no header"
+                raise ExpertError(f"{path} is {size} bytes long, but {announced}", _REMEDY)
             raw = file.read(length)
         except OSError as error:
             raise ExpertError(f"{path} cannot be read: {error.strerror}", "Check the disk") from None
     try:
         with safe_open(path, "np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            held = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
+            specs = [(name, view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()]
     except (SafetensorError, OSError) as error:
-        raise ExpertError(f"{path}, of {size} bytes, is not a valid safetensors file: {error}", _REMEDY) from None
+        raise ExpertError(f"{path} ({size} bytes) is not a valid safetensors file: {error}", _REMEDY) from None
     tensors: dict[str, Tensor] = {}
     position = data_start = 8 + length
-    for name, dtype, shape in held:
+    for name, dtype, shape in specs:
         _check(name, dtype, shape, path)
         tensors[name] = Tensor(name, dtype, shape, position, position + DTYPE_BYTES[dtype] * prod(shape))
         position = tensors[name].stop
-    return TensorFile(path, tensors, data_start, size, prefix + raw, stamp(found))
+    return TensorFile(path, tensors, data_start, size, prefix + raw, stamp(file_stat))
 
 
 @contextmanager
@@ -111,19 +111,19 @@ def open_tensors(source: TensorFile) -> Iterator[BufferedReader]:
     """Open a file whose header has been read, to read its tensors.
 
     Raises:
-        ExpertError: the file is gone, or was replaced or written to since, up to the end of the block.
+        ExpertError: the file has been removed, replaced or written to since then, or was changed inside the block.
     """
-    with open_regular(source.path, "Start again once it is complete") as file:
+    with open_regular(source.path, "Run the command again once the file is complete") as file:
         _check_stamp(file, source)
         yield file
         _check_stamp(file, source)
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Tensor]]:
-    """The header for tensors given as (name, dtype, shape), and where each of them goes in the file.
+    """The header for tensors, each a (name, dtype, shape), and each tensor's place in the file.
 
-    Tensors are ordered by falling element size, then by name: every tensor stays aligned, and the same tensors give the
-    same bytes. The header is padded with spaces to a multiple of 8 bytes.
+    Tensors with larger elements come first, then they are sorted by name: so every tensor is aligned, and the same
+    tensors give the same bytes. The header is padded with spaces to a multiple of 8 bytes.
     """
     placed: dict[str, Tensor] = {}
     offset = 0
@@ -140,19 +140,21 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     return len(raw).to_bytes(8, "little") + raw, moved
 
 
-def stamp(found: os.stat_result) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
+def stamp(file_stat: os.stat_result) -> tuple[int, ...]:
+    """Size, times and inode, which change when a file is replaced or written to."""
     # Size and modification time are not enough: images, archives and `cp -p` set the latter. No program sets ctime.
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    return file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino
 
 
 def _check_stamp(file: BufferedReader, source: TensorFile) -> None:
     if stamp(os.fstat(file.fileno())) != source.stamp:
-        raise ExpertError(f"{source.path} changed since it was opened", "Start again once it is complete")
+        raise ExpertError(
+            f"{source.path} has changed since it was opened", "Run the command again once the file is complete"
+        )
 
 
 def _check(name: str, dtype: str, shape: tuple[int, ...], path: Path) -> None:
-    """What the library takes and we do not."""
+    """Refuse what the library accepts but we do not."""
     if not name.isprintable() or len(name) > _MAX_NAME:
         raise ExpertError(f"{path}: {shown(name)} is not the name of a tensor", _REMEDY)
     if dtype not in DTYPE_BYTES:

@@ -1,7 +1,7 @@
 """Read a YAML recipe into a pydantic model, and report every mistake in it at once.
 
-Recipes may extend others (`files.extending`). Unknown keys are refused with the nearest known one, and each mistake is
-reported with the file that holds it. Knows nothing of what recipes mean: the models say that.
+Recipes may extend others (`files.extending`). An unknown key is refused with the most similar known one, and each
+mistake is reported with the file that it is in. Knows nothing of what recipes mean: the models do.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ else:
     class _OurErrors(type(BaseModel)):
         """Makes `Model(...)` raise a `FieldError`.
 
-        Only a call from Python goes through here. Where pydantic makes a model inside another, its own errors remain,
-        so that the outer model reports all mistakes at once.
+        Only calls from Python come here. When pydantic creates a model inside another, its own errors remain, so the
+        outer model can report all mistakes at once.
         """
 
         def __call__(cls, *args, **fields):
@@ -45,7 +45,7 @@ else:
 
 
 class FieldMistake(ValueError):
-    """What a validator raises to name the field at fault, where it checks several, and what to do about it."""
+    """Raised by a validator of several fields, to name the one at fault and what to do about it."""
 
     def __init__(self, message: str, parameter: str | None = None, *, remedy: str = "Correct it") -> None:
         super().__init__(message)
@@ -54,10 +54,10 @@ class FieldMistake(ValueError):
 
 
 class StrictModel(_Model):
-    """A piece of a recipe: unknown keys are errors, and a value once read is not changed.
+    """A part of a recipe. Unknown keys are errors, and values cannot be changed.
 
     Raises:
-        FieldError: with every mistake in the fields.
+        FieldError: lists every mistake in the fields.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
@@ -66,7 +66,7 @@ class StrictModel(_Model):
 
     @property
     def recipe_files(self) -> tuple[Path, ...]:
-        """The files that this was read from: the recipe and what it extends. None, if it was made in Python."""
+        """The files that this was read from: the recipe and what it extends. Empty if it was created in Python."""
         return self._files
 
     @classmethod
@@ -84,26 +84,26 @@ class StrictModel(_Model):
 
 
 class FiniteModel(StrictModel):
-    """Numbers are finite: `.inf` is valid YAML, and no rate, rank or norm."""
+    """A model whose numbers are finite: `.inf` is valid YAML, but not a valid rate, rank or norm."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
 
 def list_values(value: Any) -> Any:
-    """A mapping's values as a list, without those that are null: for fields that are a list in the end.
+    """A mapping's values that are not null, as a list; for list fields that a recipe may write as a mapping.
 
-    Names let fragments add to such a list, change an item of it, or take one away; a plain list is replaced as a whole.
+    The keys let fragments add an item, change one or remove one (with null); a plain list is replaced as a whole.
     """
     return [item for item in value.values() if item is not None] if isinstance(value, dict) else value
 
 
 def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """`content` with each `key=value` of `overrides` put in its place; `a.b.0.c` reaches into mappings and lists.
+    """Return `content` with each `key=value` of `overrides` applied; `a.b.0.c` reaches into mappings and lists.
 
-    Values are read as YAML (`3e-4`, `true`, `[a, b]`). The input is left as it was.
+    Values are read as YAML (`3e-4`, `true`, `[a, b]`). `content` itself is not changed.
 
     Raises:
-        ArgumentError: an override without `=`, or whose path leads through a plain value or off a list.
+        ArgumentError: an override has no `=`, or its path leads through a plain value or past the end of a list.
     """
     import copy
 
@@ -113,7 +113,7 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
         if not equals or not path:
             raise ArgumentError(
                 f"`overrides`: {override!r} is not key=value",
-                "Write for instance training.seed=1",
+                "Write it like training.seed=1",
                 parameter="overrides",
             )
         try:
@@ -135,8 +135,8 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
 def _item(place: Any, step: str, override: str) -> Any:
     if not isinstance(place, list) or not step.isdecimal() or int(step) >= len(place):
         raise ArgumentError(
-            f"`overrides`: {override!r}: {step!r} leads nowhere",
-            "Name keys of the recipe, and positions of lists from 0",
+            f"`overrides`: {override!r}: there is nothing at {step!r}",
+            "Use keys of the recipe, and list positions counted from 0",
             parameter="overrides",
         )
     return place[int(step)]
@@ -145,14 +145,17 @@ def _item(place: Any, step: str, override: str) -> Any:
 def read_recipe(
     path: str | Path, model: type[_AnyModel], overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
 ) -> _AnyModel:
-    """Read the YAML file at `path` and what it extends, apply `overrides`, and check the whole against `model`.
+    """Read the YAML file at `path` and what it extends, apply `overrides`, and check the result against `model`.
 
     Args:
-        paths: keys of local paths, such as `datasets.*.path`, see `read_content`.
+        path: the recipe.
+        model: the model that checks it.
+        overrides: see `apply_overrides`.
+        paths: keys of local paths, such as `datasets.*.path`; see `read_content`.
 
     Raises:
         NotFoundError, ArgumentError: see `read_content`.
-        FieldError: see `load_layers`; else with every mistake: its file, its key, its value and what is allowed.
+        FieldError: see `load_layers`; otherwise lists every mistake with its file, key, value and what is allowed.
     """
     content, layers = read_content(path, overrides, paths=paths)
     recipe = validate(content, model, where=str(path), layers=layers)
@@ -164,13 +167,13 @@ def read_recipe(
 def read_content(
     path: str | Path, overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
 ) -> tuple[dict[str, Any], list[Layer]]:
-    """The recipe as plain data, and the files that it is made of.
+    """Read a recipe as plain data; also returns the files that it consists of.
 
     Args:
         path: the recipe.
         overrides: see `apply_overrides`.
-        paths: keys whose values may be local paths; `*` stands for any one key or position. Where a fragment wrote
-            one and it exists beside the fragment, it is made relative to the recipe's folder.
+        paths: keys whose values may be local paths; `*` matches any one key or position. If a fragment sets such a path
+            and it exists relative to the fragment, it is made relative to the recipe's folder.
 
     Raises:
         NotFoundError, FieldError: see `load_layers`.
@@ -216,7 +219,7 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
 def validate(content: dict[str, Any], model: type[_AnyModel], *, where: str, layers: Sequence[Layer] = ()) -> _AnyModel:
     """`content` as a `model`, or a `FieldError` that lists every mistake.
 
-    `where` names the source; of a mistake that one of `layers` made, that file is named instead.
+    `where` names the source of a mistake, unless one of `layers` made it: then that file is named.
     """
     try:
         return model.__pydantic_validator__.validate_python(content)  # type: ignore[no-any-return]
@@ -230,7 +233,7 @@ def _explained(
     problems = Problems(FieldError)
     for details in error.errors(include_url=False):
         written = _as_written(details["loc"], content)
-        # What is missing is missing in what stands around it.
+        # A missing key is a mistake of the file that wrote the mapping around it.
         source = writer(layers, written[:-1] if details["type"] == "missing" else written)
         problem = _explain(details, written, model, str(source or where))
         problems.add(problem.message, problem.remedy, parameter=problem.parameter)
@@ -238,7 +241,7 @@ def _explained(
 
 
 def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
-    """`location` with the names of a mapping that `list_values` made a list in place of the positions."""
+    """`location` as the recipe has it: where `list_values` made a mapping a list, keys instead of positions."""
     written: list[int | str] = []
     for place, step in enumerate(location, start=1):
         if written and _names_a_member(step, content, last=place == len(location)):
@@ -250,20 +253,20 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
         written.append(step)
         try:
             content = content[step]
-        except (KeyError, IndexError, TypeError):  # what is missing, or a step that is pydantic's own
+        except (KeyError, IndexError, TypeError):  # a missing key, or a step of pydantic's own
             content = None
     return tuple(written)
 
 
 def _names_a_member(step: int | str, content: Any, *, last: bool) -> bool:
-    """Whether a step of pydantic's names a member of a union that `content` was tried as, and no key of it."""
+    """Whether a step of pydantic's is the member of a union that `content` was tried as, not a key of `content`."""
     if isinstance(content, Mapping):
         return isinstance(step, str) and step not in content and not last and step != "parameters"
     return isinstance(content, str | int | float)
 
 
 def _explain(details: Any, written: Location, model: type[BaseModel], where: str) -> Problem:
-    """One pydantic error as key, value and allowed values."""
+    """Turn one pydantic error into a problem that names the key, its value and what is allowed."""
     location, kind = details["loc"], details["type"]
     path = ".".join(str(part) for part in written)
     parameter, key = path or None, path or "the recipe"
@@ -285,7 +288,7 @@ def _explain(details: Any, written: Location, model: type[BaseModel], where: str
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:
-    """The keys allowed beside the unknown one at `location`, as far as the models' fields tell."""
+    """The keys allowed in place of the unknown one at `location`, as far as the models' fields show."""
     import typing
 
     current: Any = model

@@ -1,8 +1,7 @@
-"""YAML that may come from a stranger: safe, bounded, and sound; and YAML as text.
+"""Read untrusted YAML, safely and within bounds, and write YAML.
 
-ruamel.yaml reads and writes it, by YAML 1.2. Added here is what it leaves to its users: bounds that hold also after
-aliases are followed, no control characters, and plain keys, each of them once even beside a `<<`. Knows nothing of what
-the values mean.
+ruamel.yaml reads and writes it as YAML 1.2. This module adds bounds that also hold after aliases are followed, refuses
+control characters, and accepts only plain keys, each once, even next to a `<<`. Knows nothing of what the values mean.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _PREFIX = "tag:yaml.org,2002:"
 
 
 class _Resolver(VersionedResolver):
-    """YAML 1.2 calls `yes` and `no` text, but who writes `do_sample: no` means false."""
+    """Reads `yes` and `no` as booleans. They are text in YAML 1.2, but `do_sample: no` is meant as false."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         if kind is ScalarNode and implicit[0] and re.fullmatch("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", value):
@@ -44,10 +43,10 @@ class _Resolver(VersionedResolver):
 
 
 class _Constructor(SafeConstructor):
-    """Refuses what the library takes, and says where a value stands that cannot be read."""
+    """Stricter than the library, and reports the line and column of an invalid value."""
 
     def construct_document(self, node: Node) -> Any:
-        """Follow aliases first: the library counts what is written, and a few lines can ask for billions of copies."""
+        """Follow aliases first: the library counts what is written, and a few lines can become billions of copies."""
         stack, count = [(node, 1)], 1
         while stack:
             part, depth = stack.pop()
@@ -59,12 +58,12 @@ class _Constructor(SafeConstructor):
                 inner = [item for pair in inner for item in pair]
             count += len(inner)
             if count > _MAX_VALUES or (inner and depth == _MAX_DEPTH):
-                raise _refusal(f"it holds more than {_MAX_VALUES} values, or {_MAX_DEPTH} levels of them,", part)
+                raise _refusal(f"it contains more than {_MAX_VALUES} values or {_MAX_DEPTH} levels", part)
             stack += [(item, depth + 1) for item in inner]
         return super().construct_document(node)
 
     def _check_keys(self, mapping: MappingNode) -> None:
-        """The library takes lists for keys, and beside a `<<` any number of keys that are the same."""
+        """Refuse lists as keys and repeated keys next to a `<<`, both of which the library accepts."""
         seen: set[Any] = set()
         for key, _ in mapping.value:
             name = key.value if key.tag == f"{_PREFIX}merge" else self.construct_object(key)
@@ -78,11 +77,11 @@ class _Constructor(SafeConstructor):
         try:
             value = super().construct_object(node, deep)
             if isinstance(value, str) and (odd := Reader.NON_PRINTABLE.search(value)):
-                raise ValueError(f"it holds the control character {odd[0]!r}")
+                raise ValueError(f"it contains the control character {odd[0]!r}")
             if isinstance(value, int) and abs(value) >= 2**63:
                 raise ValueError("it is too large")
             return value
-        except (ValueError, LookupError, ArithmeticError) as error:  # also the library's, of `2001-99-99` or `!!int ""`
+        except (ValueError, LookupError, ArithmeticError) as error:  # the library raises them for `2001-99-99` as well
             raise _refusal(
                 f"{shown(node.value)} is not a valid {str(node.tag).rpartition(':')[2]}: {error}", node
             ) from None
@@ -93,24 +92,25 @@ for _tag in ("binary", "omap", "pairs", "set"):
 
 
 class _Representer(RoundTripRepresenter):
-    """Writes null out: a key with nothing behind it looks forgotten."""
+    """Writes `null` in full: a key without a value looks like an oversight."""
 
 
 _Representer.add_representer(type(None), lambda writer, _: writer.represent_scalar(f"{_PREFIX}null", "null"))
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Read the mapping in a YAML file.
 
     Raises:
         NotFoundError: the file does not exist.
-        FieldError: it cannot be read, is not a regular file, larger than 256 KiB, not UTF-8, not YAML, or not a
-            mapping; it holds a key twice, a control character, or more than 20,000 values once aliases are followed.
+        FieldError: the file cannot be read, is not a regular file, is larger than 256 KiB, or is not UTF-8, not YAML or
+            not a mapping; it contains a key twice, a control character, or more than 20,000 values once aliases are
+            followed.
     """
     path = Path(path)
     if not exists(path):
-        raise NotFoundError(f"{path} does not exist", "Give the path of a recipe (YAML)", parameter="recipe")
-    raw = read_small(path, "Give the path of a recipe (YAML)", limit=_MAX_BYTES, kind=FieldError)
+        raise NotFoundError(f"{path} does not exist", "Pass the path of a recipe (YAML)", parameter="recipe")
+    raw = read_small(path, "Pass the path of a recipe (YAML)", limit=_MAX_BYTES, kind=FieldError)
     try:
         content = parse_yaml(raw.decode("utf-8"))
     except ValueError as error:
@@ -118,7 +118,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if content is None:
         raise FieldError(f"{path} is empty", "Write `key: value` lines")
     if not isinstance(content, dict):
-        raise FieldError(f"{path} holds {type(content).__name__}, not keys with values", "Write `key: value` lines")
+        raise FieldError(f"{path} contains a {type(content).__name__}, not a mapping", "Write `key: value` lines")
     return content
 
 
@@ -126,22 +126,22 @@ def parse_yaml(text: str) -> Any:
     """The value in a YAML text.
 
     Raises:
-        ValueError: with the reason why there is none that is sound.
+        ValueError: the text is not valid YAML; the message says why.
     """
     yaml = YAML(typ="safe", pure=True)
     yaml.Resolver, yaml.Constructor, yaml.max_depth = _Resolver, _Constructor, _MAX_DEPTH
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", YAMLWarning)  # an anchor that stands twice
+            warnings.simplefilter("error", YAMLWarning)  # an anchor that is defined twice
             return yaml.load(text)
     except (YAMLError, YAMLWarning) as error:
-        # Without what is for programmers, and what points into a line shown above it.
+        # Leave out advice for programmers, and carets that point into a line shown above.
         reason = re.sub(r", if necessary increase .*|\^ \(line: \d+\)", "", str(error))
         raise ValueError(" ".join(reason.split()).replace('in "<unicode string>", ', "at ")) from None
 
 
 def round_trip() -> YAML:
-    """What reads YAML to change it and writes it with its comments; it writes plain data in blocks."""
+    """A reader and writer that keeps comments, for editing YAML; it writes plain data in block style."""
     yaml = YAML()
     yaml.Resolver, yaml.Representer = _Resolver, _Representer
     yaml.preserve_quotes, yaml.width = True, 10**6

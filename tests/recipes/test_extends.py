@@ -105,7 +105,7 @@ def test_fragments_that_cannot_be_had(files: dict[str, str], reason: str, tmp_pa
 
 def test_fragments_that_are_missing_are_told_together(tmp_path: Path) -> None:
     lines = told(write(tmp_path, recipe="extends: [models/lama-3.1-8b, two]")).splitlines()
-    assert "'models/lama-3.1-8b', which is neither a file beside it nor a shipped recipe" in lines[0]
+    assert "'models/lama-3.1-8b', which is neither a file nor a shipped recipe" in lines[0]
     assert "such as models/llama-3.1-8b" in lines[0]
     assert "'two'" in lines[1]
 
