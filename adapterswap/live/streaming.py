@@ -62,6 +62,7 @@ def stream(
     max_new_tokens: int = 64,
     chat: bool = False,
     turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+    stopped: threading.Event | None = None,
 ) -> Iterator[Answers]:
     """Answer one prompt by several compositions at once, and yield what there is after every token.
 
@@ -76,6 +77,7 @@ def stream(
         max_new_tokens: at most so many, fewer where the model's context ends.
         chat: put the prompt into the tokenizer's chat template, as the user's message.
         turn: makes a context that is entered while the model computes: a lock, where others use it too.
+        stopped: set by another thread, it ends the generation at the next token, or before it begins.
 
     Raises:
         ArgumentError: no composition, an empty prompt, one that fills the context, or a tokenizer without a template.
@@ -87,13 +89,16 @@ def stream(
     if not compositions:
         raise ArgumentError("there is nothing to compare", "Name at least one composition", parameter="compositions")
     news: queue.Queue[Answers | BaseException | None] = queue.Queue()
-    stopped = threading.Event()
+    left = threading.Event()
+
+    def over() -> bool:
+        return left.is_set() or (stopped is not None and stopped.is_set())
 
     def generate() -> None:
         try:
             with turn():
-                if not stopped.is_set():
-                    _generate(composer, tokenizer, ids, compositions, allowed, news.put, stopped)
+                if not over():
+                    _generate(composer, tokenizer, ids, compositions, allowed, news.put, over)
         except BaseException as error:  # the reader raises it
             news.put(_explained(error))
         finally:
@@ -107,7 +112,7 @@ def stream(
                 raise item
             yield item
     finally:
-        stopped.set()
+        left.set()
         worker.join()
 
 
@@ -144,14 +149,14 @@ def _generate(
     compositions: Sequence[Composable],
     allowed: int,
     tell: Callable[[Answers], None],
-    stopped: threading.Event,
+    over: Callable[[], bool],
 ) -> None:
     import torch
     from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
     class Stopped(StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            return torch.full((len(input_ids),), stopped.is_set(), dtype=torch.bool, device=input_ids.device)
+            return torch.full((len(input_ids),), over(), dtype=torch.bool, device=input_ids.device)
 
     model = composer.model
     ends = _ends(model)

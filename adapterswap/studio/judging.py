@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,22 +152,20 @@ def judge(
     """
     news: queue.Queue[Progress | Judged | BaseException | None] = queue.Queue()
 
-    def step(done: int, of: int) -> None:
+    def step(step_aside: Callable[[], None], done: int, of: int) -> None:
         news.put(Progress(done, of))
         if stopped.is_set():
             raise _Stopped
-        workspace.turns.step_aside()
+        step_aside()
 
     def work() -> None:
         try:
-            for name in composition.expert_names if composition else ():
-                workspace.check_live(name)
             if task == OWN_FILE:
                 right, of = _judge_rows(workspace, composition, rows[:limit], news.put, stopped)
             else:
-                with workspace.turns.turn(), workspace.live.use(composition):
+                with workspace.holding(composition) as step_aside:
                     lab = task.startswith(_LAB)
-                    right, of = (_judge_lab if lab else _judge_task)(workspace, task, limit, step)
+                    right, of = (_judge_lab if lab else _judge_task)(workspace, task, limit, partial(step, step_aside))
             news.put(Judged(label, address, task, right, of, *interval(right, of)))
         except _Stopped:
             pass

@@ -39,8 +39,13 @@ element.addEventListener("focusin", () => (focused = true));
 element.addEventListener("focusout", (event) => {
   if (event.relatedTarget) focused = false;
 });
-watch("value", () => {
+const drawn = () => {
   const chosen = settle();
   if (focused && chosen && document.activeElement === document.body) chosen.focus({ preventScroll: true });
+};
+watch("value", drawn);
+document.addEventListener("studio:strip", (event) => {
+  props.value = event.detail;
+  requestAnimationFrame(drawn);
 });
 settle();

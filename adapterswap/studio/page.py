@@ -1,13 +1,12 @@
 """The studio's page: Compose beside Try, Take home, Understand and Judge.
 
 Wires controls to the workspace's functions and shows what they return or raise. No visitor's state is kept on the
-server but which of their answers is being written: the address holds the composition.
+server but which of their answers is being written (`Answering`): the address holds the composition.
 """
 
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.resources import files
@@ -19,11 +18,13 @@ import gradio as gr
 from adapterswap.errors import AdapterswapError, CompositionError
 from adapterswap.planning.allocation import BASE
 from adapterswap.studio import judging
+from adapterswap.studio.answering import Answering
 from adapterswap.studio.choice import Choice, first_choice, from_address
 from adapterswap.studio.controls import Controls, packed
 from adapterswap.studio.strip import error_html, legend_html, strip_html, text
 from adapterswap.studio.takeaway import FILES, lines, write_file
-from adapterswap.studio.trying import COLUMNS, answers_html, columns, score_html, timing_text, waiting_html
+from adapterswap.studio.trying import COLUMNS, waiting_html
+from adapterswap.studio.turns import Visitors
 from adapterswap.studio.understanding import analysis_html, suggestion_html
 from adapterswap.studio.workspace import Workspace
 
@@ -32,32 +33,16 @@ __all__ = ["make_page", "page_css"]
 _NEXT = "the next one"
 _FAST: dict[str, Any] = {"queue": False, "show_progress": "hidden", "trigger_mode": "always_last"}
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
+_ASK = """(auto, ...values) => {
+  document.dispatchEvent(new CustomEvent('studio:ask', {detail: {draw: %s, answer: %s, values}})); return [];
+}"""
+_PROBLEM = "document.addEventListener('studio:problem', (event) => { props.value = event.detail; });"
+_STOP = "() => { document.dispatchEvent(new CustomEvent('studio:stop')); return []; }"
 _REPLACE = "(address) => { history.replaceState(null, '', address + location.hash); return []; }"
 
 
 def _asset(name: str) -> str:
     return files("adapterswap.studio").joinpath(name).read_text(encoding="utf-8")
-
-
-class _Visitors:
-    """For each visitor, the event that ends what is being written for them."""
-
-    def __init__(self) -> None:
-        self._ends: dict[str, threading.Event] = {}
-        self._guard = threading.Lock()
-
-    def begin(self, visitor: str) -> threading.Event:
-        """End what was being written, and begin something new."""
-        with self._guard:
-            if (before := self._ends.pop(visitor, None)) is not None:
-                before.set()
-            self._ends[visitor] = mine = threading.Event()
-            return mine
-
-    def leave(self, visitor: str) -> None:
-        with self._guard:
-            if (before := self._ends.pop(visitor, None)) is not None:
-                before.set()
 
 
 class _Page:
@@ -67,13 +52,10 @@ class _Page:
         self.workspace = workspace
         self.names = list(workspace.experts)
         self.first = first_choice(self.names)
-        self.visitors = _Visitors()
-        self.judges = _Visitors()
-        self.answers: dict[str, str] = {}
+        self.judges = Visitors()
         self.known: dict[str, tuple[str, int]] = {}  # prompt → the problem's language and number
         for language in workspace.lab.languages if workspace.lab else ():
             for number, problem in enumerate(workspace.lab.problems if workspace.lab else (), 1):
-                self.answers[problem.prompt(language)] = problem.answer
                 self.known[problem.prompt(language)] = (language, number)
 
     def build(self) -> Any:
@@ -85,13 +67,14 @@ class _Page:
                 with gr.Column(scale=6, min_width=320), gr.Tabs():
                     with gr.Tab("Try"):
                         self._try()
-                    with gr.Tab("Take home"):
+                    with gr.Tab("Take home", render_children=True):  # it follows the sliders while it is hidden
                         self._take_home()
                     with gr.Tab("Understand") as self.understand_tab:
                         self._understand()
                     with gr.Tab("Judge"):
                         self._judge()
             self._wire(blocks)
+        blocks.studio_routes = [Answering(self.workspace, self.names, self.controls, self._drawn).route]
         return blocks
 
     # what is shown
@@ -109,10 +92,8 @@ class _Page:
             gr.HTML(f"<p>{text(name)} can be composed, but not tried here:</p>{error_html(fault)}")
 
     def _compose(self) -> None:
-        self.strip = gr.HTML(
-            self._picture(self.first), js_on_load=_asset("page.js"), elem_id="strip",
-        )  # fmt: skip
-        self.problem = gr.HTML("", elem_id="problem", visible=True)
+        self.strip = gr.HTML(self._picture(self.first), js_on_load=_asset("page.js"), elem_id="strip")
+        self.problem = gr.HTML("", js_on_load=_PROBLEM, elem_id="problem", visible=True)
         with gr.Row(equal_height=True):
             self.brush = gr.Radio(
                 [_NEXT, *self.names, BASE], value=_NEXT, label="A click on a layer gives it to", elem_id="brush"
@@ -121,7 +102,7 @@ class _Page:
             self.defaults = gr.Button("The paper's layers", size="sm")
             self.clear = gr.Button("Undo clicks", size="sm")
         self.controls = Controls(self.workspace, self.first)
-        self.painted = gr.State({})
+        self.painted = gr.JSON({}, visible="hidden")  # no `State`, which the browser does not see
         with gr.Row(visible=self.workspace.allow_paths, equal_height=True):
             self.path = gr.Textbox(label="Open another expert: a folder or Hub id", elem_id="path", scale=4)
             self.open = gr.Button("Open", size="sm", elem_id="open", min_width=80)
@@ -139,9 +120,10 @@ class _Page:
         with gr.Row(equal_height=True):
             self.go = gr.Button("Answer", variant="primary", size="md", elem_id="go", min_width=100)
             self.stop = gr.Button("Stop", size="md", min_width=80)
-        self.written = gr.HTML(waiting_html([], self.names), elem_id="written", min_height=110)
-        self.timing = gr.HTML('<p class="timing"></p>', elem_id="timing")
-        self.scores = gr.HTML("", elem_id="scores", visible=lab is not None)
+        gr.HTML(
+            f'<div id="written">{waiting_html([], self.names)}</div><div id="timing"></div><div id="scores"></div>',
+            js_on_load=_asset("answers.js"), elem_id="answers",
+        )  # fmt: skip
         with gr.Accordion("Options", open=False):
             self.shown = gr.CheckboxGroup(
                 [(label, kind) for kind, label in COLUMNS.items()], value=list(COLUMNS), label="Side by side"
@@ -212,17 +194,27 @@ class _Page:
         plan = self.workspace.plan(self.workspace.composition(choice))
         return strip_html(plan, self.names, painted=list(choice.painted))
 
-    def _redraw(self, choice: Choice, max_rank: float | None) -> list[Any]:
-        """[strip, problem, taken, address] of a choice; the last good picture stays where there is none."""
+    def _drawn(self, choice: Choice) -> dict[str, str]:
+        """Strip, problem and address of a choice; where it has no strip, the last good one stays."""
         try:
-            picture = self._picture(choice)
-            taken = self._taken(choice, max_rank)
+            drawn = {"strip": self._picture(choice), "problem": ""}
         except AdapterswapError as error:
-            return [gr.skip(), error_html(error), error_html(error), choice.address()]
-        return [picture, "", taken, choice.address()]
+            drawn = {"problem": error_html(error)}
+        return {**drawn, "address": choice.address()}
+
+    def _redraw(self, choice: Choice, max_rank: float | None) -> list[Any]:
+        """[strip, problem, taken, address] of a choice."""
+        drawn = self._drawn(choice)
+        taken = self._taken(choice, max_rank)
+        return [drawn.get("strip", gr.skip()), drawn["problem"], taken, drawn["address"]]
 
     def _taken(self, choice: Choice, max_rank: float | None) -> str:
-        made = lines(self.workspace.composition(choice), max_rank=int(max_rank) if max_rank else None)
+        try:
+            composition = self.workspace.composition(choice)
+            self.workspace.plan(composition)
+        except AdapterswapError as error:
+            return error_html(error)
+        made = lines(composition, max_rank=int(max_rank) if max_rank else None)
         first = "<p>Save the YAML below as composition.yaml first.</p>" if made.needs_recipe else ""
         blocks = {"Command line": (first, made.command), "Python": ("", made.python), "YAML": ("", made.yaml)}
         sections = []
@@ -277,37 +269,6 @@ class _Page:
         if wanted in owners:
             painted |= dict.fromkeys(places, wanted)
         return [painted, *self._redraw(self._choice(painted, *inputs[1:]), max_rank)]
-
-    def _answer(
-        self, request: gr.Request, shown: list[str], tokens: float, chat: bool, *inputs: Any
-    ) -> Iterator[list[Any]]:
-        """[written, timing, scores] while the answers are written, and the scores of the lab's problems at the end."""
-        mine = self.visitors.begin(request.session_hash or "")
-        choice = self._choice(*inputs)
-        if not choice.prompt.strip():
-            yield ['<p class="timing">Write a prompt to see answers.</p>', "", gr.skip()]
-            return
-        try:
-            compared = columns(self.workspace, choice, shown)
-            yield [waiting_html(compared, self.names), gr.skip(), gr.skip()]
-            right = self.answers.get(choice.prompt)
-            stream = self.workspace.answers(
-                choice.prompt, [column.composition for column in compared], max_new_tokens=int(tokens), chat=chat
-            )
-            try:
-                for answers in stream:
-                    if mine.is_set():
-                        return
-                    if answers.first_seconds is None:
-                        continue
-                    timing = timing_text(answers, rows=len(compared))
-                    yield [answers_html(compared, answers, self.names, right=right), timing, gr.skip()]
-            finally:
-                stream.close()  # type: ignore[attr-defined]
-            if self.workspace.lab is not None and not mine.is_set():
-                yield [gr.skip(), gr.skip(), score_html(self.workspace.scores(self.workspace.composition(choice)))]
-        except AdapterswapError as error:
-            yield [error_html(error), "", gr.skip()]
 
     def _make(self, kind: str, max_rank: float | None, *inputs: Any) -> list[Any]:
         """[made, problem]: a file to download, or why there is none."""
@@ -445,10 +406,20 @@ class _Page:
             return [{}, *self._redraw(self._choice({}, *inputs[1:]), max_rank)]
 
         moved = [component.input for name, component in controls.items() if name != "preset"]
+        asked = [self.auto, self.shown, self.tokens, self.chat, *self._inputs]
+        asking: dict[str, Any] = {"fn": None, "inputs": asked, "outputs": [], **_HIDDEN}
+        answering = {**asking, "js": _ASK % ("false", "true")}
+        self._again = again = {**asking, "js": _ASK % ("false", "auto")}
+        gr.on(moved, **{**asking, "js": _ASK % ("true", "auto")})
+
+        def take(max_rank: float | None, *inputs: Any) -> str:
+            return self._taken(self._choice(*inputs), max_rank)
+
+        # By Gradio, which keeps it for a panel that is not open; after asking, since one event waits for the other.
+        gr.on(moved, take, [self.max_rank, *self._inputs], self.taken, **_FAST, **_HIDDEN)
         gr.on(
-            [*moved, self.prompt.input, self.max_rank.input], redraw, [self.max_rank, *self._inputs], drawn,
-            **_FAST, **_HIDDEN,
-        )  # fmt: skip
+            [self.prompt.input, self.max_rank.input], redraw, [self.max_rank, *self._inputs], drawn, **_FAST, **_HIDDEN
+        )
         everything = [*controls.values(), *drawn]
         done = [
             controls["preset"].input(preset, [self.max_rank, *self._inputs], everything, **_FAST, **_HIDDEN),
@@ -466,28 +437,12 @@ class _Page:
         )  # fmt: skip
         for picker in (self.spoken, self.number):
             done.append(picker.input(self._problem_text, [self.spoken, self.number], self.prompt, **_FAST, **_HIDDEN))
-        asked = [self.shown, self.tokens, self.chat, *self._inputs]
-        answering: dict[str, Any] = {
-            "fn": self._answer, "inputs": asked, "outputs": [self.written, self.timing, self.scores],
-            "show_progress": "hidden", "concurrency_limit": None, "trigger_mode": "multiple", **_HIDDEN,
-        }  # fmt: skip
         gr.on([self.go.click, self.prompt.submit], **answering)
         restored.success(**answering)
-
-        def answer_again(request: gr.Request, auto: bool, *inputs: Any) -> Iterator[list[Any]]:
-            if auto:
-                yield from self._answer(request, *inputs)
-
-        self._again = again = {**answering, "fn": answer_again, "inputs": [self.auto, *asked]}
-        gr.on(moved, **again)  # each new position ends what was being written for the one before
         for event in done:
             event.success(**again)
 
-        def leave(request: gr.Request) -> None:
-            self.visitors.leave(request.session_hash or "")
-
-        self.stop.click(leave, None, None, **_FAST, **_HIDDEN)
-        blocks.unload(leave)
+        self.stop.click(None, None, [], js=_STOP, **_HIDDEN)
         self._wire_measuring(blocks, everything)
         if self.workspace.allow_paths:
             self.open.click(
@@ -540,5 +495,5 @@ def page_css() -> str:
 
 
 def make_page(workspace: Workspace) -> Any:
-    """The page over a workspace; `serve_page` serves it."""
+    """The page over a workspace, with `studio_routes` beside Gradio's own; `serve_page` serves it."""
     return _Page(workspace).build()

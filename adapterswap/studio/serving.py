@@ -100,7 +100,7 @@ def serve_page(
             server_name=host, server_port=port, share=False, inbrowser=open_browser, inline=False, quiet=True,
             prevent_thread_lock=True, footer_links=[], theme=theme, css=page_css(), ssr_mode=False, pwa=False,
             mcp_server=False, enable_monitoring=False, run_history=False, max_file_size=_MOST_UPLOADED,
-            show_error=False, app_kwargs={"middleware": middleware}, max_threads=64,
+            show_error=False, app_kwargs={"middleware": middleware, "routes": page.studio_routes}, max_threads=64,
         )  # fmt: skip
     except OSError as error:
         raise RunError(

@@ -1,4 +1,4 @@
-"""One queue for one model: who comes first computes first.
+"""One queue for one model: who comes first computes first; and what is computed for whom.
 
 Knows nothing of models or pages.
 """
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Turns"]
+__all__ = ["Turns", "Visitors"]
 
 
 class Turns:
@@ -59,3 +59,24 @@ class Turns:
                 self._waiting.popleft().set()  # the lock stays held, by the next
             else:
                 self._held = False
+
+
+class Visitors:
+    """For each visitor, the event that ends what is being written for them."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, threading.Event] = {}
+        self._guard = threading.Lock()
+
+    def begin(self, visitor: str) -> threading.Event:
+        """End what was being written, and begin something new."""
+        with self._guard:
+            if (before := self._ends.pop(visitor, None)) is not None:
+                before.set()
+            self._ends[visitor] = mine = threading.Event()
+            return mine
+
+    def leave(self, visitor: str) -> None:
+        with self._guard:
+            if (before := self._ends.pop(visitor, None)) is not None:
+                before.set()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["LabProblems", "Workspace", "open_lab", "open_workspace"]
 
 _SHOWN_PROBLEMS = 100
+_STEP = 25
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,13 @@ class LabProblems:
         return tuple(reversed(LANGUAGES))
 
     @cached_property
-    def questions(self) -> dict[str, Questions]:
-        return {language: Questions(self.problems, language) for language in self.languages}
+    def questions(self) -> dict[str, list[Questions]]:
+        """By language, in steps between which others get their answers."""
+        starts = range(0, len(self.problems), _STEP)
+        return {
+            language: [Questions(self.problems[start : start + _STEP], language) for start in starts]
+            for language in self.languages
+        }
 
     @cached_property
     def problems(self) -> list[WordProblem]:
@@ -126,7 +134,13 @@ class Workspace:
         return compose(composition, self.experts)
 
     def answers(
-        self, prompt: str, compositions: Sequence[Composable], *, max_new_tokens: int, chat: bool
+        self,
+        prompt: str,
+        compositions: Sequence[Composable],
+        *,
+        max_new_tokens: int,
+        chat: bool,
+        stopped: threading.Event | None = None,
     ) -> Iterator[Answers]:
         """`adapterswap.live.stream` in turn with everybody else.
 
@@ -139,21 +153,49 @@ class Workspace:
                     self.check_live(name)
         return stream(
             self.live, self.tokenizer, prompt, compositions, max_new_tokens=max_new_tokens, chat=chat,
-            turn=self.turns.turn,
+            turn=self.turns.turn, stopped=stopped,
         )  # fmt: skip
 
-    def scores(self, composition: Composition | None) -> dict[str, tuple[int, int]]:
-        """How many of the lab's problems a composition answers rightly, of how many, by language.
+    @contextmanager
+    def holding(self, composition: Composition | None) -> Iterator[Callable[[], None]]:
+        """The turn, and the model as a composition, inside the block; what is yielded lets others in between.
+
+        Raises:
+            AdapterswapError: see `LiveComposer.use`; why an expert is not loaded.
+        """
+        for name in composition.expert_names if composition else ():
+            self.check_live(name)
+        with self.turns.turn(), ExitStack() as using:
+            using.enter_context(self.live.use(composition))
+
+            def step_aside() -> None:
+                if self.turns.waiting:  # whoever comes next sets another composition, and may step aside as well
+                    using.close()
+                    self.turns.step_aside()
+                    using.enter_context(self.live.use(composition))
+
+            yield step_aside
+
+    def scores(
+        self, composition: Composition | None, *, stopped: threading.Event | None = None
+    ) -> dict[str, tuple[int, int]] | None:
+        """How many of the lab's problems a composition answers rightly, of how many, by language; None once `stopped`.
 
         Raises:
             AdapterswapError: see `LiveComposer.use`; why an expert is not loaded.
         """
         assert self.lab is not None
-        for name in composition.expert_names if composition else ():
-            self.check_live(name)
-        with self.turns.turn(), self.live.use(composition):
-            found = {language: exact_match(self.live.model, asked) for language, asked in self.lab.questions.items()}
-        return {language: (int(right.sum()), len(right)) for language, right in found.items()}
+        found = {}
+        with self.holding(composition) as step_aside:
+            for language, chunks in self.lab.questions.items():
+                right = 0
+                for asked in chunks:
+                    if stopped is not None and stopped.is_set():
+                        return None
+                    right += int(exact_match(self.live.model, asked).sum())
+                    step_aside()
+                found[language] = (right, len(self.lab.problems))
+        return found
 
     def check_live(self, name: str) -> None:
         """Raise the reason why an expert is not loaded into the model, if there is one."""

@@ -79,7 +79,9 @@ def test_answers_follow_a_number_that_is_typed(visit: Visit, workspace: Workspac
     page = visit("?bottom=1&top=0")
     moved(page, "Bottom layers", 3)
     composition = workspace.composition(from_address("?bottom=3&top=0", first_choice(["math", "language"])))
-    scores = [f"{right} / {number}" for right, number in workspace.scores(composition).values()]
+    found = workspace.scores(composition)
+    assert found is not None
+    scores = [f"{right} / {number}" for right, number in found.values()]
     page.locator("#scores", has_text=scores[0]).wait_for()
     assert page.locator("#scores .score b").all_inner_texts() == scores
 
@@ -268,8 +270,8 @@ def test_a_tab_that_is_closed_in_the_midst_holds_nobody_up(
         out.logits[..., workspace.tokenizer.eos_token_id] = -1e9  # it never ends by itself
         return out
 
-    def long(prompt: str, compositions: Any, *, max_new_tokens: int, chat: bool) -> Any:
-        return answers(prompt, compositions, max_new_tokens=100, chat=chat)
+    def long(prompt: str, compositions: Any, **options: Any) -> Any:
+        return answers(prompt, compositions, **{**options, "max_new_tokens": 100})
 
     with monkeypatch.context() as patch:
         patch.setattr(workspace.live.model.get_base_model(), "forward", endless)
@@ -405,6 +407,82 @@ def test_judging_lets_others_in_and_can_be_stopped(workspace: Workspace) -> None
     assert not any(isinstance(news, judging.Judged) for news in seen)
     with workspace.turns.turn():
         assert workspace.live.plan is None
+
+
+def test_two_judgings_at_once_each_compute_their_own_composition(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each steps aside for the other between batches."""
+    first = first_choice(["math", "language"])
+    asked = {
+        language: workspace.composition(from_address(query, first))
+        for language, query in (("xx", "?bottom=2&top=0"), ("en", "?bottom=0&top=3"))
+    }
+    wanted = {}
+    for language, composition in asked.items():
+        with workspace.turns.turn(), workspace.live.use(composition):
+            wanted[language] = repr(workspace.live.plan)
+    computed: list[tuple[str, str]] = []
+
+    def slow(model: Any, questions: Questions) -> Any:
+        time.sleep(0.02)
+        computed.append((spoken[id(questions)], repr(workspace.live.plan)))
+        return exact_match(model, questions)
+
+    spoken: dict[int, str] = {}
+    kept = []
+
+    def noted(problems: Any, language: str) -> Questions:
+        kept.append(Questions(problems[:2], language))
+        spoken[id(kept[-1])] = language
+        return kept[-1]
+
+    monkeypatch.setattr(judging, "Questions", noted)
+    monkeypatch.setattr(judging, "exact_match", slow)
+
+    def judged(language: str) -> None:
+        task = f"lab problems in {language}"
+        list(judging.judge(workspace, asked[language], task, 300, label="", address="?", stopped=threading.Event()))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(judged, asked))
+    languages = [language for language, _ in computed]
+    assert wanted["xx"] != wanted["en"]
+    assert languages.count("xx") == languages.count("en") == 6
+    assert languages[:6] != ["xx"] * 6
+    assert [plan for _, plan in computed] == [wanted[language] for language in languages]
+    assert workspace.live.plan is None
+
+
+def test_a_slider_moves_the_strip_and_the_answers_from_any_tab(visit: Visit) -> None:
+    page = visit("?bottom=1&top=0")
+    page.get_by_role("tab", name="Judge").click()
+    moved(page, "Bottom layers", 3)
+    page.wait_for_function("document.querySelector('#strip [data-cell=\"2.mlp\"]').textContent === 'l'")
+    page.wait_for_function("location.search.includes('bottom=3')")
+    page.get_by_role("tab", name="Take home").click()
+    page.locator("#copy-0", has_text="--bottom 3").wait_for()
+    page.get_by_role("tab", name="Try").click()
+    page.locator("#written .answers[aria-busy=false] .answer").first.wait_for()
+    page.get_by_role("button", name="Options").click()
+    page.get_by_label("Answer again whenever the composition changes").uncheck()
+    page.locator("#written .answers").evaluate("e => e.dataset.old = 'yes'")
+    moved(page, "Bottom layers", 2)
+    page.wait_for_function("document.querySelector('#strip [data-cell=\"2.mlp\"]').textContent === 'm'")
+    page.wait_for_function("location.search.includes('bottom=2')")
+    assert page.locator("#written .answers").get_attribute("data-old") == "yes"
+
+
+def test_only_what_the_page_sends_is_answered(served: Served) -> None:
+    import httpx
+
+    url = f"{served.url}studio/answer"
+    wrong = ["{", "[]", "null", '{"visitor": "a", "values": []}', '{"visitor": "a", "values": [0, [], 1, 0, {}, "x"]}']
+    for content in wrong:
+        assert httpx.post(url, content=content, headers={"content-type": "application/json"}).status_code == 400
+    assert httpx.post(url, content="{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert httpx.post(url, content=" " * 300_000, headers={"content-type": "application/json"}).status_code == 413
+    assert httpx.get(url).status_code in (404, 405)
 
 
 def test_a_visitor_may_name_a_path_only_where_that_is_allowed(

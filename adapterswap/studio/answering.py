@@ -1,0 +1,176 @@
+"""Answers as a stream of their own, beside Gradio's events: one request, and lines of JSON while the model writes.
+
+Gradio's queue hands news on in steps and over several requests, which costs more than a small model's first token.
+Knows what the controls of the page send; computes by the workspace's functions. Who has left, or asked anew, is not
+answered any further.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from adapterswap.errors import AdapterswapError, RunError
+from adapterswap.studio.choice import Choice
+from adapterswap.studio.controls import Controls
+from adapterswap.studio.strip import error_html
+from adapterswap.studio.trying import COLUMNS, answers_html, columns, score_html, timing_text, waiting_html
+from adapterswap.studio.turns import Visitors
+from adapterswap.studio.workspace import Workspace
+
+__all__ = ["Answering"]
+
+Draw = Callable[[Choice], Mapping[str, str]]
+
+_MOST_BYTES = 200_000
+_MOST_AT_ONCE = 200
+_MOST_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a page asks for."""
+
+    visitor: str
+    draw: bool
+    answer: bool
+    shown: tuple[str, ...]
+    tokens: int
+    chat: bool
+    choice: Choice
+
+
+class Answering:
+    """Draws a composition and streams what it answers: `route` takes `{"visitor": …, "draw": …, "answer": …, "values":
+    [side by side, tokens, chat, clicked layers, prompt, and the controls' values in their order]}`.
+
+    Args:
+        workspace: whose model.
+        names: all experts, in the order of their colours; it may grow.
+        controls: what the last values belong to.
+        draw: what the page shows of a choice, by name.
+    """
+
+    def __init__(self, workspace: Workspace, names: Sequence[str], controls: Controls, draw: Draw) -> None:
+        self._workspace = workspace
+        self._names = names
+        self._controls = controls
+        self._draw = draw
+        self._visitors = Visitors()
+        self._at_once = 0
+        self._right: dict[str, str] = {}
+        for language in workspace.lab.languages if workspace.lab else ():
+            for problem in workspace.lab.problems if workspace.lab else ():
+                self._right[problem.prompt(language)] = problem.answer
+
+    @property
+    def route(self) -> Route:
+        return Route("/studio/answer", self._respond, methods=["POST"])
+
+    async def _respond(self, request: Request) -> Response:
+        if request.headers.get("content-type") != "application/json":  # which other sites' pages cannot send
+            return PlainTextResponse("Send application/json", 415)
+        try:
+            content = await _body(request)
+        except ClientDisconnect:
+            return PlainTextResponse("", 400)
+        if content is None:
+            return PlainTextResponse(f"Send at most {_MOST_BYTES} bytes", 413)
+        try:
+            asked = self._read(content)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return PlainTextResponse("This is not what the studio's page sends. Reload the page", 400)
+        if self._at_once >= _MOST_AT_ONCE:
+            return PlainTextResponse("Too many visitors wait for an answer. Try again later", 503)
+        return StreamingResponse(
+            self._stream(asked), media_type="application/x-ndjson", headers={"cache-control": "no-store"}
+        )
+
+    def _read(self, content: bytes) -> _Asked:
+        read = json.loads(content)
+        shown, tokens, chat, painted, prompt, *values = read["values"]
+        named = dict(zip(self._controls.components, values, strict=True))
+        choice = self._controls.choice(named, painted or {}, str(prompt or ""))
+        return _Asked(
+            str(read["visitor"]), read["draw"] is True, read["answer"] is True,
+            tuple(kind for kind in COLUMNS if kind in shown),
+            max(1, min(int(tokens), _MOST_TOKENS)), bool(chat), choice,
+        )  # fmt: skip
+
+    async def _stream(self, asked: _Asked) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[Mapping[str, str] | None] = asyncio.Queue()
+        left = self._visitors.begin(asked.visitor)
+
+        def tell(item: Mapping[str, str] | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(news.put_nowait, item)
+
+        def work() -> None:
+            try:
+                for item in self._answer(asked, left):
+                    tell(item)
+            except Exception:
+                traceback.print_exc()
+                tell({"written": error_html(RunError("the studio failed", "See the terminal that it runs in"))})
+            finally:
+                tell(None)
+
+        self._at_once += 1
+        try:
+            threading.Thread(target=work, daemon=True, name="adapterswap-answer").start()
+            while (item := await news.get()) is not None:
+                yield json.dumps(item).encode() + b"\n"
+        finally:
+            self._at_once -= 1
+            left.set()
+
+    def _answer(self, asked: _Asked, left: threading.Event) -> Iterator[Mapping[str, str]]:
+        """What changes on the page: what is drawn, `written`, `timing`, and the `scores` of the lab's problems."""
+        workspace, names, choice = self._workspace, self._names, asked.choice
+        if asked.draw:
+            yield self._draw(choice)
+        if not asked.answer:
+            return
+        if not choice.prompt.strip():
+            yield {"written": '<p class="timing">Write a prompt to see answers.</p>', "timing": ""}
+            return
+        try:
+            compared = columns(workspace, choice, asked.shown)
+            yield {"written": waiting_html(compared, names)}
+            right = self._right.get(choice.prompt)
+            for answers in workspace.answers(
+                choice.prompt, [column.composition for column in compared], max_new_tokens=asked.tokens,
+                chat=asked.chat, stopped=left,
+            ):  # fmt: skip
+                if left.is_set():
+                    return
+                if answers.first_seconds is not None:
+                    yield {
+                        "written": answers_html(compared, answers, names, right=right),
+                        "timing": timing_text(answers, rows=len(compared)),
+                    }
+            if workspace.lab is not None and not left.is_set():
+                scores = workspace.scores(workspace.composition(choice), stopped=left)
+                if scores is not None:
+                    yield {"scores": score_html(scores)}
+        except AdapterswapError as error:
+            yield {"written": error_html(error), "timing": "", "scores": ""}
+
+
+async def _body(request: Request) -> bytes | None:
+    """The body of a request; None where it is too long."""
+    content = b""
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _MOST_BYTES:
+            return None
+    return content

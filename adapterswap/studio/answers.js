@@ -1,0 +1,64 @@
+// Asks the studio's own stream, and shows each line of it: the strip first, then the answers. What is asked anew ends
+// what was asked before; a strip that was not drawn by then is owed.
+const place = (name) => element.querySelector("#" + name);
+const visitor = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16)).join("");
+let going = null;
+let owed = false;
+let last = null;
+const end = () => {
+  if (going) going.abort();
+  going = null;
+};
+const settled = () => {
+  place("written").querySelectorAll(".cursor").forEach((cursor) => cursor.remove());
+  place("written").querySelector(".answers")?.setAttribute("aria-busy", "false");
+};
+const problem = (text) => {
+  const box = document.createElement("div");
+  box.className = "problem";
+  box.setAttribute("role", "alert");
+  box.textContent = text;
+  place("written").replaceChildren(box);
+};
+const show = (line) => {
+  for (const [name, content] of Object.entries(JSON.parse(line))) {
+    if (place(name)) place(name).innerHTML = content;
+    else if (name !== "address") document.dispatchEvent(new CustomEvent("studio:" + name, { detail: content }));
+    else {
+      history.replaceState(null, "", content + location.hash);
+      owed = false;
+    }
+  }
+};
+const ask = async (asked) => {
+  end();
+  last = { ...asked, visitor, draw: asked.draw || owed };
+  owed = last.draw;
+  const mine = (going = new AbortController());
+  try {
+    const answer = await fetch("studio/answer", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(last),
+      signal: mine.signal,
+    });
+    if (!answer.ok) throw new Error(await answer.text());
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done || mine.signal.aborted) break;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      lines.forEach(show);
+    }
+  } catch (error) {
+    if (!mine.signal.aborted) problem(error instanceof TypeError ? "The studio does not answer. Is it still running?" : error.message);
+  }
+};
+document.addEventListener("studio:ask", (event) => ask(event.detail));
+document.addEventListener("studio:stop", () => {
+  end();
+  settled();
+  if (owed) ask({ ...last, answer: false });
+});
