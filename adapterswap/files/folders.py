@@ -2,7 +2,7 @@
 
 A folder is built next to its target under a temporary name and renamed into place at the end, so an error, a kill or a
 full disk never leaves half of it. Files are synced to disk before the rename, so the same holds for a power loss. A
-lock next to the target keeps a second writer out. Whoever holds the lock also cleans up after a killed writer, and
+lock next to the target keeps a second writer out. The holder of the lock also cleans up after a killed writer, and
 restores a folder that it had moved aside. An existing folder is replaced only if the same kind of command wrote all its
 files, which its record lists. Knows nothing of what the folders hold.
 """

@@ -71,7 +71,7 @@ def finite_bytes(values: npt.NDArray[np.float32], dtype: str, key: str) -> Bytes
     if not check_finite(encoded, dtype):
         if dtype != "F16":  # bfloat16 and float32 have the same range
             raise too_large(key, dtype)
-        raise UnsupportedError(f"{key} overflows float16 when blended", "Save the experts in bfloat16 or float32")
+        raise UnsupportedError(f"{key} overflows F16 when blended", "Save the experts in bfloat16 or float32")
     return encoded
 
 
@@ -126,7 +126,7 @@ def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
 
 def not_finite(expert: str, key: str) -> ExpertError:
     return ExpertError(
-        f"{key} of the expert {expert!r} contains NaN or infinity", "Its training diverged: use an earlier checkpoint"
+        f"{key} of the expert {expert!r} holds NaN or infinity", "Its training diverged: use an earlier checkpoint"
     )
 
 

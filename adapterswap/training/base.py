@@ -1,6 +1,6 @@
-"""The base model for training: its tokenizer made ready, its weights as the recipe wants them, the device.
+"""The base model for training: prepare its tokenizer, load its weights as the recipe says, choose the device.
 
-Knows nothing of rows, nor of what is trained in it.
+Knows nothing of rows or of what is trained.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["device_and_dtype", "load_trainable", "open_trainable"]
 
 
 def open_trainable(reference: str) -> Base:
-    """The base's config and tokenizer, which gets a pad token if it has none.
+    """Open the base's config and tokenizer, and add a pad token if there is none.
 
     Raises:
         NotFoundError: see `open_base`.
-        BaseModelError: see `open_base`; or its tokenizer lacks an end-of-sequence token.
+        BaseModelError: see `open_base`; or the tokenizer has no end-of-sequence token.
     """
     base = open_base(reference)
     if base.tokenizer.eos_token_id is None:
@@ -30,15 +30,15 @@ def open_trainable(reference: str) -> Base:
             parameter="base_model",
         )
     if base.tokenizer.pad_token_id is None:
-        base.tokenizer.pad_token = base.tokenizer.eos_token  # padding is masked, so any token does
+        base.tokenizer.pad_token = base.tokenizer.eos_token  # padding is masked, so any token works
     return base
 
 
 def load_trainable(base: Base, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:
-    """The model with its weights, in the dtype and with the attention and quantization that the recipe asks for.
+    """Load the model with the recipe's dtype, attention and quantization.
 
-    An adapter's base has the dtype that is computed in; weights that are themselves trained have training.weight_dtype,
-    and are rounded on the fly.
+    With an adapter, the base has the dtype of the computation. Without one, the trained weights have
+    training.weight_dtype and are rounded to that dtype during the computation.
 
     Raises:
         BaseModelError: see `load_weights`.
@@ -61,7 +61,7 @@ def load_trainable(base: Base, recipe: TrainRecipe, *, device: str, dtype: str) 
 
 
 def _attention(options: TrainingOptions, device: str, dtype: str) -> str | None:
-    """What to ask transformers for; None leaves it the choice."""
+    """The attention implementation to request from transformers; None leaves the choice to it."""
     from importlib.util import find_spec
 
     if options.attn_implementation != "auto":
@@ -71,7 +71,7 @@ def _attention(options: TrainingOptions, device: str, dtype: str) -> str | None:
 
 
 def _bits(options: Quantization, dtype: str) -> Any:
-    """Its config in transformers; four bits are computed with in `dtype`."""
+    """The quantization config for transformers; 4-bit weights are computed with in `dtype`."""
     from transformers import BitsAndBytesConfig
 
     if options.bits == 8:
@@ -85,12 +85,12 @@ def _bits(options: Quantization, dtype: str) -> Any:
 
 
 def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
-    """What a recipe's training.device and training.dtype mean here: `cpu` or `cuda`, and torch's name of the dtype.
+    """Resolve a recipe's training.device and training.dtype to `cpu` or `cuda`, and to torch's name of the dtype.
 
-    accelerate gives each process its device, so the names have no numbers; `bases.choose_device` knows those.
+    accelerate assigns a device to each process, so the names have no numbers, unlike those of `bases.choose_device`.
 
     Raises:
-        RunError: CUDA is requested and not available, or several devices are visible.
+        RunError: CUDA is requested but not available, or one process would see several devices.
     """
     import torch
 
@@ -100,14 +100,15 @@ def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise RunError(
-                "training.device is cuda, and torch sees no CUDA device",
-                "Use device: auto or cpu",
+                "training.device is cuda, but torch finds no CUDA device",
+                "Use device: auto or device: cpu",
                 parameter="training.device",
             )
         if torch.cuda.device_count() > 1 and count_processes() == 1:
             raise RunError(
-                f"torch sees {torch.cuda.device_count()} CUDA devices, and one process trains on one",
-                "Start a process for each: accelerate launch -m adapterswap train …; or set CUDA_VISIBLE_DEVICES=0",
+                f"torch finds {torch.cuda.device_count()} CUDA devices, but one process trains on one device only",
+                "Start one process per device with accelerate launch -m adapterswap train …, or set "
+                "CUDA_VISIBLE_DEVICES=0",
                 parameter="training.device",
             )
     dtype = options.dtype

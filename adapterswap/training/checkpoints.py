@@ -1,8 +1,8 @@
-"""Checkpoints of an unfinished run, in `<out_path>.checkpoints` beside the output, so that a run can be resumed.
+"""Checkpoints of an unfinished run, in `<out_path>.checkpoints` next to the output, so that it can be resumed.
 
-They hold what the transformers Trainer saves (adapter, optimizer, schedule, generators) with a hash of each file and of
-the run, and `run.json`, a fingerprint of recipe, rows, tasks and base: a run is only resumed as the same run, and from
-a checkpoint of it that is as it was written. Removed when training is done, unless they are to be kept.
+Each contains what the transformers Trainer saves (adapter, optimizer, schedule, generators), with a hash of each file
+and of the run. `run.json` has fingerprints of recipe, rows, tasks and base. So you can only resume the same run, from
+an unchanged checkpoint. The folder is removed when training ends, unless you keep the checkpoints.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Checkpoints:
         self.folder = out_path.with_name(out_path.name + ".checkpoints")
 
     def check(self, *, resume: bool = False, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
-        """Check that no unfinished run is lost, and no file of others.
+        """Check that no unfinished run and no other file would be lost.
 
         Raises:
             RunError: there is an unfinished run, and neither `resume` nor `overwrite` is true.
-            OutputError: the folder holds other files, or overlaps an input.
+            OutputError: the folder contains other files, or overlaps an input.
         """
         check_place(self.folder, inputs)
         if not resume:
             refuse_strangers(self.folder, self._strangers())
         if self._complete() and not (resume or overwrite):
             raise RunError(
-                f"{self.folder} holds checkpoints of an unfinished run",
+                f"{self.folder} contains checkpoints of an unfinished run",
                 "Pass `resume=True` to continue it, or `overwrite=True` to start again",
                 parameter="resume",
             )
@@ -62,18 +62,18 @@ class Checkpoints:
     def prepare(
         self, recipe: dict[str, Any], inputs: Mapping[str, Any], base: Path, *, resume: bool, processes: int = 1
     ) -> Path | None:
-        """Make the folder ready; return the last checkpoint that is as it was written, to resume from, if there is one.
+        """Prepare the folder, and return the last undamaged checkpoint to resume from, if there is one.
 
         Args:
-            recipe: with all values.
-            inputs: hashes of what else the run reads, by what it is: its rows, and so on.
+            recipe: the recipe with all values.
+            inputs: hashes of everything else that the run reads, by name: its rows, and so on.
             base: the folder of the base.
-            resume: whether to look for one.
-            processes: how many train together.
+            resume: whether to look for a checkpoint.
+            processes: how many processes train together.
 
         Raises:
-            RunError: the unfinished run has another recipe, other rows or tasks, another base or number of
-                processes, or its run.json is gone; or each of its checkpoints was damaged.
+            RunError: the unfinished run has another recipe, other rows or tasks, another base or another number of
+                processes; its run.json is missing; or all its checkpoints are damaged.
         """
         run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, inputs)
         note = self.folder / _RUN
@@ -82,7 +82,7 @@ class Checkpoints:
         if not note.is_file():
             if self._complete():
                 raise RunError(
-                    f"{self.folder} holds checkpoints and no {_RUN}, so nothing says what they were trained on",
+                    f"{self.folder} contains checkpoints but no {_RUN}, so it is unknown what they were trained on",
                     "Restore that file, or pass `overwrite=True` without `resume` to start again",
                     parameter="resume",
                 )
@@ -94,7 +94,7 @@ class Checkpoints:
             if before != run:
                 changed = sorted(key for key in run if before.get(key) != run[key])
                 raise RunError(
-                    f"{self.folder} holds checkpoints of another run: changed since then: {', '.join(changed)}",
+                    f"{self.folder} contains checkpoints of another run; changed since then: {', '.join(changed)}",
                     "Undo the change, or pass `overwrite=True` without `resume` to start again",
                     parameter="resume",
                 )
@@ -107,7 +107,7 @@ class Checkpoints:
         if damaged:
             names = ", ".join(f"{path.name} ({name})" for path, name in damaged.items())
             raise RunError(
-                f"no checkpoint in {self.folder} is as it was written: {names}",
+                f"every checkpoint in {self.folder} is damaged: {names}",
                 "Pass `overwrite=True` without `resume` to start again",
                 parameter="resume",
             )
@@ -115,10 +115,10 @@ class Checkpoints:
 
     @contextmanager
     def tidied(self, *, keep: bool = False) -> Iterator[None]:
-        """Leave no folder behind without a complete checkpoint in it, whatever happens inside the block.
+        """When the block ends or fails, remove the folder if it has no complete checkpoint.
 
         Args:
-            keep: leave that to another process.
+            keep: leave the removal to another process.
         """
         try:
             yield
@@ -130,10 +130,10 @@ class Checkpoints:
         return [path.parent for path in self.folder.glob(f"checkpoint-*/{_SEAL}")]
 
     def remove(self) -> None:
-        """Remove the checkpoints; a folder that holds other files stays, with them alone."""
+        """Remove the checkpoints. If the folder contains other files, they stay."""
         if not self.folder.is_dir():
             return
-        with suppress(OSError):  # what cannot be removed stays
+        with suppress(OSError):  # files that cannot be removed stay
             for name in self._names():
                 path = self.folder / name.removesuffix("/**")
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class Checkpoints:
         return strangers(self.folder, None, names=self._names()) if self.folder.is_dir() else []
 
     def _names(self) -> list[str]:
-        """What training writes there, as `OutputKind.names` has it; nothing, if it never did."""
+        """The paths that training wrote there, in the form of `OutputKind.names`."""
         if not (self.folder / _RUN).is_file():
             return [_BUILDING]
         folders = [path.name for path in self.folder.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
@@ -159,9 +159,9 @@ class Checkpoints:
 
 
 def seal(checkpoint: Path) -> None:
-    """Note what a checkpoint's files hold, once all of them are written, and force them to the disk.
+    """Once all files of a checkpoint are written, record their hashes and sync everything to disk.
 
-    The checkpoint before it, which a machine that loses power would go on from, may go as soon as the next one comes.
+    After a power loss this may be the only checkpoint, because the one before it is removed when the next one is saved.
     """
     sync_folder(checkpoint)
     write_json(checkpoint / _SEAL, _contents(checkpoint))
@@ -171,7 +171,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def _changed(checkpoint: Path) -> str | None:
-    """A file of a checkpoint that is not as it was written; None where all are."""
+    """The first file of a checkpoint that has changed since it was written; None if there is none."""
     try:
         written = read_json(checkpoint / _SEAL)
     except ExpertError:
@@ -182,8 +182,8 @@ def _changed(checkpoint: Path) -> str | None:
 
 def _contents(checkpoint: Path) -> dict[str, str]:
     """The fingerprints of a checkpoint's files, and of the run that it belongs to."""
-    found = {name: value for name, value in fingerprints(checkpoint).items() if name != _SEAL}
-    return {**found, _BESIDE: _hash(read_json(checkpoint.parent / _RUN))}
+    hashes = {name: value for name, value in fingerprints(checkpoint).items() if name != _SEAL}
+    return {**hashes, _BESIDE: _hash(read_json(checkpoint.parent / _RUN))}
 
 
 def _hash(value: Any) -> str:
@@ -191,7 +191,7 @@ def _hash(value: Any) -> str:
 
 
 def _fingerprint(recipe: dict[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Per key of the recipe a short hash; what does not change the result is left out."""
+    """A short hash for each key of the recipe that affects the result."""
     parts = {key: value for key, value in recipe.items() if key != "out_path"}
     parts["training"] = {key: value for key, value in parts["training"].items() if key not in _WITHOUT_EFFECT}
     return {key: _hash(value) for key, value in {**parts, **inputs}.items()}

@@ -1,6 +1,6 @@
-"""From a recipe's sources to the rows that are trained on and those held out, with an account of the rest.
+"""Turn a recipe's sources into training rows and validation rows, and count the rest.
 
-Joins the sources, shuffles by the data seed, splits off the validation rows. Knows nothing of models.
+Joins the sources, shuffles with the data seed and splits off the validation rows. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ __all__ = ["Data", "load_data", "sequences"]
 
 @dataclass(frozen=True)
 class Data:
-    """Tokenised rows: to train on, held out (or None), and the account.
+    """Tokenised rows to train on and to hold out, with their counts.
 
     Attributes:
-        train: rows to train on; with `simultaneous` first the task's, then the language's.
-        parts: how many rows of `train` each side has, in this order; without sides, all of them.
+        train: rows to train on; with `simultaneous`, first the task's, then the language's.
+        parts: how many rows of `train` each side has, in this order; without sides, one number.
+        validation: rows held out, or None.
+        rows: the counts of rows used and dropped.
     """
 
     train: Tokens
@@ -45,8 +47,8 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
     """Load, tokenise, shuffle and split the recipe's rows.
 
     Raises:
-        DataError: a source is malformed or has no rows left; or validation takes all of them.
-        BaseModelError: the tokenizer lacks a chat template that is needed, or is not the model's.
+        DataError: a source is malformed or has no rows left, or validation would take all rows.
+        BaseModelError: the tokenizer has no chat template but needs one, or does not match the model.
         NotFoundError: a source does not exist.
     """
     joined, sides, sources, counts = _tokens(recipe.datasets, recipe, base)
@@ -66,8 +68,8 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
         if share >= min(map(len, groups)):
             side = " of each side" if recipe.simultaneous else ""
             raise DataError(
-                f"validation takes {share} rows{side}, and there are {min(map(len, groups))}",
-                "Hold out fewer, or add rows",
+                f"validation would take {share} rows{side}, but there are only {min(map(len, groups))}",
+                "Hold out fewer rows, or add more",
                 parameter="validation",
             )
         held_out = joined.take(np.concatenate([group[:share] for group in groups]))
@@ -94,7 +96,7 @@ def load_data(recipe: TrainRecipe, base: Base) -> Data:
 
 
 def _drawn(sides: NDArray[np.str_], most: int | None, chance: np.random.Generator) -> NDArray[np.int64]:
-    """The places of the rows that are used: `most` of each side, drawn at random; all where it is None."""
+    """The indices of the rows to use: `most` of each side, drawn at random, or all if it is None."""
     if most is None:
         return np.arange(len(sides))
     drawn = [chance.permutation(np.flatnonzero(sides == side))[:most] for side in np.unique(sides)]
@@ -102,18 +104,18 @@ def _drawn(sides: NDArray[np.str_], most: int | None, chance: np.random.Generato
 
 
 def _groups(sides: NDArray[np.str_], kept: NDArray[np.int64], recipe: TrainRecipe) -> list[NDArray[np.int64]]:
-    """The places in `kept` of each group of rows that is trained on in turn: one, or with `simultaneous` each side."""
+    """The rows of `kept` by group: with `simultaneous` one group for each side, else a single group."""
     return [kept[sides[kept] == side] for side in SIDES] if recipe.simultaneous else [kept]
 
 
 def _tokens(
-    wanted: Sequence[DatasetSource], recipe: TrainRecipe, base: Base
+    datasets: Sequence[DatasetSource], recipe: TrainRecipe, base: Base
 ) -> tuple[Tokens, NDArray[np.str_], list[Any], TokenCounts]:
-    """The rows of all sources; the side of each row; what became of each source; and of their tokens."""
+    """The rows of all sources, the side of each row, the counts of each source, and the counts of tokens."""
     options = recipe.training
     parts, sources, total = [], [], TokenCounts()
     loaded = load_rows(
-        wanted,
+        datasets,
         recipe.folder,
         seed=options.data_seed,
         chat=base.tokenizer.apply_chat_template if base.tokenizer.chat_template else None,
@@ -132,38 +134,40 @@ def _tokens(
     vocabulary = base.config.get_text_config().vocab_size
     if joined.ids.max() >= vocabulary:
         raise BaseModelError(
-            f"the tokenizer of {base.reference} makes the token {joined.ids.max()}, and the model knows {vocabulary}",
-            "Tokenizer and model do not belong together: choose the folder of a matching pair",
+            f"the tokenizer of {base.reference} produces the token {joined.ids.max()}, but the model's vocabulary has "
+            f"{vocabulary} tokens",
+            "Use a folder whose tokenizer belongs to its model",
             parameter="base_model",
         )
-    sides = np.repeat([source.side or "" for source in wanted], [len(part) for part in parts])
+    sides = np.repeat([source.side or "" for source in datasets], [len(part) for part in parts])
     return joined, sides, sources, total
 
 
 def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
     if counts.cut_off:
         raise DataError(
-            f"the dataset {source.source}: all {counts.cut_off} rows lose their completion to max_length {max_length}",
-            f"Raise training.max_length (the longest row has {counts.longest} tokens), or shorten the prompt",
+            f"the dataset {source.source}: max_length {max_length} cuts off the completion of all {counts.cut_off} "
+            "rows",
+            f"Raise training.max_length (the longest row has {counts.longest} tokens) or shorten the prompt",
             parameter="training.max_length",
         )
     if screened := source.math + sum(source.overlap.values()):
         raise DataError(
-            f"the dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the others are empty",
-            "Choose a source without maths and evaluations, or, for the task's own maths, write `side: task`",
+            f"the dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the rest are empty",
+            "Choose a source without maths and evaluation texts; if it is the task's own maths, set `side: task`",
             parameter="datasets",
         )
     raise DataError(
         f"the dataset {source.source}: all {source.kept} rows are empty",
-        "Check the templates and the columns' values",
+        "Check the templates and the values in the columns",
         parameter="datasets",
     )
 
 
 def sequences(data: Data, options: TrainingOptions) -> tuple[Any, tuple[int, ...]]:
-    """The dataset to train on, its rows packed if the options say so, and how many sequences each side has.
+    """The dataset to train on, packed if the options say so, and how many sequences each side has.
 
-    A packed sequence has up to max_length tokens, of several whole rows (best-fit decreasing) of one side.
+    A packed sequence has up to max_length tokens from several whole rows of one side (best-fit decreasing).
     """
     if not options.packing:
         return data.train.dataset(), data.parts

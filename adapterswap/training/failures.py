@@ -1,4 +1,4 @@
-"""What machines run out of while training, as errors that say what to do. Knows nothing of recipes."""
+"""Turn a device out of memory or a full disk into an error that says what to do. Knows nothing of recipes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["explained"]
 
 @contextmanager
 def explained(what: str, where: Path) -> Iterator[None]:
-    """Explain a device out of memory, and files that cannot be written.
+    """Raise an error with a remedy if the device runs out of memory or a file cannot be written.
 
     Args:
-        what: is written in the block.
-        where: to which folder.
+        what: what the block writes, for the message.
+        where: the folder that it writes to.
 
     Raises:
         RunError: the device ran out of memory.
@@ -30,7 +30,7 @@ def explained(what: str, where: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"the device ran out of memory: {str(error).partition('.')[0]}",
+            f"out of memory on the device: {str(error).partition('.')[0]}",
             "Lower training.batch_size and raise gradient_accumulation, or set gradient_checkpointing: true",
             parameter="training.batch_size",
         ) from None

@@ -1,11 +1,11 @@
-"""Which rows must not be trained on: maths in a language's mixture, and texts of the evaluations.
+"""Find rows that must not be trained on: maths in a language's mixture, and texts of the evaluations.
 
 A row is maths if it writes arithmetic out (`3 + 4`, `12 - 5 = 7`, `x^2 = 9`, `\\frac`, GSM8K's `<<3+4=7>>`), or if its
-prompt holds a number and its completion is just a number that the prompt has not. The rule knows no words, so it holds
-for every language, and misses what is written in words alone. docs/recipes.md has its measured precision and recall.
+prompt contains a number and its completion is just a number that is not in the prompt. The rule uses no words, so it
+works in every language but misses maths written in words alone. docs/recipes.md has its measured precision and recall.
 
-A row overlaps with an evaluation if they share a gram (see `training.grams`). MGSM is shipped as it is; of GSM8K's test
-questions only hashes are; other texts come from files of the user's. Knows nothing of how rows are loaded or rendered.
+A row overlaps with an evaluation if they share a gram (see `training.grams`). MGSM is shipped in full, GSM8K's test
+questions only as hashes; other texts come from your own files. Knows nothing of how rows are loaded or rendered.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from adapterswap.training.recipe import Hygiene
 __all__ = ["MATH", "Screen", "looks_like_math"]
 
 MATH = "math"
-"""What `Screen.judge` calls maths."""
+"""What `Screen.judge` returns for maths."""
 
 Turn = tuple[str, str]
 """A prompt and its completion; plain text is a completion without a prompt."""
 
-# Repetition is bounded and numbers begin where digits do, so that the time grows with a text's length and no faster.
+# Repetition is bounded and a number starts at its first digit, so the time is linear in the text's length.
 _NUMBER = r"[$€£¥₹]?(?<![\d.,])\d[\d.,]{0,20}(?:/\d{1,9})?\s?%?"
 _UNIT = r"(?:\s?[^\W\d_]{1,12}\.?){0,2}"  # 3 cups, 12 sq. metres
 _ARITHMETIC = re.compile(
     "|".join(
         (
             rf"{_NUMBER}{_UNIT}\s{{0,3}}[+×÷*=✕·]\s{{0,3}}\(?{_NUMBER}",
-            # Hyphens, slashes and colons also stand in dates, ranges and scores, so these need a result.
+            # Dates, ranges and scores also contain hyphens, slashes and colons, so these need a result.
             rf"{_NUMBER}{_UNIT}\s{{0,3}}[-−–/:x]\s{{0,3}}{_NUMBER}{_UNIT}\s{{0,3}}=\s{{0,3}}{_NUMBER}",
             r"\b\d{0,9}[a-z]\s{0,3}[+\-*/^=]\s{0,3}\d{1,20}\s{0,3}[=<>]",
             r"[a-z]\s{0,3}=\s{0,3}-?\d",
@@ -63,27 +63,27 @@ def looks_like_math(turns: Sequence[Turn]) -> bool:
 
 
 def _is_computed(prompt: str, completion: str) -> bool:
-    """Whether the completion is a number, and one that the prompt has not among its own."""
-    given = _numbers(prompt)
-    return bool(given and _BARE.fullmatch(completion) and _numbers(completion) - given)
+    """Whether the prompt has numbers and the completion is just a number, but none of the prompt's."""
+    prompt_numbers = _numbers(prompt)
+    return bool(prompt_numbers and _BARE.fullmatch(completion) and _numbers(completion) - prompt_numbers)
 
 
 def _numbers(text: str) -> set[str]:
     """The numbers in `text`, digits of any script as 0-9, without thousands separators."""
-    found = (numeral.replace(",", "") for numeral in _NUMERAL.findall(text))
-    return {"".join(str(int(sign)) if sign.isdecimal() else sign for sign in numeral) for numeral in found}
+    numerals = (numeral.replace(",", "") for numeral in _NUMERAL.findall(text))
+    return {"".join(str(int(sign)) if sign.isdecimal() else sign for sign in numeral) for numeral in numerals}
 
 
 class Screen:
-    """Judges rows by a recipe's `hygiene`.
+    """Checks rows by a recipe's `hygiene`.
 
     Args:
-        options: the recipe's wishes.
-        folder: what files of texts are relative to.
+        options: the recipe's `hygiene`.
+        folder: the folder that text files are relative to.
 
     Raises:
-        NotFoundError: `overlap` names neither an evaluation known here nor a file.
-        DataError: a file that it names is not text, or too short. All are reported at once.
+        NotFoundError: `overlap` names neither a known evaluation nor a file.
+        DataError: a file that it names is not text, or too short. All such files are reported together.
     """
 
     def __init__(self, options: Hygiene, folder: Path) -> None:
@@ -93,17 +93,17 @@ class Screen:
         problems = Problems(DataError)
         for name in dict.fromkeys(options.overlap):
             with problems.collect():
-                # Reported by a file's own name: a report holds no path of this machine.
+                # Only the file's name is kept, because reports must not contain local paths.
                 grams = _SHIPPED[name]() if name in _SHIPPED else _file(folder / expand(name))
                 self._evaluations.append((Path(name).name, grams))
         problems.raise_if_any()
 
     def judge(self, turns: Sequence[Turn], *, is_task: bool) -> str | None:
-        """Why a row must not be trained on: the name of an evaluation, or `MATH`; None if it may.
+        """The reason not to train on a row: the name of an evaluation, or `MATH`; None if there is none.
 
         Args:
             turns: the row's text.
-            is_task: the row is the task's own, whose maths is welcome.
+            is_task: whether the row belongs to the task, where maths is allowed.
         """
         if self._evaluations:
             hashes = np.concatenate([hash_grams(text) for turn in turns for text in turn])
@@ -114,7 +114,7 @@ class Screen:
 
 
 def _file(path: Path) -> Grams:
-    remedy = "Name mgsm, gsm8k_test, or a text file with one text to a line, relative to the recipe's folder"
+    remedy = "Use mgsm, gsm8k_test, or a text file with one text per line, relative to the recipe's folder"
     try:
         grams = Grams.of(path.read_text(encoding="utf-8").splitlines())
     except FileNotFoundError:
@@ -125,9 +125,7 @@ def _file(path: Path) -> Grams:
             f"hygiene.overlap: {path} cannot be read: {reason}", remedy, parameter="hygiene.overlap"
         ) from None
     if not len(grams):
-        raise DataError(
-            f"hygiene.overlap: {path} holds no line of 8 words or more", remedy, parameter="hygiene.overlap"
-        )
+        raise DataError(f"hygiene.overlap: {path} has no line of 8 words or more", remedy, parameter="hygiene.overlap")
     return grams
 
 

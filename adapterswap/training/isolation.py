@@ -1,4 +1,4 @@
-"""Leave the process as it was: trainers seed generators, set loggers, environment variables and progress bars.
+"""Restore the process state that trainers change: random generators, loggers, environment variables, progress bars.
 
 Knows nothing of training itself.
 """
@@ -16,7 +16,7 @@ __all__ = ["isolated"]
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Silence the libraries' own bars and chatter inside the block, and restore all that they changed after it.
+    """Silence the libraries' progress bars and logs inside the block, and restore everything they changed after it.
 
     Restored: the random generators (Python, NumPy, torch on CPU and CUDA), the environment, transformers' verbosity and
     progress bars, datasets' progress bars, warning filters. accelerate's process-wide state is reset.
@@ -37,7 +37,7 @@ def isolated() -> Iterator[None]:
     datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
-            # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 has renamed; a user can do nothing about it.
+            # PEFT 0.21 and TRL 1.16 use names that transformers 5.23 renamed; users can do nothing about it.
             warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
             yield
     finally:

@@ -1,6 +1,6 @@
-"""Evaluates checkpoints while a run goes on, keeps the best ones' weights, and says when to stop.
+"""Evaluate checkpoints during a run, keep the weights of the best ones, and decide when to stop.
 
-Training goes on as if nobody had looked: modes and random generators are put back. What was found is kept beside the
+Evaluating does not affect training: modes and random generators are restored. The scores are kept next to the
 checkpoints, so a resumed run measures nothing twice. Importing this module imports transformers.
 """
 
@@ -44,18 +44,18 @@ __all__ = ["CheckpointJudge", "Examination", "examine"]
 
 _REMEDY = "Pass `overwrite=True` without `resume` to start again"
 
-_PRIMARY = {"exact_match": "normalized"}  # MGSM's filter that counts
+_PRIMARY = {"exact_match": "normalized"}  # the filter of MGSM's main score
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What a checkpoint is asked.
+    """What each checkpoint is evaluated on.
 
     Attributes:
-        metrics: by task or group that counts, the metric and the filter.
-        documents, requests: how many each checkpoint is given, over all tasks.
-        settings: how.
-        fingerprints: of the tasks, and of the files of `include_path`.
+        metrics: the metric and filter of each task or group that counts.
+        documents, requests: how many each checkpoint answers, over all tasks.
+        settings: the settings of the evaluation.
+        fingerprints: hashes of the tasks, and of the files of `include_path`.
     """
 
     metrics: Mapping[str, tuple[str, str]]
@@ -70,7 +70,7 @@ def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examin
 
     Raises:
         DataError, NotFoundError: see `load_tasks`.
-        FieldError: a metric that a task does not have; a prompt that does not fit.
+        FieldError: a task does not have the requested metric, or a prompt does not fit into the model's context.
     """
     options = recipe.selection
     assert options is not None
@@ -82,8 +82,8 @@ def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examin
         budget = task.max_gen_toks
         if task.room is not None and budget is not None and task.room < budget:
             problems.add(
-                f"selection: {task.name}: the longest prompt has {task.longest} tokens, and leaves {task.room} of the "
-                f"model's context to an output of up to {budget}",
+                f"selection: {task.name}: the longest prompt has {task.longest} tokens, which leaves {task.room} of "
+                f"the model's context for an output of up to {budget}",
                 "Use fewer shots (num_fewshot), a lower max_gen_toks, or truncate: true",
                 parameter="selection",
             )
@@ -94,8 +94,8 @@ def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examin
     if isinstance(options.metric, dict):
         for name in sorted(options.metric.keys() - metrics.keys()):
             problems.add(
-                f"selection.metric: {name!r} is not one of the tasks that count",
-                f"These are {', '.join(metrics)}",
+                f"selection.metric: {name!r} is not one of the selected tasks",
+                f"Use one of {', '.join(metrics)}",
                 parameter="selection.metric",
             )
     problems.raise_if_any()
@@ -105,7 +105,7 @@ def examine(recipe: TrainRecipe, base: Base, *, trust_task_code: bool) -> Examin
 
 
 def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
-    """Tasks and groups that each give one number: those named, and the tasks that a pattern or a family stands for."""
+    """The tasks and groups with one score each: those named, and the tasks that a pattern or family matches."""
     groups = [name for name in dict.fromkeys(names) if name in loaded["groups"]]
     inside = {task.task_name for name in groups for task in loaded["groups"][name].get_all_tasks()}
     counted = groups + [name for name in loaded["tasks"] if name in names or name not in inside]
@@ -113,10 +113,10 @@ def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
 
 
 def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> tuple[str, str]:
-    """The metric and the filter of a task or a group that count.
+    """The metric and filter to use for a task or a group.
 
     Raises:
-        FieldError: it does not have the requested one; a group that forms no mean.
+        FieldError: the requested metric does not exist, or the group has no mean.
     """
     group = loaded["groups"].get(name)
     task = group.get_all_tasks()[0] if group else loaded["tasks"][name]
@@ -126,17 +126,21 @@ def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> 
         known = [(metric, filter_name) for metric, filter_name in known if metric in formed]
     if not known:
         raise FieldError(
-            f"selection.tasks: the group {name} has no score of its own", "Name its tasks", parameter="selection.tasks"
+            f"selection.tasks: the group {name} has no overall score",
+            "List its tasks instead",
+            parameter="selection.tasks",
         )
-    wanted = options.metric.get(name) if isinstance(options.metric, dict) else options.metric
-    if wanted is None:
+    requested = options.metric.get(name) if isinstance(options.metric, dict) else options.metric
+    if requested is None:
         return next((pair for pair in known if _PRIMARY.get(pair[0]) == pair[1]), known[0])
-    metric, _, filter_name = wanted.partition(",")
+    metric, _, filter_name = requested.partition(",")
     for pair in known:
         if pair[0] == metric and filter_name in ("", pair[1]):
             return pair
     names = ", ".join(",".join(pair) for pair in known)
-    raise FieldError(f"selection.metric: {name} has no {wanted!r}", f"It has {names}", parameter="selection.metric")
+    raise FieldError(
+        f"selection.metric: {name} has no metric {requested!r}", f"Use one of {names}", parameter="selection.metric"
+    )
 
 
 class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
@@ -146,7 +150,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         seconds: how long evaluating took.
 
     Raises:
-        UnsupportedError: the trainer spreads the model over its processes, so that none could generate alone.
+        UnsupportedError: the trainer uses FSDP, so no single process holds the model and could generate.
     """
 
     def __init__(
@@ -155,8 +159,9 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         if trainer.is_fsdp_enabled:
             raise UnsupportedError(
-                "`selection` evaluates on one process, and FSDP spreads the model over all",
-                "Train with keep_checkpoints: true, and run `adapterswap evaluate` on the checkpoints",
+                "`selection` evaluates on one process, but FSDP splits the model across all of them",
+                "Train with keep_checkpoints: true and without `selection`, then run `adapterswap evaluate` on the "
+                "checkpoints",
                 parameter="selection",
             )
         self._options, self._examination = options, examination
@@ -169,10 +174,10 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         self.seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take up what was found before; a checkpoint that was not judged when the run was ended is judged now.
+        """Load earlier scores, and score the last checkpoint if the run ended before that.
 
         Raises:
-            RunError: the table, or the weights of a checkpoint among the best, are not as they were written.
+            RunError: the table, or the weights of one of the best checkpoints, have changed since they were written.
         """
         rows = self._processes.from_main(self._read(args, state) if self._processes.main else [])
         self._table = [JudgedCheckpoint(**row) for row in rows]
@@ -182,17 +187,17 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
             raise Enough
 
     def _read(self, args: Any, state: Any) -> list[dict[str, Any]]:
-        """The rows up to the step that the run goes on from."""
+        """The rows up to the step from which the run resumes."""
         content = read_json(self._table_path, _REMEDY, kind=RunError) if self._table_path.is_file() else {}
         if not is_sealed(content):
             content = {"table": [], "best": {}}
         rows = [row for row in content["table"] if row["step"] <= state.global_step]
         due = [step for step in range(1, state.global_step) if self._is_due_at(step, args, state)]
         if [row["step"] for row in rows if row["step"] < state.global_step] != due:
-            raise RunError(f"{self._table_path} is not as it was written", _REMEDY, parameter="resume")
+            raise RunError(f"{self._table_path} has changed since it was written", _REMEDY, parameter="resume")
         self._weights = content["best"]
         kept = {row.step for row in best_first([JudgedCheckpoint(**row) for row in rows])[: self._options.keep_best]}
-        # Where an earlier checkpoint is gone on from, a later one may have pushed some out: it will do so again.
+        # If the run resumes from an earlier checkpoint, a later one may have replaced some: it will do so again.
         for name in self._weights:
             if int(name.rpartition("-")[2]) in kept:
                 self._check_weights(name)
@@ -200,16 +205,16 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _check_weights(self, name: str) -> None:
         if fingerprints(self._best / name) != self._weights.get(name):
-            raise RunError(f"{self._best / name} is not as it was written", _REMEDY, parameter="resume")
+            raise RunError(f"{self._best / name} has changed since it was written", _REMEDY, parameter="resume")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The validation loss goes into the table too, and is measured before the checkpoint is saved."""
+        """Measure the validation loss before the checkpoint is saved, because it goes into the table too."""
         if self._trainer.eval_dataset is not None and control.should_save and self._is_due(args, state):
             control.should_evaluate = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_training_stop and state.global_step < state.max_steps:
-            return  # the run is to end, and cannot wait; it is judged when the run is resumed
+            return  # the run must end now; this checkpoint is scored when the run is resumed
         self._judge_if_due(args, state)
         control.should_training_stop |= self._has_enough(state)
 
@@ -247,7 +252,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         return asdict(JudgedCheckpoint.of(state.global_step, scores, losses[-1] if losses else None))
 
     def _keep(self, checkpoint: Path) -> None:
-        """Put this checkpoint's weights among the best, then the table in place, then drop those that fell out."""
+        """Add this checkpoint's weights to the best, then write the table, then remove weights no longer kept."""
         link_weights(checkpoint, self._best / checkpoint.name)
         sync_folder(self._best)
         self._weights[checkpoint.name] = fingerprints(self._best / checkpoint.name)
@@ -264,16 +269,16 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         return [row.step for row in best_first(self._table)[: self._options.keep_best]]
 
     def found(self) -> CheckpointSelection:
-        """The table, and what was chosen by it."""
+        """The table of scores, and the checkpoints chosen by it."""
         metrics = {name: ",".join(pair) for name, pair in self._examination.metrics.items()}
         return CheckpointSelection(metrics, tuple(self._table), tuple(self._kept()), self._stopped)
 
     def restored(self) -> Iterator[int]:
-        """Put each kept checkpoint's weights into the trainer's model, as resuming does, and yield its step; the
-        best's come last, and stay there without a word.
+        """Load each kept checkpoint's weights into the trainer's model, as resuming does, and yield its step. The best
+        one's weights are loaded last and stay there; its step is not yielded.
 
         Raises:
-            RunError: they are not as they were written.
+            RunError: the weights have changed since they were written.
         """
         best, *others = self._kept()
         for step in (*reversed(others), best):
@@ -284,7 +289,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
 
 def link_weights(checkpoint: Path, folder: Path) -> None:
-    """Make `folder` hold the weights of `checkpoint` (no optimizer), as links where the disk has them."""
+    """Fill `folder` with the weights of `checkpoint` (no optimizer), as hard links where possible."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for pattern in ("*.safetensors", "*.index.json", "*config.json"):

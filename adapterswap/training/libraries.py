@@ -1,4 +1,4 @@
-"""The optional libraries that a recipe needs, looked for before any work is done. Imports none of them."""
+"""Check for the optional libraries that a recipe needs before anything starts. Imports none of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_att
 
 
 def check_libraries(recipe: TrainRecipe) -> None:
-    """Report every library that the recipe needs and that is not installed.
+    """Check that all libraries that the recipe needs are installed.
 
     Raises:
-        DependencyError: with what to install.
+        DependencyError: lists every missing library and how to install it.
     """
     if missing := [name for name in ("datasets", "trl") if find_spec(name) is None]:
         raise DependencyError(
-            f"training needs {' and '.join(missing)}, and {'it is' if len(missing) == 1 else 'they are'} not installed",
+            f"training needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
             "pip install 'adapterswap[train]'",
         )
     problems, options = Problems(DependencyError), recipe.training
@@ -55,8 +55,8 @@ def check_libraries(recipe: TrainRecipe) -> None:
 
         for name in sorted(set(options.report_to) - set(get_available_reporting_integrations())):
             problems.add(
-                f"training.report_to: {name!r} is not a tracker that transformers knows and finds installed",
-                "Install it, or correct the name",
+                f"training.report_to: {name!r} is not installed, or is not a tracker that transformers supports",
+                "Install it or correct the name",
                 parameter="training.report_to",
             )
     problems.raise_if_any()

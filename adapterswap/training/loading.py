@@ -1,7 +1,7 @@
-"""Tables of rows from the recipe's sources: found, loaded by `datasets.load_dataset`, filtered, sampled.
+"""Load tables of rows from the recipe's sources with `datasets.load_dataset`, and filter and sample them.
 
-Local files are read into memory and leave nothing in the user's cache; Hub datasets go through it, or are read as a
-stream. Knows nothing of what rows are made into.
+Local files are read into memory and leave nothing in your cache; Hub datasets use it, or are streamed. Knows nothing of
+how rows become text.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".
 
 @dataclass
 class SourceCounts:
-    """What became of the rows of one source.
+    """Counts of the rows of one source.
 
     Attributes:
-        source: the recipe's path of it.
-        read: rows in the split; of a stream, rows looked at.
-        kept: rows after filter and samples.
-        empty: of these, rows without a value, or with nothing to train on.
-        math: of these, rows that hygiene took for maths, and dropped.
-        overlap: of these, rows that share text with an evaluation and were dropped, by its name.
-        files: of local files, name → sha256.
+        source: its path in the recipe.
+        read: rows in the split; of a stream, rows read.
+        kept: rows left after filter and samples.
+        empty: of `kept`, rows dropped because a value is missing or there is nothing to train on.
+        math: of `kept`, rows dropped by hygiene as maths.
+        overlap: of `kept`, rows dropped because they share text with an evaluation, by the evaluation's name.
+        files: for local files, name → sha256.
     """
 
     source: str
@@ -49,16 +49,16 @@ class SourceCounts:
 
 
 def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, SourceCounts]:
-    """The rows of `source` as a datasets.Dataset, filtered and sampled, and how many there were.
+    """Load the rows of `source` as a datasets.Dataset, filtered and sampled, with their counts.
 
     Args:
         source: what to load.
-        folder: what local paths are relative to.
-        seed: of `samples`.
+        folder: the folder that local paths are relative to.
+        seed: the seed for `samples`.
 
     Raises:
-        NotFoundError: it does not exist, or could not be downloaded.
-        DataError: it cannot be loaded; it lacks a column that the recipe names; or no rows are left.
+        NotFoundError: the source does not exist, or could not be downloaded.
+        DataError: the source cannot be loaded, lacks a column that the recipe names, or has no rows left.
     """
     counts = SourceCounts(_called(source))
     table = _load(source, folder, counts)
@@ -70,7 +70,9 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
     _check_columns(source, table.column_names)
     if not len(table):
         raise DataError(
-            f"the dataset {source.path} has no rows in {source.split}", "Correct path or split", parameter="datasets"
+            f"the dataset {source.path} has no rows in the split {source.split}",
+            "Correct `path` or `split`",
+            parameter="datasets",
         )
     for column, allowed in source.filter.items():
         table = _filter(source, table, column, _as_list(allowed))
@@ -84,7 +86,7 @@ def load_table(source: DatasetSource, folder: Path, *, seed: int) -> tuple[Any, 
 
 
 def _called(source: DatasetSource) -> str:
-    """What a source is called in messages; `path: json` says only how its files are read."""
+    """The name of a source for messages; `path: json` says only how its files are read."""
     if f".{source.path}" in _BUILDERS and source.data_files:
         return ", ".join(name if "://" in name else Path(name).name for name in _as_list(source.data_files))
     return source.path
@@ -106,8 +108,8 @@ def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, *, seed: int
     if not len(table):
         filtered = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
         raise DataError(
-            f"the dataset {source.path} has no rows{filtered} in {source.split}",
-            "Correct path or split",
+            f"the dataset {source.path} has no rows{filtered} in the split {source.split}",
+            "Correct `path` or `split`",
             parameter="datasets",
         )
     return table
@@ -147,7 +149,7 @@ def _read(files: Sequence[Path], split: str, *, streaming: bool) -> Any:
     names = [str(file) for file in files]
     if streaming:
         return datasets.load_dataset(builder, data_files=names, split=split, streaming=True, **options)
-    # A cache of our own, which goes when the rows are in memory: the user's is for what was downloaded.
+    # A temporary cache, removed once the rows are in memory: the user's own cache is for downloads.
     with tempfile.TemporaryDirectory(prefix="adapterswap-") as cache:
         return datasets.load_dataset(
             builder, data_files=names, split=split, cache_dir=cache, keep_in_memory=True, **options
@@ -155,7 +157,7 @@ def _read(files: Sequence[Path], split: str, *, streaming: bool) -> Any:
 
 
 def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
-    """`load()`, with what can go wrong there (the network, the Hub, the files' contents) as our errors."""
+    """Call `load()`, and turn its errors (the network, the Hub, the files' contents) into ours."""
     import datasets
 
     try:
@@ -168,11 +170,11 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
             parameter="datasets",
         ) from None
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
-        remedy = "Check split, name, data_files and the files themselves"
+        remedy = "Check `split`, `name`, `data_files` and the files themselves"
         if "script" in str(error):
             remedy = (
-                "Datasets made by a script are no longer run: read its files, with path: json (or csv, parquet) and "
-                f"data_files: hf://datasets/{source.path}/…, or name a converted revision"
+                "Dataset scripts are no longer supported: read the files directly with path: json (or csv, parquet) "
+                f"and data_files: hf://datasets/{source.path}/…, or use a converted revision"
             )
         raise DataError(
             f"the dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
@@ -180,7 +182,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
 
 
 def _csv_options(file: Path) -> dict[str, Any]:
-    """Cells are text, verbatim: `007` is not a number, and `NA` is not a gap."""
+    """Options that read cells as verbatim text: `007` is not a number, and `NA` is not a missing value."""
     import datasets
 
     separator = "\t" if file.suffix == ".tsv" else ","
@@ -212,7 +214,7 @@ def _builder(files: Sequence[Path]) -> str:
             builders.add(_BUILDERS[file.suffix])
     if len(builders) > 1:
         problems.add(
-            f"the dataset's files are of several kinds: {', '.join(sorted(builders))}",
+            f"the dataset's files have different formats: {', '.join(sorted(builders))}",
             "List them as separate datasets",
             parameter="datasets",
         )
@@ -249,26 +251,26 @@ def _filter(source: DatasetSource, table: Any, column: str, allowed: list[Any]) 
     cells = table.with_format("arrow")[column][:]
     if pyarrow.types.is_nested(cells.type):
         raise DataError(
-            f"the dataset {source.path}: `filter` names {column}, which does not hold plain values",
+            f"the dataset {source.path}: `filter` names {column}, which does not contain plain values",
             "Filter another column",
             parameter="datasets",
         )
-    # A source may have millions of rows, and its column few values.
-    different, values = cells.unique().to_pylist(), _values(allowed)
-    wanted = pyarrow.array([value for value in different if value in values], cells.type)
-    keep = numpy.flatnonzero(pyarrow.compute.is_in(cells, value_set=wanted))
+    # A source may have millions of rows, but few distinct values in this column.
+    distinct, values = cells.unique().to_pylist(), _values(allowed)
+    matching = pyarrow.array([value for value in distinct if value in values], cells.type)
+    keep = numpy.flatnonzero(pyarrow.compute.is_in(cells, value_set=matching))
     if not len(keep):
-        seen = ", ".join(repr(value) for value in sorted(set(map(str, different)))[:8])
+        examples = ", ".join(repr(value) for value in sorted(set(map(str, distinct)))[:8])
         raise DataError(
             f"the dataset {source.path}: no row has {column} in {allowed}",
-            f"Values that occur there: {seen}",
+            f"Use values of that column, such as {examples}",
             parameter="datasets",
         )
     return table.select(keep)
 
 
 def _values(allowed: Any) -> set[Any]:
-    """A number in the recipe may be text in a file."""
+    """The allowed values, also as text: a number in the recipe may be text in a file."""
     return {*_as_list(allowed), *map(str, _as_list(allowed))}
 
 

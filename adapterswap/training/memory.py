@@ -1,4 +1,4 @@
-"""A rough account of the memory that training takes, from shapes alone. Knows nothing of devices."""
+"""A rough estimate of the memory that training takes, from shapes alone. Knows nothing of devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def memory(
     tokens = options.batch_size * (options.max_length if options.packing else longest)
     layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
     layers = int(config.num_hidden_layers)
-    # With checkpointing each layer keeps its input only, and one at a time is recomputed.
+    # With checkpointing, each layer keeps only its input, and one layer at a time is recomputed.
     kept = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
     parts = {
         **_weights(recipe, trainable, base_parameters, size),
@@ -43,8 +43,8 @@ def memory(
 
 
 def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: int) -> dict[str, int]:
-    """The base's weights, of `size` bytes unless something else is asked for, and what training adds to them."""
-    moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; else those of what is trained
+    """Bytes of the base's weights, `size` each unless the recipe says otherwise, and of what training adds."""
+    moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; otherwise as many as a trained weight has
     if recipe.adapter.method == "none":
         own = DTYPE_BYTES[FLOAT_NAMES[recipe.training.weight_dtype]]
         return {"base": base_parameters * own, "training": trainable * (own + 2 * (moment or own))}

@@ -1,7 +1,7 @@
-"""The expert's folder: PEFT's two files, or a whole model's; `training.json`, and a short model card.
+"""Write the expert's folder: PEFT's two files or a whole model, `training.json`, and a short model card.
 
-What is written follows from the inputs alone: no clock, no path of this machine, keys and lists in order. Knows nothing
-of how the weights came about beyond the report it gets.
+The same inputs give the same files: no dates, no local paths, keys and lists in a fixed order. Knows nothing of how the
+weights were trained beyond the report it gets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _names(record: Mapping[str, Any]) -> Sequence[str]:
 
 
 EXPERT = OutputKind(_RECORD, _names)
-"""What `train` writes."""
+"""The output of `train`."""
 
 
 def write_expert(
@@ -51,11 +51,11 @@ def write_expert(
     *,
     weights: dict[str, Any] | None = None,
 ) -> None:
-    """Write what was trained into `folder`: see `write_weights`; and what it was made from.
+    """Write the trained weights (see `write_weights`), the record and the model card into `folder`.
 
     Args:
         model: a PeftModel, whose adapter is written; or the base's own model, written whole with its tokenizer.
-        weights: the model's state dict, where its own parameters do not hold all of it.
+        weights: the model's state dict, if its own parameters are not complete.
     """
     write_weights(folder, model, recipe, base, targets, weights=weights)
     record = describe(recipe, base, targets, report)
@@ -78,19 +78,19 @@ def write_weights(
     if dtype is not None:
         _round(model, weights, dtype)
     if adapted:
-        # Embeddings that were adapted are saved by the adapter itself; PEFT's own guess at more would ask the network.
+        # The adapter itself saves adapted embeddings; PEFT's check for more would use the network.
         model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
         _tidy_config(folder / "adapter_config.json", base, targets)
-        (folder / CARD).unlink(missing_ok=True)  # PEFT's card, which tells the base's path on this machine
+        (folder / CARD).unlink(missing_ok=True)  # PEFT's card, which contains the base's local path
     else:
         _save_model(folder, model, base, weights)
     mode = next(folder.glob("*.json")).stat().st_mode
     for file in folder.glob("*.safetensors"):
-        file.chmod(mode)  # safetensors gives them to their owner alone
+        file.chmod(mode)  # safetensors makes them readable for their owner only
 
 
 def _save_model(folder: Path, model: Any, base: Base, weights: dict[str, Any] | None) -> None:
-    """The model's weights, and everything else as it is in the base: trainers change special tokens and caching."""
+    """Save the model's weights, with the base's own config and tokenizer, because trainers change them."""
     from transformers import GenerationConfig
 
     untouched = open_base(base.reference)
@@ -102,7 +102,7 @@ def _save_model(folder: Path, model: Any, base: Base, weights: dict[str, Any] | 
 
 
 def _round(model: Any, weights: dict[str, Any] | None, dtype: Any) -> None:
-    """Round the model, or its weights apart from it, to a dtype once."""
+    """Round the model, and its separate state dict if there is one, to a dtype once."""
     import torch
 
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -151,9 +151,9 @@ def _public(path: str) -> str:
 
 
 def _tidy_config(path: Path, base: Base, targets: TrainingTargets) -> None:
-    """PEFT writes sets as lists, in an order that changes from run to run, and the base's path on this machine.
+    """Sort PEFT's lists, whose order changes from run to run, and replace the base's local path.
 
-    It also shortens whole names to ends that mean the same in this model; what was asked for is clearer.
+    PEFT also shortens module names to endings that mean the same in this model; the requested names are clearer.
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     config["target_modules"] = targets.names
@@ -193,7 +193,7 @@ def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
     ]
     if report.train_losses:
         lines.append(
-            f"Training loss: {report.train_losses[0][1]:.3f} at first, {report.train_losses[-1][1]:.3f} at last."
+            f"Training loss: {report.train_losses[0][1]:.3f} at the start, {report.train_losses[-1][1]:.3f} at the end."
         )
     if report.selection:
         lines += [
@@ -205,7 +205,7 @@ def _card(recipe: TrainRecipe, base: Base, report: TrainReport) -> str:
         ]
     elif report.eval_losses:
         lines.append(f"Validation loss: {report.eval_losses[-1][1]:.3f}.")
-    lines += ["", "`training.json` holds the whole recipe, the rows used and dropped, the losses and the versions.", ""]
+    lines += ["", "`training.json` has the whole recipe, the rows used and dropped, the losses and the versions.", ""]
     return "\n".join(lines)
 
 
@@ -216,7 +216,7 @@ def _kind(recipe: TrainRecipe) -> str:
 
 
 def _what(recipe: TrainRecipe) -> str:
-    """The adapter, and which part of the model was trained, where it was not all of it."""
+    """The adapter, and the part of the model that was trained if it was not all of it."""
     adapter = recipe.adapter
     parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if adapter.method == "lora" else []
     if adapter.partition:

@@ -1,7 +1,7 @@
-"""Rows as text: through templates, or through a tokenizer's chat template, with what the loss is taken on marked.
+"""Render rows as text with templates or a tokenizer's chat template, and mark the parts that the loss is computed on.
 
-A rendered row is an `Example`: its whole text, and the prefixes of it between which the loss is taken. Knows nothing of
-tokens, nor of where rows come from.
+A rendered row is an `Example`: its whole text, and the prefixes between which the loss is computed. Knows nothing of
+tokens or of where rows come from.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Example(NamedTuple):
 
     Attributes:
         text: all of it.
-        trained: pairs of prefixes of `text`; the loss is taken on what lies after the first and not after the second
-            (None: to the end).
-        chat: rendered by a chat template, which writes the special tokens itself.
+        trained: pairs of prefixes of `text`; the loss is computed on the text between the end of the first and the end
+            of the second (None: the end of the text).
+        chat: whether a chat template rendered it, which writes the special tokens itself.
     """
 
     text: str
@@ -35,15 +35,15 @@ class Example(NamedTuple):
 
 
 Renderer = Callable[[Mapping[str, Any]], Example | None]
-"""Makes a row an Example; None for a row with nothing to train on."""
+"""Turns a row into an Example; None for a row with nothing to train on."""
 
 
 Reader = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
-"""What a row says, without templates of chat: prompts and completions; plain text is a completion."""
+"""Turns a row into prompts and completions, without chat templates; plain text is a completion."""
 
 
 def choose_reader(source: DatasetSource) -> Reader:
-    """How rows of `source` are read, for code that judges their text and not their form."""
+    """A reader of the rows of `source`, for code that checks their text, not their form."""
     if source.text is not None:
         template = Template(source.text)
         return lambda row: [("", template.fill(row) or "")]
@@ -53,36 +53,37 @@ def choose_reader(source: DatasetSource) -> Reader:
     pair = _pairs(source)
 
     def read(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-        found = pair(row)
-        return [found] if found else []
+        prompt_and_completion = pair(row)
+        return [prompt_and_completion] if prompt_and_completion else []
 
     return read
 
 
 def _exchanges(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
-    """Each turn of the assistant with what stands before it, since the turn before."""
-    found, prompt = [], ""
+    """Each turn of the assistant, with the messages since its previous turn as the prompt."""
+    exchanges, prompt = [], ""
     for message in messages:
         if message["role"] == "assistant":
-            found.append((prompt, message["content"]))
+            exchanges.append((prompt, message["content"]))
             prompt = ""
         else:
             prompt += message["content"] + "\n"
-    return found
+    return exchanges
 
 
 def choose_renderer(
     source: DatasetSource, chat: ChatTemplate | None, *, chat_prompts: bool, separator: str = ""
 ) -> Renderer:
-    """How rows of `source` are rendered.
+    """A renderer of the rows of `source`.
 
     Args:
-        chat: the tokenizer's `apply_chat_template`, where it has a template.
+        source: the source of the rows.
+        chat: the tokenizer's `apply_chat_template`, if it has a template.
         chat_prompts: render prompts and completions as chat turns.
-        separator: stands between prompt and completion where they are no chat turns.
+        separator: text between prompt and completion, if they are not chat turns.
 
     Raises:
-        BaseModelError: a chat template is needed, and the tokenizer has none.
+        BaseModelError: a chat template is needed, but the tokenizer has none.
 
     The renderer itself raises a `DataError` for a value that is not text, for a column that does not hold chat
     messages, and for messages that the template refuses.
@@ -90,8 +91,8 @@ def choose_renderer(
     if source.messages is not None or (chat_prompts and source.text is None):
         if chat is None:
             raise BaseModelError(
-                f"the dataset {source.path} is to be rendered as chat, and the tokenizer has no chat template",
-                "Use the instruct model's tokenizer, or prompt and completion with chat_template: false",
+                f"the dataset {source.path} must be rendered as chat, but the tokenizer has no chat template",
+                "Use the instruct model's tokenizer, or `prompt` and `completion` with chat_template: false",
                 parameter="base_model",
             )
         return _chat(_messages(source.messages) if source.messages is not None else _turns(source), chat)
@@ -107,7 +108,7 @@ def _text(template: Template) -> Renderer:
 
 
 def _pairs(source: DatasetSource) -> Callable[[Mapping[str, Any]], tuple[str, str] | None]:
-    """Prompt and completion of a row; None where a value is missing or nothing is to be completed."""
+    """The prompt and completion of a row; None if a value is missing or the completion is empty."""
     prompts, completions = Template(source.prompt or ""), Template(source.completion or "")
 
     def pair(row: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -123,9 +124,9 @@ def _plain(source: DatasetSource, separator: str) -> Renderer:
     pair = _pairs(source)
 
     def render(row: Mapping[str, Any]) -> Example | None:
-        if (found := pair(row)) is None:
+        if (prompt_and_completion := pair(row)) is None:
             return None
-        prompt, completion = found[0] + separator, found[1]
+        prompt, completion = prompt_and_completion[0] + separator, prompt_and_completion[1]
         return Example(prompt + completion, ((prompt, None),))
 
     return render
@@ -138,29 +139,32 @@ def _turns(source: DatasetSource) -> Conversation:
     pair = _pairs(source)
 
     def conversation(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
-        if (found := pair(row)) is None:
+        if (prompt_and_completion := pair(row)) is None:
             return None
-        # A template such as "{instruction}\n\n{input}" ends in line ends where there is no input.
-        return [{"role": "user", "content": found[0].strip()}, {"role": "assistant", "content": found[1]}]
+        prompt, completion = prompt_and_completion
+        # A template such as "{instruction}\n\n{input}" ends in newlines if there is no input.
+        return [{"role": "user", "content": prompt.strip()}, {"role": "assistant", "content": completion}]
 
     return conversation
 
 
 def _messages(column: str) -> Conversation:
     def conversation(row: Mapping[str, Any]) -> list[dict[str, str]] | None:
-        found = row[column]
-        if found is None:
+        messages = row[column]
+        if messages is None:
             return None
-        if isinstance(found, list) and all(_is_pair(item) for item in found):
+        if isinstance(messages, list) and all(_is_pair(item) for item in messages):
             roles = ("user", "assistant")
-            found = [{"role": role, "content": text} for pair in found for role, text in zip(roles, pair, strict=True)]
-        if not isinstance(found, list) or not all(_is_message(message) for message in found):
+            messages = [
+                {"role": role, "content": text} for pair in messages for role, text in zip(roles, pair, strict=True)
+            ]
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise DataError(
-                f"the column {column!r} does not hold chat messages",
-                "A conversation is a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
+                f"the column {column!r} does not contain chat messages",
+                "Use a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
                 parameter="datasets",
             )
-        return found
+        return messages
 
     return conversation
 
@@ -174,7 +178,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _chat(conversation: Conversation, chat: ChatTemplate) -> Renderer:
-    """The loss is taken on what the template writes for each turn of the assistant."""
+    """A renderer of conversations; the loss is computed on what the template writes for each assistant turn."""
     from jinja2 import TemplateError
 
     def render(row: Mapping[str, Any]) -> Example | None:
@@ -191,8 +195,8 @@ def _chat(conversation: Conversation, chat: ChatTemplate) -> Renderer:
             return Example(chat(messages, tokenize=False), trained, chat=True) if trained else None
         except TemplateError as error:
             raise DataError(
-                f"the tokenizer's chat template refuses the messages: {error}",
-                "Put the messages in the order that it expects",
+                f"the tokenizer's chat template rejects the messages: {error}",
+                "Put the messages in the order that the template expects",
                 parameter="datasets",
             ) from None
 

@@ -1,4 +1,4 @@
-"""What training tells: the report of a run, and the estimate that a dry run gives. Plain data, no torch."""
+"""The report of a training run, and the estimate of a dry run. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["RowCounts", "TrainEstimate", "TrainReport"]
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What became of the rows.
+    """How many rows were used, dropped and cut.
 
     Attributes:
-        sources: per source: its path, rows read, rows kept by filter and samples, rows empty, rows dropped by
-            hygiene, files with their sha256.
+        sources: for each source: its path, rows read, rows kept by filter and samples, empty rows, rows dropped by
+            hygiene, and its files with their sha256.
         train, validation: rows used.
-        empty: rows dropped, because a value was missing or there was no completion.
-        math: rows dropped, because they look like maths.
-        overlap: rows dropped, because they share text with an evaluation.
-        cut_off: rows dropped, because nothing to train on was left within max_length.
+        empty: rows dropped because a value was missing or there was no completion.
+        math: rows dropped because they look like maths.
+        overlap: rows dropped because they share text with an evaluation.
+        cut_off: rows dropped because nothing to train on was left within max_length.
         surplus: rows left out beyond `samples_per_side`.
-        truncated: rows used, to train on or held out of the same sources, that were cut to max_length.
-        split: long texts that became several rows of max_length.
-        boundary_moved: rows used whose prompt ends in other tokens than when it stands alone.
+        truncated: rows used for training, or held out of the same sources, that were cut to max_length.
+        split: long texts that were split into several rows of max_length.
+        boundary_moved: rows used whose prompt ends in other tokens than the prompt alone would.
         longest: tokens of the longest row of the sources, used or not, before it was cut.
-        tokens, trained_tokens: in one pass over the training rows: all, and those that the loss is taken on.
-        sha256: of the training rows' tokens.
+        tokens, trained_tokens: tokens in one pass over the training rows: all, and those that the loss is computed on.
+        sha256: the hash of the training rows' tokens.
     """
 
     sources: list[dict[str, Any]]
@@ -63,28 +63,28 @@ class RowCounts:
         )
 
     def notes(self) -> list[str]:
-        """What a user should know of, in words."""
-        found = []
+        """Sentences about rows that were dropped or cut, for the user."""
+        messages = []
         if self.empty:
-            found.append(f"{self.empty} rows dropped: a value is missing, or there is nothing to train on")
+            messages.append(f"{self.empty} rows dropped: a value is missing or there is nothing to train on")
         if self.math:
-            found.append(f"{self.math} rows dropped: they look like maths ({self._by_source('math')})")
+            messages.append(f"{self.math} rows dropped: they look like maths ({self._by_source('math')})")
         if self.overlap:
-            found.append(f"{self.overlap} rows dropped: they share text with an evaluation ({self._overlaps()})")
+            messages.append(f"{self.overlap} rows dropped: they share text with an evaluation ({self._overlaps()})")
         if self.cut_off:
-            found.append(f"{self.cut_off} rows dropped: max_length leaves nothing of their completion")
+            messages.append(f"{self.cut_off} rows dropped: max_length cuts off their whole completion")
         if self.surplus:
-            found.append(f"{self.surplus} rows left out beyond samples_per_side")
+            messages.append(f"{self.surplus} rows left out beyond samples_per_side")
         if self.truncated:
-            found.append(f"{self.truncated} rows cut to max_length (the longest has {self.longest} tokens)")
+            messages.append(f"{self.truncated} rows cut to max_length (the longest has {self.longest} tokens)")
         if self.split:
-            found.append(f"{self.split} texts longer than max_length became several rows")
+            messages.append(f"{self.split} texts longer than max_length split into several rows")
         if self.boundary_moved:
-            found.append(
+            messages.append(
                 f"{self.boundary_moved} rows have a prompt whose last token merges with the completion: end prompts "
-                "without a space, and begin completions with one"
+                "without a space and begin completions with one"
             )
-        return found
+        return messages
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,15 @@ class TrainReport:
     Attributes:
         path: the expert's folder.
         steps: updates of the weights.
-        resumed_from: the step that a checkpoint gave, or None.
-        train_losses: [step, mean of the losses of the steps since the last entry; that of a step is per trained token].
+        resumed_from: the step of the checkpoint that it resumed from, or None.
+        train_losses: [step, mean loss of the steps since the last entry]; a step's loss is per trained token.
         eval_losses: [step, loss on the validation rows], the last one at the end; empty without validation.
-        rows: what became of the rows.
-        tokens: tokens read in training, padding not counted.
-        seconds: wall time of the training steps of this process, checkpoints included, but not what evaluating took.
-        trainable_parameters: of the adapter; without one, of the model.
-        processes: how many computed it together.
-        selection: the checkpoints' scores, and which one was written; None where the last step's weights were.
+        rows: the counts of rows used and dropped.
+        tokens: tokens read in training, without padding.
+        seconds: wall time of this process's training steps, including checkpoints but not evaluation.
+        trainable_parameters: parameters of the adapter, or of the model if there is no adapter.
+        processes: how many processes trained together.
+        selection: the checkpoints' scores, and which one was written; None if the last step's weights were written.
     """
 
     path: Path
@@ -123,20 +123,20 @@ class TrainReport:
 
 @dataclass(frozen=True)
 class TrainEstimate:
-    """What a run would do, known from the base's config, its tokenizer and the rows; no weights are loaded.
+    """What a run would do, computed from the base's config, its tokenizer and the rows. No weights are loaded.
 
     Attributes:
-        base_model: its name (and commit).
+        base_model: the base's name (and commit).
         target_modules: the modules that get an adapter, or are themselves trained, by the end of their name.
-        trained_modules: how many there are.
+        trained_modules: how many modules that is.
         trainable_parameters, base_parameters: numbers of parameters.
         steps: updates of the weights.
-        tokens: tokens read in training, about: rows are drawn whole, so a part of an epoch is only near its share.
-        rows: what becomes of the rows.
-        memory: bytes by part: base, training (the adapter's weights, gradients, AdamW's two moments), activations, and
-            their total; on each process, and a rough guide.
-        device, dtype: as the recipe's `auto` was resolved here.
-        processes: how many there are.
+        tokens: roughly how many tokens are read; rows are drawn whole, so part of an epoch is only close to its share.
+        rows: the counts of rows used and dropped.
+        memory: bytes per process by part, as a rough guide: base, training (the adapter's weights, gradients and
+            AdamW's two moments), activations, and their total.
+        device, dtype: the recipe's values, with `auto` resolved.
+        processes: how many processes there are.
         selection: checkpoints that would be evaluated, and documents and requests of each; None without a selection.
     """
 

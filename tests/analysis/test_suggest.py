@@ -168,7 +168,7 @@ def test_texts_are_read(tmp_path: Path) -> None:
         with refused(DataError, "task_texts", match=place):
             read_texts(tmp_path / name, 9, parameter="task_texts")
     (tmp_path / "messages.jsonl").write_text('{"messages": "hello"}')
-    with pytest.raises(AdapterswapError, match="does not hold chat messages"):
+    with pytest.raises(AdapterswapError, match="does not contain chat messages"):
         read_texts(tmp_path / "messages.jsonl", 9)
 
 

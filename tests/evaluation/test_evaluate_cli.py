@@ -299,7 +299,7 @@ def test_a_base_without_all_its_weights(run: Run, tmp_path: Path, byte_base: Pat
     model.save_pretrained(tmp_path / "five")
     shutil.copy(tmp_path / "five" / "model.safetensors", tmp_path / "base" / "model.safetensors")
     told = error(run("evaluate", "--base-model", tmp_path / "base", "--tasks", "mgsm_direct_sw", *FAST))
-    assert "lacks weights: model.layers.5." in told
+    assert "is missing weights: model.layers.5." in told
 
 
 def test_a_base_whose_config_is_of_another(byte_base: Path, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_base_whose_config_is_of_another(byte_base: Path, tmp_path: Path) -> N
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
     assert "Loading weights" not in done.stderr
-    assert "do not fit its config: model.layers.0.mlp.down_proj.weight is " in line
+    assert "do not match its config: model.layers.0.mlp.down_proj.weight is " in line
     assert "32×40" in line
 
 

@@ -284,7 +284,7 @@ def test_memory_grows_with_the_file_alone(bomb: str, tmp_path: Path) -> None:
 def test_a_header_larger_than_any_adapter_needs(tmp_path: Path) -> None:
     adapter(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(file_bytes(b" " * (32 * 2**20 + 8), b""))
-    with refused(ExpertError, match="announces a header of 33554440 bytes"):
+    with refused(ExpertError, match="its header claims 33554440 bytes"):
         open_adapter(tmp_path)
 
 

@@ -117,7 +117,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
         (tmp_path / "out").mkdir()
         fill(tmp_path / "out", "another's")
 
-    with refused(OutputError, "out_path", match="appeared while it was being written"):
+    with refused(OutputError, "out_path", match="another process created"):
         write(tmp_path / "out", appear)
     assert (tmp_path / "out" / "file").read_text() == "another's"
     assert names(tmp_path) == ["out"]
@@ -158,10 +158,10 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        (".", "the folder that you are in"),
-        ("..", "the folder that you are in"),
-        ("/", "the folder that you are in"),
-        ("~", "the folder that you are in"),
+        (".", "the current folder"),
+        ("..", "the current folder"),
+        ("/", "the current folder"),
+        ("~", "the current folder"),
         ("in/math", "overlaps the input"),
         ("in/math/deeper/out", "overlaps the input"),
         ("in", "overlaps the input"),
@@ -173,7 +173,7 @@ def test_only_our_own_remains_are_removed(tmp_path: Path) -> None:
         ("x" * 250, "file name too long. Choose a shorter name"),
         ("a\0b", "a null byte"),
         ("a\ud800", "cannot be the name of a file"),
-        ("/sys/out", "Choose a path that you may write to"),
+        ("/sys/out", "Choose a path where you have permission to write"),
         ("/dev/null", "is a file"),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_folder_without_permission(another_user: Path, run: Callable[..., Resu
         result = run(*arguments(pair, another_user / out))
         assert result.exit_code == 1
         assert "cannot be written: permission denied" in result.stderr
-        assert "Choose a path that you may write to." in result.stderr
+        assert "Choose a path where you have permission to write." in result.stderr
     assert names(another_user) == before
 
 
@@ -337,7 +337,7 @@ def test_a_disk_that_is_read_only(
 ) -> None:
     code, out, err, left = mounted("size=1m,ro", *arguments(experts, tmp_path / "disk" / "out"))
     assert (code, out, left) == (1, "", [])
-    assert "cannot be written: read-only file system. Choose a path that you may write to." in err
+    assert "cannot be written: read-only file system. Choose a path where you have permission to write." in err
 
 
 def test_a_mount_point_is_not_replaced(
@@ -345,7 +345,7 @@ def test_a_mount_point_is_not_replaced(
 ) -> None:
     code, _, err, left = mounted("size=1m", *arguments(experts, tmp_path / "disk", "--overwrite"))
     assert (code, left) == (1, [])
-    assert "cannot be written: device or resource busy. Choose the path of a folder in it." in err
+    assert "cannot be written: device or resource busy. Choose a folder inside it." in err
 
 
 def test_a_dry_run_refuses_what_writing_would(tmp_path: Path) -> None:

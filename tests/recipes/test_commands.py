@@ -220,10 +220,10 @@ def test_validate_tells_every_mistake_in_every_file(run: Run, tmp_path: Path) ->
         "bad.yaml: base_model is missing",
         "bad.yaml: training.seed is -1: input should be greater than or equal to 0",
         "bad.yaml: training.epoch is not a known key",
-        "both.yaml is not a recipe of one kind: "
-        "it has several of `datasets` (train), `experts` (compose), `task_experts` (sweep)",
+        "both.yaml must have exactly one of these keys, "
+        "and has several: `datasets` (train), `experts` (compose), `task_experts` (sweep)",
     ]
-    assert "it has none of" in errors[4]
+    assert "and has none: " in errors[4]
     assert len(errors) == 5
     as_json = run("recipes", "validate", *files, "--json")
     assert as_json.exit_code == 1

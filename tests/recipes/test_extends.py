@@ -91,7 +91,7 @@ def test_a_shipped_fragment_is_found_by_name_and_a_file_wins(tmp_path: Path) -> 
             },
             "more than 64 files: recipe.yaml → g1.yaml → f.yaml",
         ),
-        ({"recipe": "extends: 5"}, "recipe.yaml: extends is 5, and takes a name or a list of names"),
+        ({"recipe": "extends: 5"}, "recipe.yaml: extends is 5, but must be a name or a list of names"),
         ({"recipe": "extends: [a, [b]]"}, "recipe.yaml: extends is ['a', ['b']], and takes"),
         ({"recipe": "extends: {a: b}"}, "recipe.yaml: extends is {'a': 'b'}, and takes"),
         ({"recipe": "extends: ''"}, "recipe.yaml: extends is '', and takes"),

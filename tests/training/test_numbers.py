@@ -81,7 +81,7 @@ def test_continued_pretraining(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     assert counts.train == 12 * 3 + 12 + 12
     assert counts.tokens == 12 * (73 + 2) + 24 * 7  # each further piece repeats one token
     assert report.tokens == counts.tokens
-    assert "12 texts longer than max_length became several rows" in counts.notes()
+    assert "12 texts longer than max_length split into several rows" in counts.notes()
     with pytest.raises(FieldError, match="split_long"):
         make_recipe(training={"split_long": True})
 

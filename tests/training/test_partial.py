@@ -113,12 +113,12 @@ def test_slicing_afterwards_is_reverting(tmp_path: Path, make_recipe: MakeRecipe
 @pytest.mark.parametrize(
     ("adapter", "told"),
     [
-        ({"partition": "A"}, "`partition` and `side` go together"),
-        ({"side": "task"}, "`partition` and `side` go together"),
-        ({"partition": "A", "side": "task", "layers": "0"}, "`partition` chooses the layers"),
+        ({"partition": "A"}, "`partition` and `side` must be set together"),
+        ({"side": "task"}, "`partition` and `side` must be set together"),
+        ({"partition": "A", "side": "task", "layers": "0"}, "`layers` cannot be combined with `partition`"),
         ({"partition": "A", "side": "both"}, "side"),
         ({"r": 0}, "greater than or equal to 1"),
-        ({"method": "none", "r": 8}, "r belong to an adapter"),
+        ({"method": "none", "r": 8}, "r can only be set for an adapter"),
     ],
 )
 def test_what_does_not_fit_is_refused(make_recipe: MakeRecipe, adapter: dict[str, Any], told: str) -> None:

@@ -78,7 +78,7 @@ validation: {rows: 1, fraction: 0.5}
         "the dataset c needs",
         "Did you mean 'learning_rate'",
         "training.max_grad_norm is inf",
-        "exactly one of fraction, rows and datasets",
+        "exactly one of `fraction`, `rows` and `datasets`",
     ):
         assert expected in told
     assert len(caught.value.problems) == 8

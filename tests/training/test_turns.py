@@ -168,8 +168,8 @@ def test_packed_sequences_hold_rows_of_one_side(tmp_path: Path, make_recipe: Mak
     ("changes", "told"),
     [
         ({"one": True}, "both task and language"),
-        ({"without": True}, "needs a `side` at each"),
-        ({"adapter": {"partition": "A", "side": "task"}}, "remove adapter.partition and side"),
+        ({"without": True}, "set `side` for each"),
+        ({"adapter": {"partition": "A", "side": "task"}}, "remove adapter.partition and adapter.side"),
         ({"adapter": {"modules_to_save": ["lm_head"]}}, "belong to no side"),
         ({"simultaneous": {"partition": "D"}}, "partition"),
         ({"simultaneous": {"partition": "A", "steps_per_switch": 0}}, "steps_per_switch"),
