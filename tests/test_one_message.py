@@ -169,6 +169,6 @@ def test_a_folder_with_a_space_keeps_its_name(run: Run, math: Path, swahili: Pat
     named = run("compose", "-t", first, "-l", twin, "--bottom", 2, "-o", tmp_path / "out2", "--json")
     assert named.exit_code == 0, named.stderr
     assert list(json.loads(named.stdout)["experts"]) == ["my math", "language"]
-    assert f"{twin} is called 'language' here" in named.stderr
+    assert f"using the name 'language' for {twin}" in named.stderr
     sources = ("--expert", f"my math={first}", "--expert", f"{swahili.name}={swahili}")
     assert run("verify", tmp_path / "out", *sources).exit_code == 0

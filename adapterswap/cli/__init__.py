@@ -1,7 +1,7 @@
 """The command line: `adapterswap COMMAND …`, one file per command in this folder.
 
 A command's file is imported when the command is used, so that `adapterswap -h` answers at once. Commands parse, call
-the library and print; data goes to stdout, everything else to stderr. Nothing in the library knows of this package.
+the library and print; data goes to stdout, everything else to stderr. Nothing in the library imports this package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "main"]
 
-# name -> one line of help, in the order of the story that they tell. tests/test_cli.py keeps the lines true.
+# name -> one line of help, in the order in which people need them. tests/test_cli.py checks the lines.
 COMMANDS = {
     "compose": "Compose adapters by layer into a new adapter.",
     "merge": "Merge an adapter or a composition into full weights.",
@@ -34,7 +34,7 @@ COMMANDS = {
     "slice": "Cut an expert to some layers: a shell or a core.",
     "convert": "Convert an adapter: other names, layout or dtype, or another kind to rsLoRA.",
     "extract": "Cut an adapter out of a full fine-tune.",
-    "verify": "Recompute what was composed or merged from its sources and compare.",
+    "verify": "Recompute an adapter or a model from its sources and compare.",
     "diff": "Compare two adapters: distance and cosine of their ΔW.",
     "analyze": "Show where experts changed their base, layer by layer.",
     "suggest": "Propose layers for two experts, with the reasons.",
@@ -42,15 +42,15 @@ COMMANDS = {
     "train": "Train an expert from a recipe.",
     "recipes": "List, show, copy and check recipes.",
     "evaluate": "Evaluate a base, an adapter or a composition with lm-evaluation-harness.",
-    "sweep": "Judge many compositions over one loaded base.",
+    "sweep": "Evaluate many compositions on one loaded base.",
     "report": "Write one HTML page, LaTeX and CSV of a sweep or a lab run.",
     "serve": "Serve compositions by name with vLLM or llama.cpp.",
-    "studio": "See, try, judge and take home compositions on a local page.",
-    "lab": "Tell the whole story on an embedded pico model, offline.",
+    "studio": "Explore, try, compare and export compositions on a local page.",
+    "lab": "Run the whole experiment on a tiny built-in model, offline.",
 }
 
 
-_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # read when those are imported
+_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # read when these libraries are imported
 
 
 _VERBOSE = "adapterswap.verbose"
@@ -68,13 +68,16 @@ def _verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 
 
 def _add_common_options(command: click.Command) -> None:
-    """--quiet and --verbose, which every command has; once, since a command's module is imported once."""
+    """Add --quiet and --verbose, which every command has; only once per command."""
     if isinstance(command, click.Group):
-        for one in command.commands.values():
-            _add_common_options(one)
+        for subcommand in command.commands.values():
+            _add_common_options(subcommand)
     elif all(param.name != "quiet" for param in command.params):
-        quiet = "Print results, warnings and errors; no remarks, no progress."
-        flags = {("-q", "--quiet"): (_quiet, quiet), ("-v", "--verbose"): (_verbose, "Print an error's traceback.")}
+        quiet = "Print only results, warnings and errors."
+        flags = {
+            ("-q", "--quiet"): (_quiet, quiet),
+            ("-v", "--verbose"): (_verbose, "Print the traceback of an error."),
+        }
         command.params += [
             click.Option(names, is_flag=True, expose_value=False, callback=callback, help=text)
             for names, (callback, text) in flags.items()
@@ -82,7 +85,7 @@ def _add_common_options(command: click.Command) -> None:
 
 
 class _Commands(click.Group):
-    """A click group that imports a command when it is asked for."""
+    """A click group that imports a command when you use it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -107,7 +110,7 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The commands without importing any of them, which click does for their help."""
+        """The commands and their help, without importing them as click does."""
         from click.shell_completion import CompletionItem
 
         named = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
@@ -120,8 +123,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show must not end in a traceback
-        if not (sys.stderr.isatty() and is_first()):  # libraries' bars are for somebody who looks on
+                stream.reconfigure(errors="backslashreplace")  # no traceback for characters that a terminal cannot show
+        if not (sys.stderr.isatty() and is_first()):  # progress bars of libraries are for terminals only
             os.environ.update(dict.fromkeys(_BARS, "1"))
         try:
             return super().invoke(ctx)
@@ -134,7 +137,7 @@ class _Commands(click.Group):
         except MemoryError:
             problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of our output has left, which click handles
+            if error.errno == errno.EPIPE:  # the reader of the pipe has closed it; click handles that
                 raise
             where = f" ({error.filename})" if error.filename else ""
             problems = (Problem(f"{error.strerror or error}{where}", "Check the path and the disk"),)

@@ -21,16 +21,23 @@ _COLUMNS = 6  # of a table, so that it fits 80 characters
 @click.command("analyze")
 @click.argument("experts", type=EXPERT, nargs=-1, metavar="[NAME=]EXPERT…")
 @click.option(
-    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base: needed for full checkpoints; adds relative norms."
+    "--base-model",
+    type=EXPERT,
+    metavar="PATH|ID",
+    help="The base model. Required for full checkpoints; adds relative norms.",
 )
-@click.option("--threshold", type=float, metavar="X", help="Of a row's mean absolute ΔW.  [default: the median row]")
 @click.option(
-    "--from-csv", type=PATH, metavar="FILE", help="Draw a table of such shares instead: expert, layer, module, share."
+    "--threshold", type=float, metavar="X", help="Threshold of a row's mean absolute ΔW.  [default: the median row]"
 )
-@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write: PDF, SVG, PNG, CSV, JSON.")
-@click.option("--column-width", default="6.75in", show_default=True, metavar="W", help="Of pictures: in, cm, mm or pt.")
+@click.option(
+    "--from-csv", type=PATH, metavar="FILE", help="Plot a table of shares instead: expert, layer, module, share."
+)
+@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write PDF, SVG, PNG, CSV and JSON to.")
+@click.option(
+    "--column-width", default="6.75in", show_default=True, metavar="W", help="Width of the pictures: in, cm, mm or pt."
+)
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Check everything, say what would be measured, read no tensor.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print what would be measured, read no tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def command(
     experts: tuple[str, ...],
@@ -45,9 +52,9 @@ def command(
 ) -> None:
     """Show where experts changed their base, layer by layer.
 
-    For every matrix: the share of rows whose mean absolute change is above a threshold, one threshold for all experts,
-    and the norm of ΔW. With two experts or more also, for every two: cosine, overlap of subspaces, and signs in
-    conflict. EXPERT is an adapter or a full checkpoint.
+    For every matrix: the share of rows whose mean absolute change is above a threshold (the same for all experts), and
+    the norm of ΔW. For every pair of experts: cosine, overlap of subspaces, and conflicting signs. EXPERT is an adapter
+    or a full checkpoint.
     """
     from adapterswap.analysis.analyzing import analyze, count_matrices, inputs_of, open_experts, read_analysis
     from adapterswap.analysis.files import ANALYSIS
@@ -55,15 +62,15 @@ def command(
     from adapterswap.files.folders import check_target
 
     if bool(experts) == (from_csv is not None):
-        raise click.UsageError("Name experts, or give --from-csv: one of the two.")
+        raise click.UsageError("Pass either experts or --from-csv.")
     if threshold is not None and not 0 <= threshold < float("inf"):
         raise click.UsageError(f"--threshold {threshold:g} is not a valid threshold: use 0 or more.")
     if from_csv is not None:
-        found = read_analysis(from_csv)
+        analysis = read_analysis(from_csv)
         if out_path is not None:
             check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=[from_csv])
             if not dry_run:
-                found.write(out_path, column_width=column_width, overwrite=overwrite, inputs=[from_csv])
+                analysis.write(out_path, column_width=column_width, overwrite=overwrite, inputs=[from_csv])
     else:
         opened = open_experts(_named(experts))
         base = open_checkpoint(base_model) if base_model else None
@@ -72,7 +79,7 @@ def command(
                 check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs_of(opened, base))
             _print_count(count_matrices(opened, base), as_json=as_json)
             return
-        found = analyze(
+        analysis = analyze(
             opened,
             base_model=base,
             threshold=threshold,
@@ -82,15 +89,15 @@ def command(
             bars=progress_bar,
         )
     if as_json:
-        print_json(found.as_json())
+        print_json(analysis.as_json())
     else:
-        _print(found)
+        _print(analysis)
     if out_path is not None:
         note_output(out_path, dry_run=dry_run)
 
 
 def _named(references: tuple[str, ...]) -> dict[str, str]:
-    """The experts' places by name: the one given, or the last part of the path."""
+    """The experts' paths by name: the name in NAME=PATH, or the last part of the path."""
     from adapterswap.errors import ArgumentError, Problems
     from adapterswap.planning.names import expert_name, own_name
 
@@ -101,10 +108,10 @@ def _named(references: tuple[str, ...]) -> dict[str, str]:
         if not equals:
             name, path = expert_name(reference, places, f"expert-{len(places) + 1}"), reference
             if name != own_name(reference):
-                note(f"{reference} is called {name!r} here")
+                note(f"using the name {name!r} for {reference}")
         if name in places:
             problems.add(
-                f"two experts are called {name!r}", "Give each one its own name: NAME=PATH", parameter="experts"
+                f"two experts are called {name!r}", "Give each expert its own name: NAME=PATH", parameter="experts"
             )
         places[name] = path
     problems.raise_if_any()
@@ -112,43 +119,43 @@ def _named(references: tuple[str, ...]) -> dict[str, str]:
 
 
 def _print_count(count: dict[str, int], *, as_json: bool) -> None:
-    """What a dry run found."""
+    """Print what a run would measure."""
     if as_json:
         print_json({"dry_run": True, "matrices": count})
     else:
-        for name, matrices_there in count.items():
-            click.echo(f"{name}: {matrices_there} matrices")
+        for name, num_matrices in count.items():
+            click.echo(f"{name}: {num_matrices} matrices")
     note_dry_run("measured")
 
 
-def _print(found: Analysis) -> None:
-    """A row for each layer: what each expert changed there; then a table for every two, so that none is too wide."""
+def _print(analysis: Analysis) -> None:
+    """Print a row per layer with what each expert changed there, then a table per pair of experts."""
     columns = []
-    for table in found.tables:
+    for table in analysis.tables:
         shares: dict[int, list[float]] = {}
         for (layer, _), value in table.cells.items():
             shares.setdefault(layer, []).append(value)
         columns.append((f"{table.expert}\nrows", {layer: sum(s) / len(s) for layer, s in shares.items()}, ".3f"))
-    columns += [(f"{each.expert}\n‖ΔW‖", each.layer_norms(), ".4g") for each in found.changes]
+    columns += [(f"{change.expert}\n‖ΔW‖", change.layer_norms(), ".4g") for change in analysis.changes]
     for start in range(0, len(columns), _COLUMNS):
         _print_layers("", columns[start : start + _COLUMNS])
-    for pair in found.pairs:
+    for pair in analysis.pairs:
         by_layer = pair.by_layer()
         heads = {"cosine": "cosine", "written": "written", "read": "read", "sign_conflicts": "signs"}
         measured = [(head, {layer: numbers[key] for layer, numbers in by_layer.items()}, ".3f")
                     for key, head in heads.items()]  # fmt: skip
         _print_layers(" and ".join(pair.experts), measured)
-    if found.threshold is not None:
-        above = f"whose mean absolute change is above {found.threshold:.3g}"
-        note(f"rows: the share {above}, of each kind of matrix, averaged over the kinds in a layer")
-    for pair in found.pairs:
+    if analysis.threshold is not None:
+        above = f"whose mean absolute change is above {analysis.threshold:.3g}"
+        note(f"rows: the share of rows {above}, averaged over the matrices of a layer")
+    for pair in analysis.pairs:
         shuffled, outside = pair.shuffled_by_layer(), []
         for layer, numbers in pair.by_layer().items():
             band, cosine = shuffled[layer]["cosine"], numbers["cosine"]
             if band is not None and cosine is not None and not band[0] <= cosine <= band[1]:
                 outside.append(str(layer))
         where = f"in layers {', '.join(outside)}" if outside else "in no layer"
-        note(f"{' and '.join(pair.experts)}: cosines beyond those of shuffled experts (95 %) {where}")
+        note(f"{' and '.join(pair.experts)}: cosines outside the 95 % range of shuffled experts {where}")
         if pair.shared_start is not None:
             note(
                 f"{' and '.join(pair.experts)} were trained from the same initial A (their rows have a mean cosine of "
@@ -157,7 +164,7 @@ def _print(found: Analysis) -> None:
 
 
 def _print_layers(title: str, columns: Sequence[tuple[str, Mapping[int, float | None], str]]) -> None:
-    """A table with a row for each layer; columns are a head, numbers by layer, and their format."""
+    """Print a table with a row per layer; a column is a head, numbers by layer, and their format."""
     from rich.table import Table
 
     shown = Table("layer", box=None, header_style="bold", title=title or None, title_justify="left")

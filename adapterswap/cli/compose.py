@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 _LAYOUT = "exact keeps every number; portable has one rank and scale 1, for any engine."
-_NAMES = "Names of the modules: an expert's, or of a version of transformers.  [default: the first expert's]"
-_TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is a warning
+_NAMES = "Module names to write: an expert's, or those of a transformers version.  [default: the first expert's]"
+_TELLING_ERROR = 0.1  # warn if truncation loses more of ΔW than this
 
 
 @click.command("compose")
@@ -31,11 +31,11 @@ _TELLING_ERROR = 0.1  # a truncation that loses more of ΔW than this is a warni
     "--base-model",
     type=EXPERT,
     metavar="PATH|ID",
-    help="The experts' base, where they name none or name it differently.",
+    help="The experts' base model, if they name none or different ones.",
 )
 @click.option("--layout", type=click.Choice(["exact", "portable"]), default="exact", show_default=True, help=_LAYOUT)
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
-@click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
+@click.option("--max-error", type=float, metavar="E", help="Truncate blends up to this relative error of ΔW.")
 @click.option("--names", type=click.Choice(["task", "language", "transformers4", "transformers5"]), help=_NAMES)
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
@@ -57,8 +57,8 @@ def command(
     """Compose adapters by layer into a new adapter.
 
     Bottom and top layers come from the language expert, the middle from the task expert, byte for byte; transition
-    zones are exact weighted averages. Experts are PEFT LoRA folders or Hub ids (org/name@revision). A RECIPE (YAML)
-    can say all of it instead: `adapterswap compose RECIPE.yaml --out-path O`. Where an expert is a full checkpoint,
+    zones are exact weighted averages. Experts are PEFT LoRA folders or Hub ids (org/name@revision). You can put all of
+    it in a RECIPE (YAML) instead: `adapterswap compose RECIPE.yaml --out-path O`. If an expert is a full checkpoint,
     full weights are written, as by `adapterswap merge`.
     """
     from adapterswap.arithmetic.outputs import Form
@@ -73,7 +73,7 @@ def command(
     if plan.is_model:
         if form != Form():
             raise click.UsageError(
-                "--layout, --max-rank, --max-error and --names are for adapters; an expert is a full checkpoint."
+                "--layout, --max-rank, --max-error and --names are for adapters, but an expert is a full checkpoint."
             )
         from adapterswap.cli.full_weights import write_full_weights
         from adapterswap.merging import ModelForm
@@ -125,7 +125,7 @@ def _as_json(written: Prepared, out_path: str, dry_run: bool) -> dict[str, Any]:
 
 
 def _largest_rank(layout: Layout) -> int:
-    """Of the LoRA modules; copies of the base's weights have no rank."""
+    """The largest rank of the LoRA modules; copies of the base's weights have none."""
     ranks: list[int] = [layout.config["r"], *layout.config["rank_pattern"].values()]
     return max(ranks)
 
@@ -135,51 +135,50 @@ def _print(written: Prepared, out_path: str, dry_run: bool) -> None:
     from adapterswap.records.licences import licence_warning, licences
 
     plan, layout = written.plan, written.layout
-    if (told := _zones_text(plan)) is not None:
-        note(told)
+    if (zones := _zones_text(plan)) is not None:
+        note(zones)
     click.echo(strip(plan))
     for line in unusual(plan):
         click.echo(line)
     for remark in plan.notes:
         note(remark)
     copied = sum(tensor.is_copied for tensor in layout.tensors)
-    kept = sum(
-        bool(slot.terms) for slot in plan.modules.values()
-    )  # the others stay as in the base, and are not written
+    kept = sum(bool(slot.terms) for slot in plan.modules.values())  # the others stay as in the base and are not written
     modules = f"{kept} of {len(plan.modules)} modules" if kept < len(plan.modules) else f"{kept} modules"
-    told = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
-    note(f"{told}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
+    summary = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
+    note(f"{summary}; rank up to {_largest_rank(layout)}; {human_bytes(layout.nbytes)}")
     for remark in _tokenizer_remarks(plan):
         note(remark)
     if (clash := licence_warning(licences(plan))) is not None:
         note(f"Warning: {clash}")
-    for one, other in _same(plan):
-        note(f"Warning: {one} and {other} are one folder, so the composition takes everything from one expert")
+    for first, second in _same(plan):
+        note(f"Warning: {first} and {second} are the same folder, so everything comes from one expert")
     _print_numbers(written)
     note_output(out_path, dry_run=dry_run)
 
 
 def _tokenizer_remarks(plan: Plan) -> list[str]:
-    """Whose tokenizer and chat template the result has, where the experts' differ."""
+    """Warnings about experts whose tokenizer or chat template is not the one of the result."""
     from adapterswap.writing.tokenizer import united_tokenizer
 
     united = united_tokenizer(plan)
     if united is None:
         return []
-    told = [
-        f"Warning: {name} has another tokenizer than {united.owner}, which the result has" for name in united.others
+    warnings = [
+        f"Warning: {name} has a different tokenizer; the result uses the one of {united.owner}"
+        for name in united.others
     ]
     for name in united.other_templates:
-        told.append(f"Warning: {name} has another chat template than {united.template}, which the result has")
-    return told
+        warnings.append(f"Warning: {name} has a different chat template; the result uses the one of {united.template}")
+    return warnings
 
 
 def _same(plan: Plan) -> list[tuple[str, str]]:
-    """Every two experts that are one folder under two names."""
+    """Pairs of names that stand for the same folder."""
     from itertools import combinations
 
     places = {name: adapter.source.folder.resolve() for name, adapter in plan.experts.items()}
-    return [(one, other) for one, other in combinations(places, 2) if places[one] == places[other]]
+    return [(first, second) for first, second in combinations(places, 2) if places[first] == places[second]]
 
 
 def _print_numbers(written: Prepared) -> None:
@@ -188,7 +187,7 @@ def _print_numbers(written: Prepared) -> None:
     for name, magnitude in written.resolved.magnitudes.items():
         note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
     for name, share in written.resolved.kept_share().items():
-        note(f"{name}: {share:.1%} of its rows are kept")
+        note(f"{name}: {share:.1%} of its rows kept")
     if written.reduced:
         worst = max(written.reduced, key=lambda name: written.reduced[name].written_error)
         errors = [reduced.written_error for reduced in written.reduced.values()]
@@ -202,27 +201,31 @@ def _print_numbers(written: Prepared) -> None:
         allowed, cut = written.form.max_error, [reduced.error for reduced in written.reduced.values()]
         if allowed is not None and max(cut) <= allowed < max(errors):
             note(
-                f"Warning: the rounding of {worst} to its dtype takes it beyond --max-error {allowed:g}: its error is "
-                f"{max(errors):.2g}"
+                f"Warning: rounding {worst} to its dtype raises its error to {max(errors):.2g}, above --max-error "
+                f"{allowed:g}"
             )
         if max(errors) > _TELLING_ERROR:
             note(f"Warning: more than {_TELLING_ERROR:.0%} of a module's ΔW is lost. Raise --max-rank to keep more.")
 
 
 def _zones_text(plan: Plan) -> str | None:
-    """The zones in numbers, and whether they are the paper's defaults; None for other compositions."""
-    asked = plan.composition
-    if asked.method != "layer_swap" or asked.allocation is not None or asked.partition:
+    """The zones in numbers, and whether they are the paper's defaults; None if it is not a layer swap."""
+    composition = plan.composition
+    if composition.method != "layer_swap" or composition.allocation is not None or composition.partition:
         return None
-    return "; ".join(_zones_of(plan, stack) for stack in asked.stacks(plan.num_layers))
+    return "; ".join(_zones_of(plan, stack) for stack in composition.stacks(plan.num_layers))
 
 
 def _zones_of(plan: Plan, stack: Stack | None) -> str:
     from adapterswap.experts.layers import depth_of
 
-    asked, count = plan.composition, depth_of(stack, plan.num_layers)
-    bottom, top, bottom_transition, top_transition = asked.zones(plan.num_layers, stack)
-    scaled = [f"{n} {v}" for n, v, g in (("bottom", bottom, asked.bottom), ("top", top, asked.top)) if g is None]
-    told = f"zones of {count} {f'{stack} ' if stack else ''}layers: bottom {bottom} and top {top} "
-    told += f"from {' and '.join(asked.language)}, transitions {bottom_transition} and {top_transition}"
-    return told + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")
+    composition, count = plan.composition, depth_of(stack, plan.num_layers)
+    bottom, top, bottom_transition, top_transition = composition.zones(plan.num_layers, stack)
+    scaled = [
+        f"{name} {resolved}"
+        for name, resolved, requested in (("bottom", bottom, composition.bottom), ("top", top, composition.top))
+        if requested is None
+    ]
+    zones_text = f"zones of {count} {f'{stack} ' if stack else ''}layers: bottom {bottom} and top {top} "
+    zones_text += f"from {' and '.join(composition.language)}, transitions {bottom_transition} and {top_transition}"
+    return zones_text + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")

@@ -1,7 +1,7 @@
-"""The options that say what to compose, shared by every command that composes: `compose`, `evaluate`.
+"""The options that say what to compose, shared by every command that composes.
 
-Turns options or a recipe into a plan through the library. Prints only which name an expert was given where it is not
-its folder's, and a note where `base` could mean two things.
+Turns options or a recipe into a plan through the library. Prints a note only if an expert gets a name other than its
+folder's, or if `base` could mean two things.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _MethodName(click.ParamType[str]):
-    """A method: one of ours, or one of an installed package, which is asked for only where it is named."""
+    """A built-in method, or one of an installed package; packages are searched only if the name is not built in."""
 
     name = "method"
 
@@ -97,7 +97,7 @@ _OPTIONS = (
         type=EXPERT,
         multiple=True,
         metavar="PATH|ID",
-        help="Language expert; repeat to average several. `base` resets its layers to the base.",
+        help="Language expert; repeat to average several. Use `base` to reset its layers to the base.",
     ),
     click.option(
         "--expert",
@@ -105,27 +105,29 @@ _OPTIONS = (
         type=EXPERT,
         multiple=True,
         metavar="NAME=PATH",
-        help="Instead of -t and -l: an expert by the name that rules use; repeatable. Without rules, --method combines "
-        "them all.",
+        help="Instead of -t and -l: an expert, with the name that rules use; repeatable. Without rules, --method "
+        "combines them all.",
     ),
     click.option(
         "--rule",
         "rules",
         multiple=True,
         metavar="RULE",
-        help="Who owns which layers: 'swahili: 0-4,30-31', 'math*0.5 + swahili*0.5: 5', 'mlp of code: 6-9'; math alone "
-        "is the rest. Repeatable; the first match wins.",
+        help="Which expert owns which layers: 'swahili: 0-4,30-31', 'math*0.5 + swahili*0.5: 5', 'mlp of code: 6-9'; "
+        "`math` without layers takes the rest. Repeatable; the first match wins.",
     ),
     click.option(
         "--method",
         type=_MethodName(),
         metavar="NAME",
-        help="How experts are combined; `adapterswap methods` lists the names.  [default: layer_swap]",
+        help="How to combine experts; `adapterswap methods` lists all methods.  [default: layer_swap]",
     ),
     click.option(
-        "--bottom", type=int, metavar="N", help="Bottom layers from the language.  [default: 5 of 32, scaled]"
+        "--bottom", type=int, metavar="N", help="Bottom layers from the language expert.  [default: 5 of 32, scaled]"
     ),
-    click.option("--top", type=int, metavar="N", help="Top layers from the language.  [default: 2 of 32, scaled]"),
+    click.option(
+        "--top", type=int, metavar="N", help="Top layers from the language expert.  [default: 2 of 32, scaled]"
+    ),
     click.option(
         "--bottom-transition", type=int, metavar="N", help="Blended layers above the bottom ones.  [default: 0]"
     ),
@@ -135,7 +137,7 @@ _OPTIONS = (
     click.option(
         "--weights",
         type=click.Choice(["equal", "magnitude"]),
-        help="magnitude: weights are divided by each side's mean |ΔW|.  [default: equal]",
+        help="magnitude: divide weights by each side's mean |ΔW|.  [default: equal]",
     ),
     *map(_parameter_option, PARAMETERS.values()),
     click.option(
@@ -143,14 +145,17 @@ _OPTIONS = (
         "more_parameters",
         multiple=True,
         metavar="NAME=VALUE",
-        help="Of a method that an installed package adds.",
+        help="Parameter of a method from an installed package; repeatable.",
     ),
-    click.option("--row-threshold", type=float, metavar="X", help="Rows of ΔW with a mean |ΔW| below X become zero."),
+    click.option("--row-threshold", type=float, metavar="X", help="Set rows of ΔW with a mean |ΔW| below X to zero."),
     click.option(
-        "--partition", type=click.Choice(["A", "B", "C", "Z"]), help="Layers and modules of the second paper."
+        "--partition", type=click.Choice(["A", "B", "C", "Z"]), help="Divide layers and modules as in the second paper."
     ),
     click.option(
-        "--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]"
+        "--num-layers",
+        type=click.IntRange(min=1),
+        metavar="L",
+        help="Number of the base's layers.  [default: from its config]",
     ),
     click.option(
         "--norms",
@@ -160,7 +165,7 @@ _OPTIONS = (
     click.option(
         "--stack",
         type=click.Choice(["both", "encoder", "decoder"]),
-        help="Of a model with an encoder and a decoder: where zones and partitions apply.  [default: both]",
+        help="In a model with an encoder and a decoder: where zones and partitions apply.  [default: both]",
     ),
     click.option(
         "--outside",
@@ -174,12 +179,12 @@ _OPTIONS = (
             case_sensitive=False,
         ),
         metavar="TYPE",
-        help="PEFT's task type of the result, where the experts' is wrong, such as CAUSAL_LM.",
+        help="PEFT task type of the result, such as CAUSAL_LM, if the experts' is wrong.",
     ),
-    click.option("--allow-negative", is_flag=True, help="Weights may be negative (unlearning)."),
+    click.option("--allow-negative", is_flag=True, help="Allow negative weights (unlearning)."),
 )
 
-# Option → key of a Composition, where they differ; the experts are named on the way.
+# Options that are fields of a Composition; experts get their names first.
 _KEYS = (
     "method", "bottom", "top", "bottom_transition", "top_transition", "task_weight", "language_weight", *PARAMETERS,
     "weights", "row_threshold", "partition", "num_layers", "norms", "stack", "outside",
@@ -188,17 +193,17 @@ _KEYS = (
 
 
 def composition_options(function: _Function) -> _Function:
-    """Add the options to a command; it hands them on, as they came, to `plan_from_options`."""
+    """Add the options to a command, which passes them unchanged to `plan_from_options`."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
 def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
-    """The plan of adapters that the options of `composition_options`, or a recipe, ask for.
+    """The plan of adapters that the options of `composition_options`, or a recipe, describe.
 
     Raises:
-        click.UsageError: neither or both of options and recipe are given.
+        click.UsageError: neither or both of options and recipe were passed.
         AdapterswapError: the experts cannot be composed as requested, or one is a full checkpoint.
     """
     plan = any_plan_from_options(options, recipe=recipe, base_model=base_model)
@@ -207,17 +212,17 @@ def plan_from_options(options: dict[str, Any], *, recipe: str | None = None, bas
 
 
 def any_plan_from_options(options: dict[str, Any], *, recipe: str | None = None, base_model: str | None = None) -> Plan:
-    """As `plan_from_options`, where experts may be full checkpoints too."""
+    """Like `plan_from_options`, but experts can be full checkpoints too."""
     from adapterswap.planning.composing import compose
 
     return compose(composition_from_options(options, recipe=recipe, base_model=base_model))
 
 
 def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None = None) -> Plan:
-    """The plan of the adapter at `path` alone, or of what a recipe at `path` or the options say to compose.
+    """The plan of the adapter at `path`, or of the composition that a recipe at `path` or the options describe.
 
     Raises:
-        click.UsageError: an adapter and options are given, or neither, or both options and a recipe.
+        click.UsageError: an adapter and options were passed, or neither, or both options and a recipe.
         AdapterswapError: see `adapter_plan` and `compose`.
     """
     from adapterswap.planning.composing import adapter_plan
@@ -225,7 +230,7 @@ def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None
     if path is None or path.endswith((".yaml", ".yml")):
         return any_plan_from_options(options, recipe=path, base_model=base_model)
     if any(value not in (None, (), False) for value in options.values()):
-        raise click.UsageError("Give an adapter alone, or options that say what to compose.")
+        raise click.UsageError("Pass either an adapter or options that say what to compose.")
     return adapter_plan(path, base_model)
 
 
@@ -236,10 +241,10 @@ def composition_from_options(
     from adapterswap.files.yamlfiles import validate
     from adapterswap.planning.compositions import Composition
 
-    given = {key: options[key] for key in _KEYS if options.get(key) is not None}
-    given |= _more_parameters(options.get("more_parameters", ()), given)
-    given |= {"base_model": base_model} if base_model else {}
-    given |= {"allow_negative": True} if options.get("allow_negative") else {}
+    fields = {key: options[key] for key in _KEYS if options.get(key) is not None}
+    fields |= _more_parameters(options.get("more_parameters", ()), fields)
+    fields |= {"base_model": base_model} if base_model else {}
+    fields |= {"allow_negative": True} if options.get("allow_negative") else {}
     tasks, languages = options["task_expert"], options["language_expert"]
     experts, rules = options.get("experts", ()), options.get("rules", ())
     if recipe:
@@ -248,21 +253,23 @@ def composition_from_options(
             or languages
             or experts
             or rules
-            or given.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}
+            or fields.keys() - {"base_model", "num_layers", "allow_negative", "task_type"}
         ):
-            raise click.UsageError("A recipe says what to compose: give it alone, or options without it.")
-        return _from_recipe(recipe).model_copy(update=given)
+            raise click.UsageError("A recipe says what to compose: pass either a recipe or these options, not both.")
+        return _from_recipe(recipe).model_copy(update=fields)
     if experts or rules:
         if tasks or languages:
-            raise click.UsageError("Name experts with --expert, or with --task-expert and --language-expert: not both.")
-        return _by_rules(named_experts(experts), rules, given)
+            raise click.UsageError(
+                "Pass experts with either --expert or --task-expert and --language-expert, not both."
+            )
+        return _by_rules(named_experts(experts), rules, fields)
     if not tasks or not languages:
-        raise click.UsageError("Give --task-expert and --language-expert, or a recipe; or --expert and --rule.")
-    return validate({**given, **_name_experts(tasks, languages)}, Composition, where="the options")
+        raise click.UsageError("Pass --task-expert and --language-expert, or --expert and --rule, or a recipe.")
+    return validate({**fields, **_name_experts(tasks, languages)}, Composition, where="the options")
 
 
 def _from_recipe(recipe: str) -> Composition:
-    """A recipe's composition. What a mergekit YAML says of the dtype, `recipe_dtype` hands on."""
+    """A recipe's composition. `recipe_dtype` returns the dtype of a mergekit YAML."""
     from adapterswap.planning.composing import read_composition
     from adapterswap.planning.mergekit import is_mergekit, read_mergekit
     from adapterswap.shipped import find_recipe
@@ -272,20 +279,22 @@ def _from_recipe(recipe: str) -> Composition:
 
 
 def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | None:
-    """The dtype of full weights: the one that an option requests, or that a mergekit YAML at `path` says."""
+    """The dtype of full weights: from the option, or from a mergekit YAML at `path`."""
     from adapterswap.planning.mergekit import mergekit_dtype
     from adapterswap.shipped import find_recipe
 
     if path is None or not path.endswith((".yaml", ".yml")):
         return requested
-    said = mergekit_dtype(find_recipe(path, "compose"))
-    if requested is not None and said not in (None, requested):
-        raise click.UsageError(f"The recipe says {said}: leave --dtype {requested} out, or the recipe's dtype.")
-    return requested or said
+    recipe_value = mergekit_dtype(find_recipe(path, "compose"))
+    if requested is not None and recipe_value not in (None, requested):
+        raise click.UsageError(
+            f"The recipe sets the dtype {recipe_value}: remove it there, or leave out --dtype {requested}."
+        )
+    return requested or recipe_value
 
 
 def named_experts(options: tuple[str, ...]) -> dict[str, str]:
-    """The experts of `--expert NAME=PATH`, by name."""
+    """The paths of `--expert NAME=PATH`, by name."""
     from adapterswap.files.smallfiles import expand_text
 
     experts: dict[str, str] = {}
@@ -294,7 +303,7 @@ def named_experts(options: tuple[str, ...]) -> dict[str, str]:
         if not equals or not name or not place:
             raise click.UsageError(f"--expert {option!r} is not NAME=PATH.")
         if name in experts:
-            raise click.UsageError(f"--expert {name} is given twice.")
+            raise click.UsageError(f"--expert {name} was passed twice.")
         experts[name] = expand_text(place)
     return experts
 
@@ -314,54 +323,54 @@ def parsed_rules(texts: tuple[str, ...]) -> list[Rule]:
     return rules
 
 
-def _by_rules(experts: dict[str, str], texts: tuple[str, ...], given: dict[str, Any]) -> Composition:
-    """What `--expert` and `--rule` ask for; without rules, a method that combines the experts one by one."""
+def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str, Any]) -> Composition:
+    """The composition of `--expert` and `--rule`; without rules, of a method that combines all experts."""
     from adapterswap.errors import CompositionError
     from adapterswap.files.yamlfiles import validate
     from adapterswap.planning.compositions import Composition
 
     if not experts:
-        raise click.UsageError("--rule needs the experts that it names: --expert NAME=PATH.")
+        raise click.UsageError("--rule requires the experts that it names: pass --expert NAME=PATH.")
     if not texts:
-        return validate({**_all_combined(experts, given), "experts": experts}, Composition, where="the options")
+        return validate({**_all_combined(experts, fields), "experts": experts}, Composition, where="the options")
     rules = parsed_rules(texts)
-    composition = validate({**given, "experts": experts, "rules": rules}, Composition, where="the options")
+    composition = validate({**fields, "experts": experts, "rules": rules}, Composition, where="the options")
     named = set(composition.expert_names)
-    if named < experts.keys():  # where rules name others too, these are misspelt, which is reported with the nearest
+    if named < experts.keys():  # an unknown name in a rule is reported elsewhere, with the nearest expert
         unused = next(name for name in experts if name not in named)
         raise CompositionError(
-            f"no rule names the expert {unused!r}", "Leave it out, or give it layers", parameter="experts"
+            f"no rule names the expert {unused!r}", "Remove it, or give it layers", parameter="experts"
         )
     return composition
 
 
-def _all_combined(experts: dict[str, str], given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a composition by a method that combines all experts, one by one."""
+def _all_combined(experts: dict[str, str], fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a composition whose method combines all experts."""
     from adapterswap.planning.allocation import BASE
 
-    if given.get("method", "layer_swap") == "layer_swap":
-        raise click.UsageError("Give a --rule for the experts, or a --method that combines them all.")
-    if given.keys() & {"task_weight", "language_weight"}:
-        raise click.UsageError("Give weights in a rule: --rule 'math*2 + swahili'.")
-    if given["method"] != "soup":
-        return {**given, "task": list(experts), "language": [BASE]}
-    # A soup with the base on the other side is one half of the experts' average.
-    kept = {key: value for key, value in given.items() if key not in ("method", "weights")}
+    if fields.get("method", "layer_swap") == "layer_swap":
+        raise click.UsageError("Pass a --rule for the experts, or a --method that combines them all.")
+    if fields.keys() & {"task_weight", "language_weight"}:
+        raise click.UsageError("Put weights into a rule: --rule 'math*2 + swahili'.")
+    if fields["method"] != "soup":
+        return {**fields, "task": list(experts), "language": [BASE]}
+    # A soup with the base on the other side would be half of the experts' average.
+    kept = {key: value for key, value in fields.items() if key not in ("method", "weights")}
     rule: dict[str, Any] = {"blend": dict.fromkeys(experts, 1)}
-    return {**kept, "rules": [{**rule, "weights": "magnitude"} if given.get("weights") == "magnitude" else rule]}
+    return {**kept, "rules": [{**rule, "weights": "magnitude"} if fields.get("weights") == "magnitude" else rule]}
 
 
-def _more_parameters(settings: tuple[str, ...], given: dict[str, Any]) -> dict[str, dict[str, str]]:
+def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[str, dict[str, str]]:
     """The values of `--parameter`, which the composition checks."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name or not value:
             raise click.UsageError(f"--parameter {setting!r} is not NAME=VALUE.")
-        if name in found or name in given:
-            raise click.UsageError(f"--parameter {name} is given twice.")
-        found[name] = value
-    return {"parameters": found} if found else {}
+        if name in values or name in fields:
+            raise click.UsageError(f"--parameter {name} was passed twice.")
+        values[name] = value
+    return {"parameters": values} if values else {}
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
@@ -380,5 +389,5 @@ def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[st
             if name != BASE:
                 experts[name] = reference
                 if name != own_name(reference):
-                    note(f"{reference} is called {name!r} here")
+                    note(f"using the name {name!r} for {reference}")
     return {"experts": experts, **sides}

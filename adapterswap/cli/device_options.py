@@ -1,6 +1,6 @@
-"""The options that say where torch computes and in which numbers, alike in every command that has them.
+"""The --device and --dtype options, the same in every command that has them.
 
-Knows names and help alone, so that help needs no torch: `bases.choose_device` judges what was given. Prints nothing.
+Holds names and help only, so that --help does not import torch; `bases.choose_device` checks the value. Prints nothing.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def device_option(default: str = "auto", *, more: str = "") -> Callable[[_Function], _Function]:
-    """`--device`, of which the function gets the name.
+    """Add `--device`; the command receives the name.
 
     Args:
-        default: the name where none is given.
-        more: what the help says after the names.
+        default: the name that the option has by default.
+        more: text that the help shows after the names.
     """
-    told = f"auto, cpu, cuda, cuda:N, mps{more}."
-    return click.option("--device", default=default, show_default=True, metavar="NAME", help=told)
+    help_text = f"auto, cpu, cuda, cuda:N, mps{more}."
+    return click.option("--device", default=default, show_default=True, metavar="NAME", help=help_text)
 
 
-def dtype_option(told: str, *, auto: bool = False) -> Callable[[_Function], _Function]:
-    """`--dtype`, of which the function gets the name.
+def dtype_option(help_text: str, *, auto: bool = False) -> Callable[[_Function], _Function]:
+    """Add `--dtype`; the command receives the name.
 
     Args:
-        told: the help, which says of what.
-        auto: `auto` is a dtype too, and the default; else there is none.
+        help_text: the help, which says whose dtype it is.
+        auto: whether `auto` is a choice, and the default; otherwise the option has no default.
     """
     if not auto:
-        return click.option("--dtype", type=click.Choice(list(FLOAT_NAMES)), help=told)
+        return click.option("--dtype", type=click.Choice(list(FLOAT_NAMES)), help=help_text)
     return click.option(
-        "--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True, help=told
+        "--dtype", type=click.Choice(["auto", *FLOAT_NAMES]), default="auto", show_default=True, help=help_text
     )

@@ -21,7 +21,7 @@ _NOISE = 1e-7  # a distance of ΔW is known up to about 1e-8, see `compare`
 @click.command("diff")
 @click.argument("one", type=EXPERT)
 @click.argument("other", type=EXPERT)
-@click.option("--modules", "by_module", is_flag=True, help="A row per module, not per layer.")
+@click.option("--modules", "by_module", is_flag=True, help="Print a row per module instead of per layer.")
 @click.option(
     "--max-distance",
     type=float,
@@ -34,33 +34,33 @@ def command(one: str, other: str, by_module: bool, max_distance: float | None, a
 
     ONE and OTHER are PEFT LoRA folders or Hub ids. The distance is ‖ΔW₁ - ΔW₂‖ / ‖ΔW₁‖; a module that one of them lacks
     counts as ΔW = 0. Modules trained in full (modules_to_save) are compared by their whole weights,
-    ‖W₁ - W₂‖ / ‖W₁‖. With --max-distance, one that only one adapter holds in full counts as too far.
+    ‖W₁ - W₂‖ / ‖W₁‖. With --max-distance, a module that only one adapter holds in full counts as too far.
     """
     from adapterswap.checking.comparing import diff
 
     if max_distance is not None and not max_distance >= 0:  # click lets `nan` pass
-        raise click.UsageError(f"--max-distance {max_distance:g} is not a distance: use 0 or more.")
+        raise click.UsageError(f"--max-distance {max_distance:g} is not a valid distance: use 0 or more.")
     with working("comparing"):
-        found = diff(one, other)
+        comparison = diff(one, other)
     if as_json:
-        print_json(found.as_json())
+        print_json(comparison.as_json())
     else:
-        if found.modules:
-            rows = found.modules if by_module else found.layers
-            _print([*rows, found.total], "module" if by_module else "layer")
-        if found.saved:
-            _print_saved(found.saved)
-    if max_distance is not None and (farther := _farther(found, max_distance)):
+        if comparison.modules:
+            rows = comparison.modules if by_module else comparison.layers
+            _print([*rows, comparison.total], "module" if by_module else "layer")
+        if comparison.saved:
+            _print_saved(comparison.saved)
+    if max_distance is not None and (farther := _farther(comparison, max_distance)):
         for line in farther:
             note(f"Error: {line}")
         sys.exit(1)
 
 
-def _farther(found: Comparison, limit: float) -> list[str]:
-    """What is farther apart than `limit`, or may be; a distance of ΔW that could be rounding is none."""
-    total = found.total.distance
+def _farther(comparison: Comparison, limit: float) -> list[str]:
+    """A line for everything that is, or may be, farther apart than `limit`; rounding does not count."""
+    total = comparison.total.distance
     lines = [f"the distance of ΔW is {total:.4g}, more than {limit:g}"] * (total > max(limit, _NOISE))
-    for row in found.saved:
+    for row in comparison.saved:
         if row.distance is None:
             lines.append(f"{row.name} is {row.remark}, so its distance may be more than {limit:g}")
         elif row.distance > limit:

@@ -1,6 +1,6 @@
 """`adapterswap evaluate`: a base, an adapter or a composition → lm-evaluation-harness → a table, JSON, a folder.
 
-Started by torchrun or `accelerate launch`, each process runs this; one of them writes and prints.
+With torchrun or `accelerate launch`, every process runs this, and one of them writes and prints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from adapterswap.evaluation.subject_evaluation import Evaluation
     from adapterswap.planning.plan import Plan
 
-# Options that `evaluate` takes under the same names; what is left of **options says what to compose.
+# Options that `evaluate` has under the same names; the rest of **options says what to compose.
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "gen_kwargs", "apply_chat_template",
              "system_instruction", "truncate", "include_path", "trust_task_code",
              "confirm_run_unsafe_code", "language_fidelity")  # fmt: skip
@@ -45,49 +45,51 @@ class _TaskList(click.ParamType[str]):
 
 @click.command("evaluate")
 @click.option("--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base model.")
-@click.option("--adapter", type=EXPERT, metavar="PATH|ID", help="One adapter on top of it.")
+@click.option("--adapter", type=EXPERT, metavar="PATH|ID", help="An adapter to load on top of it.")
 @composition_options
 @click.option(
-    "--recipe", type=RecipePath("compose"), metavar="PATH", help="A composition's recipe (YAML), as for compose."
+    "--recipe", type=RecipePath("compose"), metavar="PATH", help="A recipe (YAML) of a composition, as for compose."
 )
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate the composition, as compose does.")
-@click.option("--max-error", type=float, metavar="E", help="Likewise, as far as this relative error of ΔW.")
+@click.option("--max-error", type=float, metavar="E", help="Truncate the composition up to this relative error of ΔW.")
 @click.option(
     "--tasks",
     type=_TaskList(),
     required=True,
     metavar="TASKS",
-    help="Tasks, separated by commas: mgsm_native_cot_sw, mgsm_*_te.",
+    help="Tasks, separated by commas, such as mgsm_native_cot_sw or mgsm_*_te.",
 )
-@click.option("--num-fewshot", type=int, metavar="N", help="Shots.  [default: each task's own; MGSM: 8]")
-@click.option("--limit", type=float, metavar="N", help="Only the first N documents of each task, or a fraction.")
+@click.option("--num-fewshot", type=int, metavar="N", help="Number of shots.  [default: each task's own; MGSM: 8]")
+@click.option(
+    "--limit", type=float, metavar="N", help="Evaluate only the first N documents of each task, or a fraction of them."
+)
 @click.option("--batch-size", type=int, default=8, show_default=True, metavar="N", help="Sequences at once.")
 @click.option(
     "--max-gen-toks", type=int, default=512, show_default=True, metavar="N", help="Longest output, in tokens."
 )
 @click.option(
-    "--gen-kwargs", metavar="K=V,…", help="Generation settings over the tasks' own: temperature=0.6,do_sample=true."
+    "--gen-kwargs", metavar="K=V,…", help="Override the tasks' generation settings: temperature=0.6,do_sample=true."
 )
-@click.option("--apply-chat-template", is_flag=True, help="Prompt as a chat, each shot a turn.")
-@click.option("--system-instruction", metavar="TEXT", help="A text before everything else.")
-@click.option("--truncate", is_flag=True, help="Let prompts that do not fit lose their beginning.")
-@click.option("--language-fidelity", is_flag=True, help="Score how much of each answer is in the task's language, too.")
-@click.option("--include-path", type=FOLDER, metavar="DIR", help="A folder with lm-eval task files of your own.")
+@click.option("--apply-chat-template", is_flag=True, help="Format prompts as a chat, with a turn per shot.")
+@click.option("--system-instruction", metavar="TEXT", help="System message at the start of every prompt.")
+@click.option("--truncate", is_flag=True, help="Cut the beginning of prompts that do not fit.")
+@click.option("--language-fidelity", is_flag=True, help="Also score how much of each answer is in the task's language.")
+@click.option("--include-path", type=FOLDER, metavar="DIR", help="A folder with your own lm-eval task files.")
 @click.option("--trust-task-code", is_flag=True, help="Let the files in --include-path run their own Python code.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
 @device_option()
-@dtype_option("Of the base; auto: as stored.", auto=True)
+@dtype_option("Dtype of the base; auto: as stored.", auto=True)
 @click.option(
     "--sampling-seed",
     type=click.IntRange(min=0),
     default=1234,
     show_default=True,
     metavar="N",
-    help="For shots and sampling.",
+    help="Seed for shots and sampling.",
 )
 @click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write: results.json and samples.jsonl.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Check everything, show a prompt, load no weights.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print a prompt, load no weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
 def command(
@@ -107,10 +109,10 @@ def command(
 ) -> None:
     """Evaluate a base, an adapter or a composition with lm-evaluation-harness.
 
-    Give --adapter, or --task-expert and --language-expert with the options of compose, or neither for the base alone.
-    MGSM (mgsm_direct_*, mgsm_native_cot_*, mgsm_en_cot_* in bn de en es fr ja ru sw te th zh) needs no network and is
-    scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers. Reading
-    (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) need none either. On several devices:
+    Pass --adapter, or --task-expert and --language-expert with the options of compose, or none of them to evaluate the
+    base. MGSM (mgsm_direct_*, mgsm_native_cot_*, mgsm_en_cot_* in bn de en es fr ja ru sw te th zh) works offline and
+    is scored three ways: by lm-eval's two stock filters, and `normalized`, which compares numbers as numbers. Reading
+    (tydiqa_goldp_* in bn en sw te) and reasoning in Swahili (xcopa_sw) work offline too. On several devices:
     accelerate launch --multi_gpu -m adapterswap evaluate …
     """
     from adapterswap.bases import choose_device
@@ -118,7 +120,7 @@ def command(
 
     plan = _plan(base_model, adapter, recipe, options)
     if plan is None and (max_rank is not None or max_error is not None):
-        raise click.UsageError("--max-rank and --max-error are for compositions.")
+        raise click.UsageError("--max-rank and --max-error can only be used with a composition.")
     settings = _settings(options)
     _phase("reading the tasks")
     with working("reading the tasks", shown=is_first()):
@@ -152,12 +154,12 @@ def command(
 
 
 def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dict[str, Any]) -> Plan | None:
-    """The composition that is asked for, if one is."""
-    asked = {name: value for name, value in options.items() if name not in (*_SETTINGS, "sampling_seed")}
-    if not recipe and all(value in (None, ()) or value is False for value in asked.values()):
+    """The requested composition, or None."""
+    composition_settings = {name: value for name, value in options.items() if name not in (*_SETTINGS, "sampling_seed")}
+    if not recipe and all(value in (None, ()) or value is False for value in composition_settings.values()):
         return None
     if adapter:
-        raise click.UsageError("Give --adapter, or a composition: not both.")
+        raise click.UsageError("Pass either --adapter or a composition, not both.")
     return plan_from_options(options, recipe=recipe, base_model=base_model)
 
 
@@ -176,13 +178,13 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 
 def _phase(what: str) -> None:
-    """Say what takes long now, in one of several processes."""
+    """Print the step that begins, in one process only."""
     if is_first():
         note(what)
 
 
 def _dry_run(prepared: Evaluation, as_json: bool) -> None:
-    """Show what would be asked: the composition, the tasks, the first prompt."""
+    """Print what would be evaluated: the composition, the tasks, the first prompt."""
     from dataclasses import asdict
 
     previews = prepared.preview()
@@ -201,7 +203,7 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
     click.echo(f"\nThe first prompt of {previews[0].name}:\n\n{previews[0].prompt}")
     for task in previews:
         if task.room is not None and task.max_gen_toks is not None and task.room < task.max_gen_toks:
-            note(f"{task.name}: the longest prompt leaves {task.room} tokens to an output of up to {task.max_gen_toks}")
+            note(f"{task.name}: the longest prompt leaves room for {task.room} of {task.max_gen_toks} output tokens")
     note_dry_run("evaluated")
 
 
@@ -215,11 +217,11 @@ def _table(*columns: str) -> Any:
 
 
 def _print(result: EvaluationResult) -> None:
-    """A table for each set of tasks with the same scores, a row for each task."""
-    alike: dict[tuple[tuple[str, str], ...], list[TaskResult]] = {}
+    """Print a table for each set of tasks with the same scores, with a row per task."""
+    tasks_by_scores: dict[tuple[tuple[str, str], ...], list[TaskResult]] = {}
     for task in [*result.tasks.values(), *result.groups.values()]:
-        alike.setdefault(tuple((score.metric, score.filter) for score in task.scores), []).append(task)
-    for columns, tasks in alike.items():
+        tasks_by_scores.setdefault(tuple((score.metric, score.filter) for score in task.scores), []).append(task)
+    for columns, tasks in tasks_by_scores.items():
         heads = [metric if name == "none" else f"{metric}\n{name}" for metric, name in columns]
         table = _table("task", "shots", "n", *heads)
         for task in tasks:
@@ -233,8 +235,8 @@ def _score_text(score: Any) -> str:
 
 
 def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
-    """What a reader of the scores should know, on stderr."""
-    asked = result.settings["num_fewshot"]
+    """Print what a reader of the scores should know, to stderr."""
+    requested_shots = result.settings["num_fewshot"]
     for task in result.tasks.values():
         if task.cut:
             limit = f"--max-gen-toks {task.max_gen_toks}"
@@ -243,5 +245,5 @@ def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
             note(f"{task.name}: {task.cut} of {task.num_docs} outputs were cut at {limit}")
         if task.truncated:
             note(f"{task.name}: {task.truncated} of {task.num_docs} prompts lost their beginning")
-        if asked is not None and task.num_fewshot != asked:
-            note(f"{task.name} fixes its shots at {task.num_fewshot}")
+        if requested_shots is not None and task.num_fewshot != requested_shots:
+            note(f"{task.name} always uses {task.num_fewshot} shots")

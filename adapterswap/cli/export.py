@@ -25,9 +25,11 @@ OUTTYPES = (
 @click.command("export")
 @click.argument("path", type=EXPERT_OR_RECIPE, required=False)
 @composition_options
-@click.option("-o", "--out-path", type=PATH, required=True, metavar="O", help="File to write; with --pieces a folder.")
 @click.option(
-    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base.  [default: the one that the experts name]"
+    "-o", "--out-path", type=PATH, required=True, metavar="O", help="File to write, or with --pieces a folder."
+)
+@click.option(
+    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base model.  [default: the one that the experts name]"
 )
 @click.option(
     "--outtype",
@@ -36,15 +38,17 @@ OUTTYPES = (
     show_default=True,
     help="Number format. f32 is exact; q8_0 needs ranks that are multiples of 32.",
 )
-@click.option("--pieces", is_flag=True, help="Several files, which requests to llama-server compose by their scales.")
+@click.option(
+    "--pieces", is_flag=True, help="Write several files; requests to llama-server combine them by their scales."
+)
 @click.option(
     "--by",
     type=click.Choice(["layer", "kind", "zone"]),
-    help="What a piece is: a layer, its attention or MLP, or a zone of the composition.  [default: layer]",
+    help="What each piece holds: a layer, its attention or MLP, or a zone of the composition.  [default: layer]",
 )
 @click.option("--max-rank", type=click.IntRange(min=1), metavar="R", help="Truncate modules of a higher rank.")
-@click.option("--max-error", type=float, metavar="E", help="Truncate blends as far as this relative error of ΔW.")
-@click.option("--overwrite", is_flag=True, help="Replace the file, or what this command wrote into the folder.")
+@click.option("--max-error", type=float, metavar="E", help="Truncate blends up to this relative error of ΔW.")
+@click.option("--overwrite", is_flag=True, help="Replace the file, or the folder if this command wrote it.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -63,9 +67,9 @@ def command(
 ) -> None:
     """Export an adapter or a composition as LoRA in GGUF.
 
-    PATH is an adapter or a recipe (YAML); or say what to compose with the options. llama.cpp, Ollama and their like
-    read the file next to the base in GGUF, which llama.cpp's convert_hf_to_gguf.py makes. An Ollama Modelfile and the
-    llama-server command line are printed.
+    PATH is an adapter or a recipe (YAML). Without PATH, the options say what to compose. llama.cpp, Ollama and similar
+    engines load the file together with the base in GGUF, which llama.cpp's convert_hf_to_gguf.py makes. The command
+    prints an Ollama Modelfile and the llama-server command line.
     """
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.arithmetic.reduction import must_reduce
@@ -73,7 +77,7 @@ def command(
     from adapterswap.writing.gguf_layout import prepare_gguf
 
     if by is not None and not pieces:
-        raise click.UsageError("--by is for --pieces.")
+        raise click.UsageError("--by can only be used with --pieces.")
     division = (by or "layer") if pieces else None
     form = Form(max_rank=max_rank, max_error=max_error)
     plan = plan_of(path, options, base_model=base_model)
@@ -135,8 +139,8 @@ def _print(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: b
         note(remark)
     modules = sum(file.modules for file in exported.files)
     files = f" in {len(exported.files)} files" if exported.is_pieces else ""
-    told = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
-    note(f"{told}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}")
+    summary = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
+    note(f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}")
     if prepared.reduced:
         errors = [reduced.written_error for reduced in prepared.reduced.values()]
         mean, worst = error_text(sum(errors) / len(errors)), error_text(max(errors))
@@ -144,7 +148,7 @@ def _print(prepared: PreparedGguf, exported: Exported, out_path: str, dry_run: b
     if (modelfile := exported.modelfile()) is not None:
         click.echo(f"\nOllama Modelfile:\n\n{modelfile}")
     else:
-        click.echo("\nEach file does nothing until a request gives its place in this list a scale:")
+        click.echo("\nA file has no effect until a request gives its id a scale:")
         click.echo('"lora": [{"id": 0, "scale": 1.0}, ...]\n')
     click.echo(f"{shlex.join(exported.server_command())}\n")
     if exported.base_model is not None:

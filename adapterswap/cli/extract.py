@@ -1,4 +1,4 @@
-"""`adapterswap extract`: an adapter cut out of a full fine-tune."""
+"""`adapterswap extract`: cut an adapter out of a full fine-tune."""
 
 from __future__ import annotations
 
@@ -24,16 +24,22 @@ _TELLING_ERROR = 0.1  # warn if a module misses more of its ΔW than this
     "--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base that FULL was fine-tuned from."
 )
 @click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
-@click.option("--rank", type=click.IntRange(1, 65536), metavar="R", help="Rank; with --max-error, the highest.")
-@click.option("--max-error", type=float, metavar="E", help="The smallest rank with this relative error, per module.")
+@click.option(
+    "--rank", type=click.IntRange(1, 65536), metavar="R", help="Rank of every module; with --max-error, the highest."
+)
+@click.option(
+    "--max-error", type=float, metavar="E", help="Use the smallest rank with this relative error, per module."
+)
 @click.option("--layers", metavar="LAYERS", help="Only these layers, such as 0-4,30-31.")
-@click.option("--modules", multiple=True, metavar="NAME", help="Only attention, mlp, or parts of names; repeatable.")
-@click.option("--embeddings", is_flag=True, help="Embeddings and head too.")
-@dtype_option("Of the factors.  [default: FULL's]")
-@device_option("cpu", more="; for mps the CPU computes")
+@click.option(
+    "--modules", multiple=True, metavar="NAME", help="Only attention, mlp, or a part of module names; repeatable."
+)
+@click.option("--embeddings", is_flag=True, help="Extract embeddings and head too.")
+@dtype_option("Dtype of the factors.  [default: FULL's]")
+@device_option("cpu", more="; mps computes on the CPU")
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Compute and report, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Compute and report, but write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def command(
     full: str,
@@ -49,41 +55,41 @@ def command(
 
     FULL is a checkpoint (a folder or Hub id) that was fine-tuned from --base-model. The difference of each linear
     weight in the layers is truncated to a rank and written as an rsLoRA adapter, which composes like any other. Norms,
-    biases and what else an adapter cannot hold are reported.
+    biases and everything else that an adapter cannot hold are reported.
     """
     from adapterswap.extracting import extract
 
     if rank is None and max_error is None:
-        raise click.UsageError("Give --rank, --max-error, or both.")
+        raise click.UsageError("Pass --rank, --max-error, or both.")
     push = Push.of(options)
     with count_bar("extracting") as advance:
-        found = extract(
+        extraction = extract(
             full, base_model, out_path, rank=rank, max_error=max_error, dry_run=dry_run, progress=advance, **options
         )
     if not dry_run:
         push.upload(out_path)
     if as_json:
-        print_json(_as_json(found, out_path, dry_run))
+        print_json(_as_json(extraction, out_path, dry_run))
     else:
-        _print(found, max_error, out_path, dry_run)
+        _print(extraction, max_error, out_path, dry_run)
 
 
-def _as_json(found: Extraction, out_path: str, dry_run: bool) -> dict[str, Any]:
+def _as_json(extraction: Extraction, out_path: str, dry_run: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
         "out_path": out_path,
         "written": not dry_run,
-        "relative_error": found.error,
-        "whole_relative_error": found.whole_error,
-        "lost_share": found.lost_share,
-        "modules": [asdict(module) for module in found.modules],
-        "unchanged": list(found.unchanged),
-        "lost": [asdict(each) for each in found.lost],
+        "relative_error": extraction.error,
+        "whole_relative_error": extraction.whole_error,
+        "lost_share": extraction.lost_share,
+        "modules": [asdict(module) for module in extraction.modules],
+        "unchanged": list(extraction.unchanged),
+        "lost": [asdict(parameter) for parameter in extraction.lost],
     }
 
 
-def _print(found: Extraction, max_error: float | None, out_path: str, dry_run: bool) -> None:
+def _print(extraction: Extraction, max_error: float | None, out_path: str, dry_run: bool) -> None:
     from rich.table import Table
 
     from adapterswap.extracting.output import lost_lines
@@ -91,33 +97,33 @@ def _print(found: Extraction, max_error: float | None, out_path: str, dry_run: b
     table = Table("module", "layers", "rank", box=None, header_style="bold")
     for name in ("‖ΔW‖", "error", "largest"):
         table.add_column(name, justify="right")
-    for cells in _rows(found):
+    for cells in _rows(extraction):
         table.add_row(*cells)
     print_table(table)
-    note(f"{len(found.modules)} modules: relative error of ΔW {found.error:.4f} over all of them together")
-    if found.lost:
-        note(f"relative error {found.whole_error:.4f} over everything that the fine-tune changed")
-    if found.unchanged:
-        note(f"{len(found.unchanged)} modules are those of the base and left out")
-    for line in lost_lines(found):
+    note(f"{len(extraction.modules)} modules: relative error of ΔW {extraction.error:.4f} over all of them")
+    if extraction.lost:
+        note(f"relative error {extraction.whole_error:.4f} over everything that the fine-tune changed")
+    if extraction.unchanged:
+        note(f"{len(extraction.unchanged)} modules equal the base and are left out")
+    for line in lost_lines(extraction):
         note(f"not in the adapter: {line}")
-    worst = max(found.modules, key=lambda module: module.error)
+    worst = max(extraction.modules, key=lambda module: module.error)
     if max_error is None and worst.error > _TELLING_ERROR:
-        note(f"Warning: {worst.name} misses {worst.error:.0%} of its ΔW. Raise --rank, or give --max-error.")
+        note(f"Warning: {worst.name} misses {worst.error:.0%} of its ΔW. Raise --rank, or pass --max-error.")
     if max_error is not None and worst.error > max_error:
         note(
-            f"Warning: {worst.name} misses {worst.error:.2%} of its ΔW, for the --rank that is allowed "
-            "or the rounding of its factors. Raise --rank, or give --dtype float32."
+            f"Warning: {worst.name} misses {worst.error:.2%} of its ΔW, because of --rank or the "
+            "rounding of its factors. Raise --rank, or pass --dtype float32."
         )
     note_output(out_path, dry_run=dry_run)
 
 
-def _rows(found: Extraction) -> list[tuple[str, ...]]:
+def _rows(extraction: Extraction) -> list[tuple[str, ...]]:
     """Modules that differ only by their layer share a row."""
     from adapterswap.extracting import Extraction
 
     groups: dict[str, list[Any]] = {}
-    for module in found.modules:
+    for module in extraction.modules:
         within = module.name if module.layer is None else module.name.partition(f".{module.layer}.")[2]
         groups.setdefault(within, []).append(module)
     rows: list[tuple[str, ...]] = []

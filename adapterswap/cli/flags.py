@@ -1,7 +1,7 @@
 """The library's parameters as the flags of a command: `overwrite=True` → --overwrite.
 
 Errors name parameters as Python users type them, in backticks (see `adapterswap.errors`). Knows click's commands; knows
-nothing of what goes wrong.
+nothing of the errors themselves.
 """
 
 from __future__ import annotations
@@ -40,5 +40,7 @@ def with_flags(text: str, command: click.Command) -> str:
 def _options(command: click.Command) -> dict[str, click.Option]:
     """Parameter → option; for a group, those of all its commands."""
     if isinstance(command, click.Group):
-        return {name: option for one in command.commands.values() for name, option in _options(one).items()}
+        return {
+            name: option for subcommand in command.commands.values() for name, option in _options(subcommand).items()
+        }
     return {option.name: option for option in command.params if isinstance(option, click.Option) and option.name}

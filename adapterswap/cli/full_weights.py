@@ -1,4 +1,4 @@
-"""Writing full weights and telling of it, shared by `merge` and by `compose` where an expert is a full checkpoint."""
+"""Write full weights and print a summary, for `merge`, and for `compose` if an expert is a full checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_full_weights(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write a plan's full weights, unless it is a dry run, and print what they are.
+    """Write a plan's full weights, unless it is a dry run, and print a summary.
 
     Raises:
         AdapterswapError: see `adapterswap.merge`.
@@ -36,11 +36,11 @@ def write_full_weights(
     from adapterswap.merging import prepare_model, write_model
     from adapterswap.writing.folder import COMPOSED
 
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before all experts may be read
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before reading the experts
     with working("preparing"):
         merged = prepare_model(plan, form, base_model)
     if dry_run:
-        check_inputs(expand(out_path), merged.plan.inputs)  # now with the base's folder, as when they are written
+        check_inputs(expand(out_path), merged.plan.inputs)  # now including the base's folder, as in a real run
     else:
         with progress_bar("merging", len(merged.plan.slots)) as advance:
             write_model(merged, out_path, device=device, overwrite=overwrite, progress=advance)
@@ -79,8 +79,8 @@ def _as_json(merged: Merged, out_path: str, dry_run: bool) -> dict[str, Any]:
 
 def _copied(merged: Merged) -> int:
     places = {key: place for shard in merged.shards for key, place in shard.places.items()}
-    found = [(slot.copied, places[slot.name].dtype) for slot in merged.plan]
-    return sum(whole is not None and whole.tensor.dtype == dtype for whole, dtype in found)
+    copied_tensors = [(slot.copied, places[slot.name].dtype) for slot in merged.plan]
+    return sum(copied is not None and copied.tensor.dtype == dtype for copied, dtype in copied_tensors)
 
 
 def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
@@ -97,17 +97,17 @@ def _print(merged: Merged, out_path: str, dry_run: bool) -> None:
     note(f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}")
     source, folder = tokenizer_source(plan), plan.skeleton.name
     if source in plan.adapters:
-        note(f"config is that of base ({folder}), tokenizer that of {source}")
+        note(f"config from base ({folder}), tokenizer from {source}")
     else:
-        note(f"config and tokenizer are those of {source}" + f" ({folder})" * (folder != source))
+        note(f"config and tokenizer from {source}" + f" ({folder})" * (folder != source))
     for remark in plan.notes:
         note(remark)
     if (clash := licence_warning(licences(plan))) is not None:
         note(f"Warning: {clash}")
     for name in differing_tokenizers(plan):
-        note(f"Warning: {name} has another tokenizer.json, which the result does not follow")
+        note(f"Warning: {name} has a different tokenizer.json; the result does not use it")
     for name, magnitude in merged.magnitudes.items():
         note(f"{name}: mean |ΔW| {magnitude:.4g}, weight 1/{magnitude:.4g}")
     for name, share in merged.kept_share.items():
-        note(f"{name}: {share:.1%} of its rows are kept")
+        note(f"{name}: {share:.1%} of its rows kept")
     note_output(out_path, dry_run=dry_run)

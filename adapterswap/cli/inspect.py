@@ -1,4 +1,4 @@
-"""`adapterswap inspect`: what an adapter or a model holds, from its header and configs alone."""
+"""`adapterswap inspect`: show what an adapter or a model holds, from its header and configs only."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ if TYPE_CHECKING:
 def command(path: str, as_json: bool) -> None:
     """Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.
 
-    PATH is a PEFT LoRA folder, a folder of full weights, a Hub id (org/name@revision), or LoRA in GGUF. For what
-    adapterswap composed, merged or exported, the strip of layers shows which expert each came from.
+    PATH is a PEFT LoRA folder, a folder of full weights, a Hub id (org/name@revision), or LoRA in GGUF. If adapterswap
+    composed, merged or exported it, the strip shows which expert each layer came from.
     """
     from adapterswap.checking.inspecting import inspect
 
     with working("reading"):
-        found = inspect(path)
+        inspection = inspect(path)
     if as_json:
-        print_json(found.as_json())
+        print_json(inspection.as_json())
     else:
-        _print(found)
+        _print(inspection)
 
 
-def _print(found: Inspection) -> None:
+def _print(inspection: Inspection) -> None:
     from adapterswap.checking.gguf import GgufAdapter
     from adapterswap.experts.adapters import Adapter
 
-    if isinstance(found.expert, Adapter):
-        _print_adapter(found, found.expert)
-    elif isinstance(found.expert, GgufAdapter):
-        _print_gguf(found, found.expert)
+    if isinstance(inspection.expert, Adapter):
+        _print_adapter(inspection, inspection.expert)
+    elif isinstance(inspection.expert, GgufAdapter):
+        _print_gguf(inspection, inspection.expert)
     else:
-        _print_model(found, found.expert)
-    if found.record is not None:
-        record = found.record
+        _print_model(inspection, inspection.expert)
+    if inspection.record is not None:
+        record = inspection.record
         experts = ", ".join(f"{name} from {source}" for name, source in record.experts.items())
         how = "composed of" if record.slice is None else f"the {record.slice} of"
-        for line in [f"{how} {experts}", *record.origins, *found.strip]:
+        for line in [f"{how} {experts}", *record.origins, *inspection.strip]:
             click.echo(printable(line))
 
 
-def _print_adapter(found: Inspection, adapter: Adapter) -> None:
+def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     from rich.table import Table
 
     config = adapter.config
     form = "rank-stabilized LoRA (s = α/√r)" if config.rslora else "plain LoRA (s = α/r)"
     form = config.title if adapter.opaque else form
-    click.echo(f"{adapter.source}: {form} for {config.base_model or 'a base that it does not name'}")
-    whole = found.num_saved_parameters
+    click.echo(f"{adapter.source}: {form} for {config.base_model or 'an unnamed base'}")
+    whole = inspection.num_saved_parameters
     in_full = f", {len(adapter.saved)} trained in full with {whole:,} parameters" if adapter.saved else ""
-    total, size = found.num_parameters, human_bytes(found.nbytes)
+    total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
     click.echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
     table = Table("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype", box=None, header_style="bold")
     for cells in _rows(adapter):
@@ -85,34 +85,36 @@ def _print_adapter(found: Inspection, adapter: Adapter) -> None:
     print_table(*tables)
     if adapter.ignored:
         names = ", ".join(adapter.ignored)
-        click.echo(f"in the file, and not loaded by PEFT since the config does not target them: {names}")
+        click.echo(f"in the file but not loaded by PEFT, because the config does not target them: {names}")
 
 
-def _print_gguf(found: Inspection, adapter: GgufAdapter) -> None:
+def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
     from rich.table import Table
 
     count = len(adapter.files)
     pieces = f" in {count} pieces" if count > 1 else f", the piece {name}" if (name := adapter.files[0].piece) else ""
     click.echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
-    click.echo(f"{len(adapter.modules)} modules, {found.num_parameters:,} parameters, {human_bytes(found.nbytes)}")
+    click.echo(
+        f"{len(adapter.modules)} modules, {inspection.num_parameters:,} parameters, {human_bytes(inspection.nbytes)}"
+    )
     grouped: dict[tuple[str, ...], list[int]] = {}
-    for m in adapter.modules.values():
-        name = m.name if m.layer is None else m.name.removeprefix(f"blk.{m.layer}.")
-        key = (name, m.kind, str(m.rank), f"{m.out_features} × {m.in_features}", m.dtype)
-        grouped.setdefault(key, []).extend([] if m.layer is None else [m.layer])
+    for module in adapter.modules.values():
+        name = module.name if module.layer is None else module.name.removeprefix(f"blk.{module.layer}.")
+        key = (name, module.kind, str(module.rank), f"{module.out_features} × {module.in_features}", module.dtype)
+        grouped.setdefault(key, []).extend([] if module.layer is None else [module.layer])
     table = Table("module", "kind", "layers", "rank", "out × in", "dtype", box=None, header_style="bold")
     for (name, kind, *rest), layers in grouped.items():
         table.add_row(name, kind, format_layers(layers), *rest)
     print_table(table)
 
 
-def _print_model(found: Inspection, model: Checkpoint) -> None:
+def _print_model(inspection: Inspection, model: Checkpoint) -> None:
     parameters = model.parameters.values()
     layers = stacked_layers_in_config(model.config)
     depth = f", {format_depth(layers)} layers" if layers is not None else ""
     click.echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
-    size, shards = human_bytes(found.nbytes), len(model.shards)
-    total = found.num_parameters
+    size, shards = human_bytes(inspection.nbytes), len(model.shards)
+    total = inspection.num_parameters
     click.echo(f"{len(parameters)} tensors, {total:,} parameters, {size} in {shards} file{'s' * (shards > 1)}")
     print_table(_tensor_table("tensor", parameters, both=has_both_stacks(model.container)))
 
@@ -122,10 +124,18 @@ def _rows(adapter: Adapter) -> list[tuple[str, ...]]:
 
     both = has_both_stacks(adapter.container)
     grouped: dict[tuple[str, ...], list[int]] = {}
-    for m in adapter.modules.values():
-        shape = f"{m.out_features} × {m.in_features}"
-        key = (_within(m.name, m.layer, both), m.kind, str(m.rank), f"{m.alpha:g}", f"{m.scale:.6g}", shape, m.dtype)
-        grouped.setdefault(key, []).extend([] if m.layer is None else [m.layer])
+    for module in adapter.modules.values():
+        shape = f"{module.out_features} × {module.in_features}"
+        key = (
+            _within(module.name, module.layer, both),
+            module.kind,
+            str(module.rank),
+            f"{module.alpha:g}",
+            f"{module.scale:.6g}",
+            shape,
+            module.dtype,
+        )
+        grouped.setdefault(key, []).extend([] if module.layer is None else [module.layer])
     return [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in grouped.items()]
 
 
@@ -156,7 +166,7 @@ def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | Stored
 
 
 def _within(name: str, layer: int | None, both: bool) -> str:
-    """What follows the layer, and which stack that is in, of a model with two."""
+    """The part of a name after its layer; in a model with two stacks, with the stack in front."""
     if layer is None:
         return name
     return f"{stack_of(name)} {within_layer(name, layer)}" if both else within_layer(name, layer)

@@ -1,4 +1,4 @@
-"""`adapterswap lab`: the whole story on pico models → a table, a report, pictures and results.json."""
+"""`adapterswap lab`: the whole experiment on pico models → a table, a report, pictures and results.json."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ if TYPE_CHECKING:
     from adapterswap.lab.comparison import ComparisonPlan
 
 _SCENES = ("gap", "no-gap")
-_PARTS = 1000  # of a seed, for its bar
+_PARTS = 1000  # of a seed, for its progress bar
 
 
 @click.command("lab")
-@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True, help="Bases, each with its two experts.")
-@click.option("--scene", type=click.Choice(_SCENES), default="gap", show_default=True, help="What the base lacks.")
+@click.option(
+    "--seeds", type=click.IntRange(1), default=5, show_default=True, help="Number of bases, each with two experts."
+)
+@click.option(
+    "--scene", type=click.Choice(_SCENES), default="gap", show_default=True, help="What the base does not know."
+)
 @click.option(
     "--methods",
     metavar="all|M,…",
-    help="Compare merge methods instead: all of the registry, or these. A folder that holds a part is continued.",
+    help="Compare merge methods instead: all of them, or these. An unfinished run in the folder is resumed.",
 )
 @click.option(
-    "--first-seed", type=click.IntRange(0), help="With --methods: where seeds begin. Default: 5, the first fresh one."
+    "--first-seed", type=click.IntRange(0), help="With --methods: the first seed. Default: 5, the first fresh one."
 )
 @click.option("--rebuild-base", is_flag=True, help="Pretrain the bases instead of using the shipped ones.")
 @click.option("-o", "--out-path", type=FOLDER, default="lab-run", show_default=True, help="Folder to write.")
-@click.option("--jobs", type=click.IntRange(1), help="Seeds at once, one thread each. Default: one to a core.")
+@click.option("--jobs", type=click.IntRange(1), help="Seeds to run at once, one thread each. Default: one per core.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     seeds: int,
@@ -51,17 +55,17 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Tell the whole story on an embedded pico model, offline.
+    """Run the whole experiment on a tiny built-in model, offline.
 
     A pico Llama knows English and a constructed language, `xx`. A math expert is trained on English word problems, a
-    language expert on xx without any; both are composed in several ways and asked word problems in xx that are new to
-    them. Writes a report, pictures and results.json, and keeps bases, experts and compositions to play with.
+    language expert on xx without word problems. Both are composed in several ways and answer new word problems in xx.
+    The command writes a report, pictures and results.json, and keeps bases, experts and compositions for you to try.
 
-    Scenes: `gap`, in which the base hardly knows some words of xx; `no-gap`, in which it knows them all.
+    Scenes: in `gap` the base hardly knows some words of xx; in `no-gap` it knows them all.
 
-    With --methods, every method chooses among eight configurations on a development set, and the chosen ones are
-    compared on a test set, with controls: random experts, reset, inverse, plain training on a few problems in xx.
-    docs/methods.md has the table of such a run.
+    With --methods, every method chooses among eight configurations on a development set. The chosen ones are compared
+    on a test set, with controls: random experts, reset, inverse, plain training on a few problems in xx. See
+    docs/methods.md for the table of such a run.
 
     This is a constructed demonstration of a mechanism, not evidence for the papers' numbers.
     """
@@ -69,7 +73,7 @@ def command(
         _compare(methods, seeds, scene, first_seed, rebuild_base, out_path, jobs, overwrite, dry_run, as_json)
         return
     if first_seed is not None:
-        raise click.UsageError("--first-seed goes with --methods.")
+        raise click.UsageError("--first-seed can only be used with --methods.")
     from adapterswap.files.folders import check_target
     from adapterswap.lab import SCENES, plan_lab, run_lab
     from adapterswap.lab.run import LAB
@@ -92,7 +96,7 @@ def command(
         print_table(*tables(study))
         click.echo(CAVEAT)
     note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
-    note(f"to move layers and see the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
+    note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
 
 
 def _compare(
@@ -118,7 +122,7 @@ def _compare(
         print_json({"dry_run": True, **expected.to_json()}) if as_json else _print_comparison(expected)
         return
     with _progress() as tell:
-        found = run_comparison(
+        results = run_comparison(
             chosen, methods, seeds, out_path,
             first_seed=first, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite, tell=tell,
         )  # fmt: skip
@@ -126,9 +130,9 @@ def _compare(
     from adapterswap.lab.report import CAVEAT
 
     if as_json:
-        print_json({"dry_run": False, **found})
+        print_json({"dry_run": False, **results})
     else:
-        print_table(*comparison_tables(found))
+        print_table(*comparison_tables(results))
         click.echo(CAVEAT)
     note_output(out_path, "results.json, each seed's answers and models")
 
@@ -165,18 +169,18 @@ def _print_plan(expected: LabPlan) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, str, float], None]]:
-    """A bar per seed on stderr; where that is no terminal, a line whenever a seed begins something else."""
+    """A bar per seed on stderr; without a terminal, a line whenever a seed starts something else."""
     with Progress(shown=not is_quiet()) as bars:
         rows: dict[int, ProgressRow] = {}
         current: dict[int, str] = {}
 
-        def tell(seed: int, what: str, done: float) -> None:
+        def update(seed: int, what: str, share: float) -> None:
             if seed not in rows:
                 rows[seed] = bars.row(f"seed {seed}", _PARTS)
-            rows[seed].update(round(done * _PARTS), name=f"seed {seed}: {what}")
+            rows[seed].update(round(share * _PARTS), name=f"seed {seed}: {what}")
             if current.get(seed) != what:
                 current[seed] = what
                 if not sys.stderr.isatty():
                     note(f"seed {seed}: {what}")
 
-        yield tell
+        yield update

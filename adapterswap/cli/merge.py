@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
@@ -12,22 +12,17 @@ from adapterswap.cli.full_weights import write_full_weights
 from adapterswap.cli.paths import EXPERT, EXPERT_OR_RECIPE, FOLDER
 from adapterswap.cli.pushing import Push, push_options
 
-if TYPE_CHECKING:
-    pass
-
 
 @click.command("merge")
 @click.argument("path", type=EXPERT_OR_RECIPE, required=False)
 @composition_options
 @click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
 @click.option(
-    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base.  [default: the one that the experts name]"
+    "--base-model", type=EXPERT, metavar="PATH|ID", help="The base model.  [default: the one that the experts name]"
 )
-@click.option("--max-shard-size", metavar="SIZE", help="Such as 2GB.  [default: the base's shards]")
-@dtype_option("Of the result.  [default: each tensor's in the base]")
-@click.option(
-    "--dequantize", is_flag=True, help="Merge into the weights that a quantised base computes with, not quantised."
-)
+@click.option("--max-shard-size", metavar="SIZE", help="Largest file, such as 2GB.  [default: the base's shards]")
+@dtype_option("Dtype of the result.  [default: each tensor's dtype in the base]")
+@click.option("--dequantize", is_flag=True, help="Merge into the dequantised weights of a quantised base.")
 @device_option("cpu", more="; cuda is all GPUs")
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
@@ -48,9 +43,9 @@ def command(
 ) -> None:
     """Merge an adapter or a composition into full weights.
 
-    PATH is an adapter or a recipe (YAML, mergekit's too); or say what to compose with the options. Experts may be full
-    checkpoints as well. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and
-    rounded once, what does not change is copied byte for byte.
+    PATH is an adapter or a recipe (YAML, mergekit's too). Without PATH, the options say what to compose. Experts can be
+    full checkpoints. Tensors stream from the base's shards to the result's: every ΔW is summed in float32 and rounded
+    once, and unchanged tensors are copied byte for byte.
     """
     from adapterswap.merging import ModelForm
 

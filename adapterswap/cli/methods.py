@@ -13,8 +13,9 @@ from adapterswap.methods.registry import BUILT_IN, all_methods, in_adapters
 def command(as_json: bool) -> None:
     """List the methods that combine experts, with their parameters and references.
 
-    Some are exact in an adapter; what others make is reduced to a rank there (--max-rank, --max-error); those on whole
-    weights are for full weights alone (adapterswap merge), where all are exact. Installed packages can add methods.
+    Some methods are exact in an adapter. The results of others are reduced to a rank there (--max-rank, --max-error).
+    Methods on whole weights need full weights (adapterswap merge), where every method is exact. Installed packages can
+    add methods.
     """
     methods = all_methods()
     if as_json:

@@ -1,7 +1,7 @@
-"""Paths as command-line options, and what the shell's completion offers for them.
+"""Paths as command-line options, and their shell completion.
 
-A leading `~` is the home folder, also where the shell passed it on unchanged (`--out-path=~/x`). Hub ids pass through.
-Completion reads folders' names and the list of shipped recipes, and opens no file.
+A leading `~` is the home folder, even if the shell did not expand it (`--out-path=~/x`). Hub ids stay as they are.
+Completion reads the names of folders and the list of shipped recipes, but opens no file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["EXPERT", "EXPERT_OR_RECIPE", "FOLDER", "PATH", "EntryPath", "RecipePath"]
 
 _MARKS = ("adapter_config.json", "config.json")  # a folder with one of these is an expert or a base
-_PLAIN = re.compile(r"[\w./~+@%=:-]*")  # what bash takes from a completion as it is
+_PLAIN = re.compile(r"[\w./~+@%=:-]*")  # what bash accepts from a completion unquoted
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -30,7 +30,7 @@ class EntryPath(click.ParamType[str]):
     name = "text"
 
     def __init__(self, kind: str = "file") -> None:
-        """`kind`: what the shell itself completes, `file` or `dir`."""
+        """`kind`: what the shell completes on its own, `file` or `dir`."""
         self.kind = kind
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
@@ -45,9 +45,9 @@ class EntryPath(click.ParamType[str]):
 
 
 class _ExpertPath(EntryPath):
-    """A folder that holds an adapter or a model, or a Hub id: those in the Hub's cache are offered.
+    """A folder that holds an adapter or a model, or a Hub id; completion offers the ids in the Hub's cache.
 
-    Also as `NAME=PATH`.
+    `NAME=PATH` is completed too.
     """
 
     def __init__(self, *, or_recipe: bool = False) -> None:
@@ -56,16 +56,16 @@ class _ExpertPath(EntryPath):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         name, equals, typed = incomplete.rpartition("=")
-        offered = _entries(typed, lambda path: _is_expert(path) or (self.or_recipe and _is_recipe(path)))
+        completions = _entries(typed, lambda path: _is_expert(path) or (self.or_recipe and _is_recipe(path)))
         cached = [hub_id for hub_id in _cached_ids() if hub_id.startswith(typed)]
-        return _as_items([name + equals + entry for entry in (*offered, *cached)], incomplete, self.kind)
+        return _as_items([name + equals + entry for entry in (*completions, *cached)], incomplete, self.kind)
 
 
 class RecipePath(EntryPath):
     """A recipe's file, or the name of a shipped recipe."""
 
     def __init__(self, folder: str = "") -> None:
-        """`folder`: offer the shipped recipes of this folder alone, such as `train`."""
+        """`folder`: offer only the shipped recipes of this folder, such as `train`."""
         super().__init__()
         self.folder = folder
 
@@ -78,7 +78,7 @@ class RecipePath(EntryPath):
 
 
 def _entries(typed: str, wanted: Callable[[Path], bool]) -> list[str]:
-    """The entries that begin as `typed` does: those that are `wanted`, and with a / at the end the other folders."""
+    """The entries that start with `typed`: those that are `wanted`, and all other folders with a trailing /."""
     head, _, tail = typed.rpartition("/")
     head += "/" if "/" in typed else ""
     try:
@@ -86,13 +86,13 @@ def _entries(typed: str, wanted: Callable[[Path], bool]) -> list[str]:
     except OSError:
         return []
     visible = [path for path in paths if path.name.startswith(tail) and (tail or not path.name.startswith("."))]
-    offered = []
+    completions = []
     for path in visible:
         if wanted(path):
-            offered.append(head + path.name)
+            completions.append(head + path.name)
         elif path.is_dir():
-            offered.append(head + path.name + "/")
-    return offered
+            completions.append(head + path.name + "/")
+    return completions
 
 
 def _is_expert(path: Path) -> bool:
@@ -114,13 +114,17 @@ def _cached_ids() -> Iterable[str]:
     return [name.removeprefix("models--").replace("--", "/", 1) for name in names if name.startswith("models--")]
 
 
-def _as_items(offered: list[str], incomplete: str, kind: str) -> list[CompletionItem]:
-    """The completions. Left to the shell: a single folder, which must get no space after it, and what needs quotes."""
+def _as_items(completions: list[str], incomplete: str, kind: str) -> list[CompletionItem]:
+    """The completions. A single folder (no space may follow it) and names that need quotes are left to the shell."""
     from click.shell_completion import CompletionItem
 
-    if not offered or (len(offered) == 1 and offered[0].endswith("/")) or not all(map(_PLAIN.fullmatch, offered)):
+    if (
+        not completions
+        or (len(completions) == 1 and completions[0].endswith("/"))
+        or not all(map(_PLAIN.fullmatch, completions))
+    ):
         return [CompletionItem(incomplete, type=kind)]
-    return [CompletionItem(entry) for entry in offered]
+    return [CompletionItem(entry) for entry in completions]
 
 
 PATH = EntryPath()

@@ -1,4 +1,4 @@
-"""How commands print: data to stdout, everything else to stderr, JSON where asked for."""
+"""How commands print: data to stdout, everything else to stderr, JSON with --json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _QUIET = "adapterswap.quiet"
 
 
 def print_json(content: Any) -> None:
-    """One JSON document on stdout; in other encodings than UTF-8 all but ASCII is escaped."""
+    """Print one JSON document to stdout; if its encoding is not UTF-8, everything but ASCII is escaped."""
     is_utf8 = "utf" in (sys.stdout.encoding or "").lower()
     click.echo(json.dumps(content, indent=2, ensure_ascii=not is_utf8, allow_nan=False))
 
@@ -50,23 +50,23 @@ def is_quiet() -> bool:
 
 
 def note(text: str) -> None:
-    """A remark to the person at the terminal, on stderr; none with --quiet, except for warnings and errors."""
+    """Print a remark to stderr; with --quiet, only warnings and errors."""
     if text.startswith(("Warning: ", "Error: ")) or not is_quiet():
         click.echo(text, err=True)
 
 
 def note_dry_run(undone: str = "written") -> None:
-    """The last line of a dry run, after what the command would have done: written, measured, trained."""
+    """Print the last line of a dry run; `undone` is what did not happen: written, measured, trained."""
     note(f"nothing {undone} (--dry-run)")
 
 
 def note_output(out_path: str | Path, contents: str = "", *, dry_run: bool = False) -> None:
-    """The last line of a command that writes: where its output is, or that a dry run wrote none.
+    """Print the last line of a command that writes: where its output is, or that a dry run wrote nothing.
 
     Args:
         out_path: the folder or file.
-        contents: what there is to say of it, after a colon.
-        dry_run: whether this was one.
+        contents: a description to print after a colon.
+        dry_run: whether this was a dry run.
     """
     if dry_run:
         note_dry_run()
@@ -84,7 +84,7 @@ def human_bytes(count: float) -> str:
 
 
 def print_table(*tables: Any, width: int = 120) -> None:
-    """rich tables on stdout: as wide as the terminal, or `width` characters where there is none."""
+    """Print rich tables to stdout: as wide as the terminal, or `width` characters without one."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else width)
@@ -94,10 +94,10 @@ def print_table(*tables: Any, width: int = 120) -> None:
 
 @contextmanager
 def working(what: str, *, shown: bool = True) -> Iterator[ProgressRow]:
-    """Show that something goes on whose end is not known; nothing may be printed meanwhile.
+    """Show progress of unknown length; nothing may be printed meanwhile.
 
     Args:
-        what: what is done, such as `verifying`.
+        what: the activity, such as `verifying`.
         shown: whether this process shows it.
     """
     with Progress(shown=shown and not is_quiet()) as progress:
@@ -106,36 +106,36 @@ def working(what: str, *, shown: bool = True) -> Iterator[ProgressRow]:
 
 @contextmanager
 def count_bar(what: str, *, shown: bool = True, first_line: str = "") -> Iterator[Callable[[int, int], None]]:
-    """As `working`, where the number of steps is known once the first is reported.
+    """Like `working`, when the number of steps is known once the first one is reported.
 
     Args:
         what: what is counted.
         shown: whether this process shows it.
-        first_line: for a log, the line for when none is done yet, with `{total}` in it.
+        first_line: without a terminal, the line to print before the first step, with `{total}` in it.
 
     Yields:
-        The function to call with how many are done, and how many there are.
+        The function to call with the number of finished steps and the total.
     """
     with working(what, shown=shown) as row:
 
-        def report(done: int, of: int) -> None:
-            if done:
-                row.update(done, of)
+        def report(finished: int, total: int) -> None:
+            if finished:
+                row.update(finished, total)
                 return
             if shown and first_line and not sys.stderr.isatty():
-                note(first_line.format(total=of))
-            row.begin(what, of)
+                note(first_line.format(total=total))
+            row.begin(what, total)
 
         yield report
 
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """As `working`, where the number of steps is known; yields the function that advances it by one."""
+    """Like `working`, when the number of steps is known; yields the function that advances it by one."""
     if total == 0:
         yield lambda: None
         return
     with working(what) as row:
         row.begin(what, total)
-        done = itertools.count(1)
-        yield lambda: row.update(next(done))
+        steps = itertools.count(1)
+        yield lambda: row.update(next(steps))

@@ -19,22 +19,22 @@ _OPTIONS = (
     click.option(
         "--private/--public",
         default=None,
-        help="Upload to a private repository only, or create a public one.  [default: a new one is private]",
+        help="Require a private repository, or create a public one.  [default: a new one is private]",
     ),
-    click.option("--revision", metavar="BRANCH", help="Branch to upload to, created where it does not exist."),
-    click.option("--commit-message", metavar="TEXT", help="Message of the upload's commit."),
+    click.option("--revision", metavar="BRANCH", help="Branch to upload to; created if it does not exist."),
+    click.option("--commit-message", metavar="TEXT", help="Commit message of the upload."),
 )
 
 
 def push_options(function: _Function) -> _Function:
-    """Add the options to a command; it hands them on to `Push.of`."""
+    """Add the options to a command, which passes them to `Push.of`."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
 class Push(NamedTuple):
-    """Where to upload what a command writes; `repo` is None where nothing is uploaded."""
+    """Where to upload what a command writes; `repo` is None if nothing is uploaded."""
 
     repo: str | None
     private: bool | None
@@ -43,27 +43,25 @@ class Push(NamedTuple):
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Push:
-        """Take the four options out of a command's `options`, and check them before any work is done.
+        """Take the four options out of a command's `options`, and check them before anything is computed.
 
         Raises:
-            click.UsageError: an option that belongs to an upload is given without --push-to-hub.
-            ArgumentError: the repository's id cannot be one.
+            click.UsageError: an upload option was passed without --push-to-hub.
+            ArgumentError: the repository id is not valid.
         """
-        found = cls(*(options.pop(key) for key in ("push_to_hub", "private", "revision", "commit_message")))
-        if found.repo is None:
+        push = cls(*(options.pop(key) for key in ("push_to_hub", "private", "revision", "commit_message")))
+        if push.repo is None:
             flags = ("--private/--public", "--revision", "--commit-message")
-            if given := [flag for flag, value in zip(flags, found[1:], strict=True) if value is not None]:
-                raise click.UsageError(
-                    f"{' and '.join(given)}: give --push-to-hub as well, which says where to upload."
-                )
+            if unused_flags := [flag for flag, value in zip(flags, push[1:], strict=True) if value is not None]:
+                raise click.UsageError(f"{' and '.join(unused_flags)} can only be used with --push-to-hub.")
         else:
             from adapterswap.experts.publishing import check_repository
 
-            check_repository(found.repo)
-        return found
+            check_repository(push.repo)
+        return push
 
     def upload(self, folder: str | Path) -> None:
-        """Upload the folder, if that was asked for, and say where it is."""
+        """Upload the folder, if --push-to-hub was passed, and print its address."""
         if self.repo is None:
             return
         from adapterswap.experts.publishing import publish

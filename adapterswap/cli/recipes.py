@@ -1,4 +1,4 @@
-"""`adapterswap recipes`: the recipes that are shipped, and whether a recipe is right."""
+"""`adapterswap recipes`: list, show and copy the shipped recipes, and check your own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from adapterswap.cli.printing import note_output, print_json
 def command() -> None:
     """List, show, copy and check recipes.
 
-    Recipes of train/, compose/ and sweep/ are whole: give their name to the command of that name. Those of models/,
-    data/ and regimes/ are fragments, for the `extends:` of recipes.
+    Recipes in train/, compose/ and sweep/ are complete: pass their name to the command of that name. Those in models/,
+    data/ and regimes/ are fragments, for `extends:` in a recipe.
     """
 
 
@@ -24,7 +24,7 @@ def command() -> None:
 @click.option("--kind", metavar="KIND", help="Only train, compose, sweep, models, data or regimes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(kind: str | None, as_json: bool) -> None:
-    """List the shipped recipes, each with what it is for."""
+    """List the shipped recipes and what each is for."""
     from dataclasses import asdict
 
     from adapterswap.errors import ArgumentError
@@ -45,12 +45,12 @@ def ls(kind: str | None, as_json: bool) -> None:
 
 @command.command("cat")
 @click.argument("name", type=RecipePath())
-@click.option("--resolved", is_flag=True, help="With all that it extends, each line with the file that it is from.")
-@click.option("--json", "as_json", is_flag=True, help="Print what it says with all that it extends, as JSON.")
+@click.option("--resolved", is_flag=True, help="Include everything that it extends; each line names its file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with everything that it extends.")
 def cat(name: str, resolved: bool, as_json: bool) -> None:
     """Print a recipe.
 
-    NAME is a shipped recipe or a file. What --resolved prints is a recipe too, in one piece.
+    NAME is a shipped recipe or a file. The output of --resolved is a complete recipe, too.
     """
     from adapterswap.recipes import resolve_recipe
     from adapterswap.shipped import find_recipe
@@ -70,12 +70,12 @@ def cat(name: str, resolved: bool, as_json: bool) -> None:
 @click.argument("names", type=RecipePath(), nargs=-1, required=True, metavar="NAME...")
 @click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_json: bool) -> None:
-    """Copy shipped recipes into a new folder, to change them.
+    """Copy shipped recipes into a new folder, to edit them.
 
-    All that they extend is copied too, and named by relative paths, so the folder works standing alone. For one file
+    Everything that they extend is copied too, with relative paths, so the folder works on its own. To get one file
     instead: `adapterswap recipes cat NAME --resolved > mine.yaml`.
     """
     from adapterswap.errors import OutputError
@@ -83,8 +83,8 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
 
     if folder.endswith((".yaml", ".yml")):
         raise OutputError(
-            f"{folder} is the name of a file, and recipes are copied into a folder",
-            f"Name a folder, or write one file: adapterswap recipes cat {names[0]} --resolved > {folder}",
+            f"{folder} is a file name, but recipes are copied into a folder",
+            f"Pass a folder, or write one file: adapterswap recipes cat {names[0]} --resolved > {folder}",
             parameter="folder",
         )
     files = copy_recipes(names, folder, overwrite=overwrite, dry_run=dry_run)
@@ -103,7 +103,7 @@ def cp(names: tuple[str, ...], folder: str, overwrite: bool, dry_run: bool, as_j
 def validate(files: tuple[str, ...], as_json: bool) -> None:
     """Report every mistake in recipes, without reading models or data.
 
-    FILE is a recipe or the name of a shipped one. Exits with 1 if there is a mistake.
+    FILE is a recipe file or the name of a shipped recipe. Exits with 1 if there is a mistake.
     """
     from dataclasses import asdict
 

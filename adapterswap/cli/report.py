@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from adapterswap.reporting.headline import MethodRow, ScoreDifference, Target
 
 
-_WIDTH = 140  # where there is no terminal
-_LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the first to go on a narrow terminal
+_WIDTH = 140  # characters, without a terminal
+_LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the first to drop on a narrow terminal
 
 
 @click.command("report")
 @click.argument("run", type=FOLDER, metavar="RUN")
 @click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write.  [default: RUN-report]")
-@click.option("--reference", metavar="METHOD", help="What the others are compared with.  [default: soup]")
+@click.option("--reference", metavar="METHOD", help="Method to compare the others with.  [default: soup]")
 @click.option(
     "--methods", multiple=True, metavar="METHOD,…",
-    help="Methods to rank and test; compositions: all that compose something.  [default: all]",
+    help="Methods to rank and test; `compositions` means all that compose something.  [default: all]",
 )  # fmt: skip
-@click.option(
-    "--units", multiple=True, metavar="UNIT,…", help="Pairs, experts or seeds to compute with.  [default: all]"
-)
+@click.option("--units", multiple=True, metavar="UNIT,…", help="Pairs, experts or seeds to include.  [default: all]")
 @click.option("--figures", type=FOLDER, metavar="DIR", help="Folder to write figures to: PDF, SVG and PNG.")
-@click.option("--column-width", default="3.25in", show_default=True, metavar="W", help="Of figures: in, cm, mm or pt.")
+@click.option(
+    "--column-width", default="3.25in", show_default=True, metavar="W", help="Width of the figures: in, cm, mm or pt."
+)
 @click.option("--layout", metavar="L", help="LaTeX: methods, languages (one table) or paper.  [default: methods]")
-@click.option("--rows", multiple=True, metavar="METHOD", help="LaTeX: one of the methods to show, repeatable.  [all]")
+@click.option("--rows", multiple=True, metavar="METHOD", help="LaTeX: a method to show; repeatable.  [default: all]")
 @click.option("--columns", multiple=True, metavar="C,…", help="LaTeX: n, mean, difference, p, …; see docs/report.md.")
 @click.option("--percent", is_flag=True, help="LaTeX: scores × 100, with one decimal.")
-@click.option("--label", metavar="NAME", help="LaTeX: for \\ref.")
-@click.option("--caption", metavar="TEXT", help="LaTeX, instead of how the numbers were made.")
+@click.option("--label", metavar="NAME", help="LaTeX: label for \\ref.")
+@click.option("--caption", metavar="TEXT", help="LaTeX: caption.  [default: how the numbers were made]")
 @click.option("--wide", is_flag=True, help="LaTeX: table*, across both columns.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Compute and print everything, write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: all that is in summary.json.")
+@click.option("--dry-run", is_flag=True, help="Compute and print everything, but write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the content of summary.json.")
 def command(
     run: str, out_path: str | None, reference: str | None, methods: tuple[str, ...], units: tuple[str, ...],
     figures: str | None, column_width: str, layout: str | None, rows: tuple[str, ...], columns: tuple[str, ...],
@@ -54,12 +54,12 @@ def command(
 ) -> None:  # fmt: skip
     """Write one HTML page, LaTeX and CSV of a sweep or a lab run.
 
-    RUN is the folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep need not be finished. Writes
-    report.html (no network, nothing beside it), tables.tex, tables.csv, methods.txt (a paragraph for a
-    paper) and summary.json.
+    RUN is a folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep does not have to be finished. Writes
+    report.html (one self-contained file), tables.tex, tables.csv, methods.txt (a paragraph for a paper) and
+    summary.json.
 
-    Configurations are chosen on one half of the documents and reported on the other; the papers' own protocol, the best
-    on the test itself, is shown next to it. Differences to the reference have intervals over experts and documents.
+    Configurations are chosen on one half of the documents and reported on the other. The papers' own protocol, the best
+    on the test set itself, is shown next to it. Differences to the reference have intervals over experts and documents.
     """
     from adapterswap.files.smallfiles import expand
     from adapterswap.reporting.latex import TableStyle
@@ -70,26 +70,26 @@ def command(
         check_targets(expand(run), target, figures, overwrite=overwrite)
     table = TableStyle(layout or "methods", list(rows) or None, _names(columns), percent, label, caption, wide)
     with working("reading the run"):
-        found = report(
+        results = report(
             run, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
             seed=seed, figures=None if dry_run else figures, column_width=column_width, table=table,
             overwrite=overwrite,
         )  # fmt: skip
     if as_json:
-        print_json({"dry_run": dry_run, **found.as_json()})
+        print_json({"dry_run": dry_run, **results.as_json()})
     else:
-        _print(found)
+        _print(results)
     note_output(target, "report.html, tables.tex, tables.csv, …", dry_run=dry_run)
     if figures is not None:
         from adapterswap.reporting.figures import plan_figures
 
-        for kind, reason in plan_figures(found)[1].items():
+        for kind, reason in plan_figures(results)[1].items():
             note(f"No figure {kind}: {reason}")
         note_output(figures, "PDF, SVG, PNG and figures.json", dry_run=dry_run)
 
 
 def _names(options: tuple[str, ...]) -> list[str] | None:
-    """What was listed, by commas or by repeating the option; None where the option was not used."""
+    """The names, separated by commas or by repeating the option; None if the option was not used."""
     if not options:
         return None
     return [name.strip() for option in options for name in option.split(",") if name.strip()]
@@ -112,30 +112,30 @@ def _print(report: Report) -> None:
         click.echo(f"{over}: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}, Kendall's W = {ranks.agreement:.2f}")
         if report.ranking is not None and report.ranking.single:
             note(
-                f"{', '.join(report.ranking.single)} compose nothing, and raise χ² by being far from what does; "
-                "--methods compositions leaves them out"
+                f"{', '.join(report.ranking.single)} compose nothing and raise χ², since they are far from the others; "
+                "use --methods compositions to leave them out"
             )
     elif ranks is not None and ranks.statistic is not None:
-        note(f"No p-values: {ranks.settings} settings are fewer than {MIN_UNITS}")
+        note(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
     for target in report.targets:
         if target.of_corpus:
-            note(f"No intervals for {target.task}: its score is of the whole corpus")
+            note(f"No intervals for {target.task}: it has one score for the whole corpus")
         elif target.report < MIN_LEVELS:
-            note(f"No intervals for {target.task}: {target.report} documents are fewer than {MIN_LEVELS}")
+            note(f"No intervals for {target.task}: {target.report} documents, at least {MIN_LEVELS} are needed")
         elif any(row.difference is not None and row.difference.low is None for row in target.rows):
             varying = "seeds" if report.kind == "lab" else "experts"
-            note(f"{target.task}: no intervals (–) where two {varying} vary, fewer than {MIN_LEVELS}")
+            note(f"{target.task}: no intervals (–) where only two {varying} vary; at least {MIN_LEVELS} are needed")
     for remark in report.remarks if report.kind == "sweep" else ():
         note(remark)
     if report.preregistration is not None:
         differences = "; ".join(report.preregistration.differences)
-        note(f"Registered before the run: {f'not kept to: {differences}' if differences else 'kept to'}")
+        note(f"Registered before the run: {f'the run differs: {differences}' if differences else 'the run matches'}")
     if report.missing:
         note(f"{sum(report.missing.values())} of {report.cells} cells are not finished")
 
 
 def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]]:
-    """A target's table with the columns that fit, and the heads of those that do not: the least important go first."""
+    """A target's table with the columns that fit, and the heads of the others; the least important go first."""
     from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
@@ -171,25 +171,25 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
 
 
 def _cells(row: MethodRow) -> list[str]:
-    spread, apart = row.spread, row.difference
+    spread, difference = row.spread, row.difference
     return [
         row.label,
         str(len(row.chosen)) if len(row.chosen) == row.expected else f"{len(row.chosen)} of {row.expected}",
         *((_text(value) for value in (spread.min, spread.mean, spread.max)) if spread else ("–", "–", "–")),
-        "–" if apart is None else _signed(apart.mean),
-        _interval(apart),
+        "–" if difference is None else _signed(difference.mean),
+        _interval(difference),
         *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),
     ]
 
 
-def _interval(apart: ScoreDifference | None) -> str:
-    if apart is None or apart.low is None or apart.high is None:
+def _interval(difference: ScoreDifference | None) -> str:
+    if difference is None or difference.low is None or difference.high is None:
         return "–"
-    return f"{_signed(apart.low)} … {_signed(apart.high)}"
+    return f"{_signed(difference.low)} … {_signed(difference.high)}"
 
 
 def _signed(value: float) -> str:
-    """With its sign; what is rounded to zero has none."""
+    """A number with its sign; zero after rounding has none."""
     text = f"{value:+.3f}"
     return "0.000" if float(text) == 0 else text
 

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from adapterswap.serving import NamedComposer
     from adapterswap.serving.launch import Launch
 
-_EXPERTS = "A folder of adapter folders, or experts.yaml: names, what is allowed, how many."
+_EXPERTS = "A folder of adapter folders, or experts.yaml with names, allowed compositions and limits."
 
 
 class _Serve(click.Command):
-    """Says where vLLM's options go when one of them stands among ours."""
+    """Explains where vLLM's options go when one of them is among ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        written = list(args)  # click takes from the list what it has parsed
+        written = list(args)  # click removes what it has parsed from the list
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            name = error.option_name  # of `-tp` click names `-t`
+            name = error.option_name  # click reports `-tp` as `-t`
             option = next(
                 arg for arg in written if arg.partition("=")[0] == name or (len(name) == 2 and arg.startswith(name))
             )
@@ -44,17 +44,26 @@ class _Serve(click.Command):
 @click.option("--base-model", type=EXPERT, required=True, metavar="PATH|ID", help="The base model of all experts.")
 @click.option("--experts", "experts_path", type=PATH, required=True, metavar="DIR|YAML", help=_EXPERTS)
 @click.option(
-    "--cache", type=FOLDER, metavar="DIR", help="Where compositions are kept.  [default: ~/.cache/adapterswap/serving]"
+    "--cache", type=FOLDER, metavar="DIR", help="Folder for composed adapters.  [default: ~/.cache/adapterswap/serving]"
 )
 @click.option(
-    "--engine", type=click.Choice(["vllm", "llama.cpp"]), default="vllm", show_default=True, help="What runs the base."
+    "--engine",
+    type=click.Choice(["vllm", "llama.cpp"]),
+    default="vllm",
+    show_default=True,
+    help="Engine that runs the base.",
 )
-@click.option("--gguf", type=PATH, metavar="FILE", help="llama.cpp: the base, converted by convert_hf_to_gguf.py.")
 @click.option(
-    "--llama-server", type=PATH, metavar="BIN", help="llama.cpp's server.  [default: on the PATH, or xllamacpp]"
+    "--gguf", type=PATH, metavar="FILE", help="llama.cpp: the base model, converted by convert_hf_to_gguf.py."
 )
-@click.option("--outtype", type=click.Choice(OUTTYPES), help="llama.cpp: number format of the experts.  [default: f32]")
-@click.option("--dry-run", is_flag=True, help="Check everything, show the command, start nothing.")
+@click.option(
+    "--llama-server",
+    type=PATH,
+    metavar="BIN",
+    help="llama.cpp: its server.  [default: llama-server on the PATH, or xllamacpp]",
+)
+@click.option("--outtype", type=click.Choice(OUTTYPES), help="llama.cpp: the experts' number format.  [default: f32]")
+@click.option("--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE ARGS]")
 def command(
@@ -71,14 +80,14 @@ def command(
 ) -> None:
     """Serve compositions by name with vLLM or llama.cpp.
 
-    A request for the model `math+swahili`, or `math+swahili@bottom=4,top=1`, or the bare name of an expert is composed
-    on first use. Arguments after `--` go to the engine's server and win over what is chosen here: `-- --port 8001
-    --dtype bfloat16`. It listens on 127.0.0.1 unless `--host` is among them, and only once it has decoded a token; it
-    prints `ready` then, and exits with 1 and the reason if the engine cannot serve the base.
+    A request names a composition as its model: `math+swahili`, `math+swahili@bottom=4,top=1`, or a single expert. It is
+    composed on first use. Arguments after `--` go to the engine's server and override the defaults: `-- --port 8001
+    --dtype bfloat16`. The server listens on 127.0.0.1 unless you pass `--host` there. It prints `ready` once it has
+    decoded a token, or exits with 1 and the reason if the engine cannot serve the base.
     """
     if engine == "llama.cpp":
         if gguf is None:
-            raise click.UsageError("--engine llama.cpp needs --gguf, the base as a GGUF file.")
+            raise click.UsageError("--engine llama.cpp requires --gguf, the base model as a GGUF file.")
         from adapterswap.cli.serve_llama import serve_with_llama
 
         serve_with_llama(
@@ -87,7 +96,7 @@ def command(
         )  # fmt: skip
         return
     if gguf or llama_server or outtype:
-        raise click.UsageError("--gguf, --llama-server and --outtype are for --engine llama.cpp.")
+        raise click.UsageError("--gguf, --llama-server and --outtype can only be used with --engine llama.cpp.")
     import os
     import sys
 
@@ -118,7 +127,7 @@ def command(
     store.collect(manifest.max_compositions)
     with working("hashing the experts"):
         for adapter in experts.values():
-            content_hash(adapter, store.memo)  # so that no request waits for it
+            content_hash(adapter, store.memo)  # now, so that no request waits for it
     sys.stdout.flush()
     os.execve(launch.command[0], launch.command, {**os.environ, **launch.env})
 
@@ -150,10 +159,10 @@ def _print(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapte
     for line in other_bases(experts, composer.base_model):
         note(f"Warning: {line}")
     manifest = composer.manifest
-    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE of them"
+    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
     note(f"served: {served}; at most {manifest.max_compositions} compositions, kept in {composer.cache.root}")
     note(f"chosen: rank up to {launch.max_lora_rank}, {launch.max_loras} adapters in one batch")
-    note("The environment and the command; then how to call it once it says ready:")
+    note("The environment and the command, and a request to send once it prints ready:")
     click.echo(" ".join(f"{name}={join([value])}" for name, value in launch.env.items()) + " " + join(launch.command))
     click.echo(_curl(launch, _example(composer)))
 
@@ -163,7 +172,7 @@ def _rank(adapter: Adapter) -> int:
 
 
 def _example(composer: NamedComposer) -> str:
-    """A name that can be asked for."""
+    """A composition that can be requested."""
     manifest = composer.manifest
     if manifest.allow is not None:
         return manifest.allow[0]

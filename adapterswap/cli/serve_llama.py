@@ -1,4 +1,4 @@
-"""`adapterswap serve --engine llama.cpp`: what is checked, shown and started."""
+"""`adapterswap serve --engine llama.cpp`: check, print, and start the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serve_with_llama(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Check, print, and serve until the process is asked to end.
+    """Check, print, and serve until the process is stopped.
 
     Raises:
         AdapterswapError: see `PieceComposer`, `plan_llama` and `serve_llama`.
@@ -44,7 +44,7 @@ def serve_with_llama(
     composer = PieceComposer(manifest, base_model, Cache(cache or default_cache()), outtype)
     launch = plan_llama(composer, gguf, arguments, llama_server)
     for name in manifest.allow or ():
-        composer.scales(name)  # so that none that is promised is refused later
+        composer.scales(name)  # an allowed name must not fail later
     if as_json:
         print_json(_as_json(launch, composer, dry_run))
     else:
@@ -79,9 +79,9 @@ def _print(launch: LlamaLaunch, composer: PieceComposer) -> None:
         note(f"{name}: {adapter.source}, {human_bytes(adapter.file.size)}")
     for line in other_bases(opened, composer.base_model):
         note(f"Warning: {line}")
-    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE of them"
+    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
     note(f"served: {served}; {len(composer.pieces)} files of layers, kept in {composer.cache.root}")
-    note("llama.cpp's command, to which clients have no access; then how to ask once it says ready:")
+    note("The llama.cpp command (clients cannot reach it directly), and a request to send once it prints ready:")
     click.echo(join(launch.command))
     click.echo(_curl(launch, composer))
 

@@ -1,4 +1,4 @@
-"""`adapterswap slice`: a shell or a core of an expert."""
+"""`adapterswap slice`: cut a shell or a core out of an expert."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ if TYPE_CHECKING:
 @click.option(
     "--stack",
     type=click.Choice(["encoder", "decoder"]),
-    help="Keep only this stack's layers, of a model with both.  [default: both]",
+    help="In a model with both stacks, keep the layers of this one only.  [default: both]",
 )
 @click.option("-o", "--out-path", type=FOLDER, required=True, metavar="O", help="Folder to write.")
-@click.option("--num-layers", type=click.IntRange(min=1), metavar="L", help="The base's layers.  [default: its config]")
 @click.option(
-    "--base-model", type=EXPERT, metavar="PATH|ID", help="The expert's base, where it names none or another place."
+    "--num-layers",
+    type=click.IntRange(min=1),
+    metavar="L",
+    help="Number of the base's layers.  [default: from its config]",
+)
+@click.option(
+    "--base-model", type=EXPERT, metavar="PATH|ID", help="The expert's base model, if it names none or another path."
 )
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Say what would be kept and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be kept and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     expert: str,
@@ -46,9 +51,9 @@ def command(
 ) -> None:
     """Cut an expert to some layers: a shell or a core.
 
-    A shell holds only the outer layers of a language expert, a core only the middle of a task expert. Composing them
-    gives the tensors and the config that composing the whole experts gives; asking one for a layer that was cut away is
-    an error. Modules outside the layers are kept.
+    A shell holds only the outer layers of a language expert, a core only the middle of a task expert. Composing the two
+    gives the same tensors and config as composing the whole experts. A composition that needs a layer that was cut away
+    fails. Modules outside the layers are kept.
     """
     from adapterswap.arithmetic.outputs import Form
     from adapterswap.experts.adapters import open_adapter
@@ -71,16 +76,16 @@ def command(
         push.upload(out_path)
     kept = sum(bool(slot.terms) for slot in plan.modules.values())
     share = written.layout.nbytes / _loaded_bytes(adapter)
-    told = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": kept}
-    told |= {"stack": stack} if stack else {}
-    told |= {"of_modules": len(plan.modules), "bytes": written.layout.nbytes, "share": share}
+    summary = {"out_path": out_path, "written": not dry_run, "layers": plan.rules[0].layers, "modules": kept}
+    summary |= {"stack": stack} if stack else {}
+    summary |= {"of_modules": len(plan.modules), "bytes": written.layout.nbytes, "share": share}
     if as_json:
-        print_json(told)
+        print_json(summary)
         return
     of_stack, depth = f"{stack} " if stack else "", format_depth(plan.num_layers)
     click.echo(
         f"{of_stack}layers {plan.rules[0].layers} of {depth}: {kept} of {len(plan.modules)} modules, "
-        f"{human_bytes(written.layout.nbytes)}, {share:.0%} of the whole"
+        f"{human_bytes(written.layout.nbytes)}, {share:.0%} of the whole expert"
     )
     for remark in plan.notes:
         note(remark)
@@ -88,7 +93,7 @@ def command(
 
 
 def _loaded_bytes(adapter: Adapter) -> int:
-    """The size of what PEFT loads: a file may hold modules that its config does not target."""
+    """The size in bytes of what PEFT loads: a file can hold modules that its config does not target."""
     lora = (tensor for module in adapter.modules.values() for tensor in (module.a, module.b))
     copies = (module.base for module in adapter.factors.values())
     others: list[OpaqueModule | FullModule] = [*adapter.opaque.values(), *adapter.saved.values()]

@@ -1,4 +1,4 @@
-"""`adapterswap studio`: a base and experts → a page on which compositions are seen, tried, judged and taken home."""
+"""`adapterswap studio`: a base and experts → a local page to explore, try, compare and export compositions."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from adapterswap.cli.device_options import device_option, dtype_option
 from adapterswap.cli.paths import EXPERT, FOLDER, PATH
 from adapterswap.cli.printing import note, note_dry_run, working
 
-_EXPERTS = "A folder of adapter folders, or experts.yaml: names and places."
+_EXPERTS = "A folder of adapter folders, or experts.yaml with names and paths."
 
 
 @click.command("studio")
 @click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base model of all experts.")
 @click.option("--experts", "experts_path", type=PATH, metavar="DIR|YAML", help=_EXPERTS)
-@click.option("--lab", type=FOLDER, metavar="DIR", help="Instead of both: what `adapterswap lab` wrote.")
+@click.option("--lab", type=FOLDER, metavar="DIR", help="Instead of both: a folder that `adapterswap lab` wrote.")
 @click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", help="Of the lab's models, those of this seed.  [default: 0]"
+    "--seed", type=click.IntRange(min=0), metavar="N", help="With --lab: which seed's models to open.  [default: 0]"
 )
-@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where the page is served.")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option(
-    "--port", type=click.IntRange(1, 65535), metavar="N", help="Its port.  [default: the first free from 7860]"
+    "--port",
+    type=click.IntRange(1, 65535),
+    metavar="N",
+    help="Port to listen on.  [default: the first free one from 7860]",
 )
 @click.option("--allow-paths", is_flag=True, help="Let visitors open experts by the path of a folder or a Hub id.")
 @click.option("--open", "open_browser", is_flag=True, help="Open the page in the default browser.")
 @device_option()
-@dtype_option("Of the base's weights.", auto=True)
-@click.option("--dry-run", is_flag=True, help="Open and load everything, and serve nothing.")
+@dtype_option("Dtype of the base's weights.", auto=True)
+@click.option("--dry-run", is_flag=True, help="Open and load everything, but serve nothing.")
 def command(
     base_model: str | None,
     experts_path: str | None,
@@ -40,17 +43,17 @@ def command(
     dtype: str,
     dry_run: bool,
 ) -> None:
-    """See, try, judge and take home compositions on a local page.
+    """Explore, try, compare and export compositions on a local page.
 
-    Give --base-model and --experts, or --lab with what `adapterswap lab` (or `make demo`) wrote. The page is served to
-    this machine alone unless --host says otherwise; anybody who can reach it can use the models.
+    Pass --base-model and --experts, or --lab with a folder that `adapterswap lab` (or `make demo`) wrote. Only this
+    machine can open the page unless --host says otherwise; anyone who can reach it can use the models.
     """
     if (lab is None) == (base_model is None and experts_path is None):
-        raise click.UsageError("Give --base-model and --experts, or --lab.")
+        raise click.UsageError("Pass either --base-model and --experts, or --lab.")
     if lab is None and (base_model is None or experts_path is None):
-        raise click.UsageError("Give --base-model and --experts together.")
+        raise click.UsageError("Pass --base-model and --experts together.")
     if lab is None and seed is not None:
-        raise click.UsageError("--seed chooses among the lab's models: give it with --lab.")
+        raise click.UsageError("--seed can only be used with --lab.")
     from adapterswap.studio.serving import check_installed, serve_page
     from adapterswap.studio.workspace import open_lab, open_workspace
 
@@ -75,4 +78,4 @@ def command(
 
 def _announce(url: str) -> None:
     click.echo(url)
-    note("the studio is open at this address; Ctrl-C ends it")
+    note("the studio runs at this address; press Ctrl-C to stop it")

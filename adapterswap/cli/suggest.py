@@ -1,4 +1,4 @@
-"""`adapterswap suggest`: which layers to take from which of two experts, with the reasons."""
+"""`adapterswap suggest`: propose which layers to take from which expert, with the reasons."""
 
 from __future__ import annotations
 
@@ -18,42 +18,56 @@ if TYPE_CHECKING:
 
 
 @click.command("suggest")
-@click.option("-t", "--task-expert", type=EXPERT, metavar="PATH|ID", help="Its middle layers are to be kept.")
-@click.option("-l", "--language-expert", type=EXPERT, metavar="PATH|ID", help="Gives the outer layers.")
+@click.option("-t", "--task-expert", type=EXPERT, metavar="PATH|ID", help="The expert whose middle layers to keep.")
+@click.option("-l", "--language-expert", type=EXPERT, metavar="PATH|ID", help="The expert for the outer layers.")
 @click.option(
     "--expert",
     "experts",
     type=EXPERT,
     multiple=True,
     metavar="NAME=PATH",
-    help="Instead of -t and -l, two or more experts of any roles: an owner where one's ΔW dominates.",
+    help="Instead of -t and -l: two or more experts of any role. An expert owns what its ΔW dominates.",
 )
 @click.option(
-    "--per", type=click.Choice(["layer", "module"]), help="With --expert: whole layers, or attention and MLP.  [layer]"
+    "--per",
+    type=click.Choice(["layer", "module"]),
+    help="With --expert: assign whole layers, or attention and MLP separately.  [default: layer]",
 )
 @click.option(
     "--margin",
     type=float,
     metavar="M",
-    help="With --expert: who owns is larger by this share; others are blended.  [0.15]",
+    help="With --expert: an owner's ΔW is larger by this share, otherwise experts are blended.  [default: 0.15]",
 )
 @click.option(
-    "--tie", type=float, metavar="T", help="With --expert, instead: those whose ‖ΔW‖/‖W‖ is within T are blended."
+    "--tie",
+    type=float,
+    metavar="T",
+    help="With --expert, instead of --margin: blend experts whose ‖ΔW‖/‖W‖ differ by at most T.",
 )
-@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base: needed for texts.")
-@click.option("--num-layers", type=click.IntRange(min=1), metavar="N", help="The base's layers, where it is not named.")
-@click.option("--task-texts", type=PATH, metavar="FILE", help="Texts of the task: .jsonl, or a text to a line.")
+@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base model. Required for texts.")
+@click.option(
+    "--num-layers", type=click.IntRange(min=1), metavar="N", help="Number of the base's layers, if you do not name it."
+)
+@click.option("--task-texts", type=PATH, metavar="FILE", help="Texts of the task: .jsonl, or one text per line.")
 @click.option("--language-texts", type=PATH, metavar="FILE", help="Texts in the language, without the task.")
-@click.option("--limit", type=click.IntRange(min=1), default=200, show_default=True, metavar="N", help="Texts of each.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    metavar="N",
+    help="Texts to read from each file.",
+)
 @click.option(
     "--form",
     type=click.Choice(["zones", "modules"]),
-    help="[default: zones] Bottom and top layers, or an owner for each layer's attention and MLP.",
+    help="Propose bottom and top layers, or an owner for each layer's attention and MLP.  [default: zones]",
 )
 @device_option(more="; for texts")
 @click.option("-o", "--out-path", type=PATH, metavar="FILE", help="Write the proposal as a recipe for compose.")
-@click.option("--overwrite", is_flag=True, help="Replace that file if it exists.")
-@click.option("--dry-run", is_flag=True, help="Check everything, measure nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@click.option("--dry-run", is_flag=True, help="Check everything, but measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     task_expert: str | None,
@@ -76,32 +90,32 @@ def command(
 ) -> None:
     """Propose layers for two experts, with the reasons.
 
-    A layer goes to the language expert where it holds a larger share of what that expert does than of what the task
-    expert does: by the size of ΔW, or, with texts of both sides, by how much it changes the base's predictions on them.
-    With --expert, any number of experts: the one with the largest ΔW owns a layer, and those that are near it are
-    blended.
+    A layer goes to the language expert if it holds a larger share of that expert's change than of the task expert's.
+    Change is measured by the size of ΔW or, with texts of both sides, by how much it changes the base's predictions.
+    With --expert, you can pass any number of experts: the one with the largest ΔW owns a layer, and experts close to it
+    are blended.
     """
     if experts:
         if task_expert or language_expert or task_texts or language_texts or form:
-            raise click.UsageError("--expert goes without -t, -l, texts and --form.")
+            raise click.UsageError("--expert cannot be combined with -t, -l, texts or --form.")
         _owners(
             named_experts(experts), base_model, num_layers, per or "layer", margin, tie, out_path, overwrite=overwrite,
             dry_run=dry_run, as_json=as_json,
         )  # fmt: skip
         return
     if task_expert is None or language_expert is None:
-        raise click.UsageError("Give --task-expert and --language-expert, or --expert twice or more.")
+        raise click.UsageError("Pass --task-expert and --language-expert, or --expert at least twice.")
     if per is not None or margin is not None or tie is not None:
-        raise click.UsageError("--per, --margin and --tie go with --expert.")
+        raise click.UsageError("--per, --margin and --tie can only be used with --expert.")
     form = form or "zones"
     from adapterswap.analysis.measuring import read_measured, suggest
     from adapterswap.files.folders import check_file
 
     texts = {"task_texts": task_texts, "language_texts": language_texts}
     if (task_texts is None) != (language_texts is None):
-        raise click.UsageError("Give both --task-texts and --language-texts, or neither.")
+        raise click.UsageError("Pass both --task-texts and --language-texts, or neither.")
     if task_texts is not None and base_model is None:
-        raise click.UsageError("Texts are read by the base: give --base-model.")
+        raise click.UsageError("Texts require --base-model, which reads them.")
     if dry_run:
         if out_path is not None:
             inputs = [task_expert, language_expert, base_model, task_texts, language_texts]
@@ -124,7 +138,7 @@ def command(
     if out_path is not None:
         note_output(out_path)
     elif suggestion.form == "modules":
-        note("give -o recipe.yaml to have it as a recipe for adapterswap compose")
+        note("pass -o recipe.yaml to write a recipe for adapterswap compose")
 
 
 def _owners(
@@ -178,11 +192,11 @@ def _print_owners(proposal: Dominance) -> None:
     for rule in proposal.rules:
         click.echo(shlex.join(["--rule", rule.text]))
     for name in proposal.unused:
-        note(f"{name} owns nothing and is in no blend, so the rules leave it out")
+        note(f"{name} owns no layer and is in no blend, so no rule names it")
 
 
 def _print_count(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
-    """What a dry run found."""
+    """Print what a run would measure."""
     if as_json:
         print_json({"dry_run": True, "experts": list(plan.experts), "num_layers": plan.num_layers, "texts": texts})
     else:
@@ -206,6 +220,6 @@ def _print(suggestion: Suggestion) -> None:
     for reason in suggestion.reasons:
         click.echo(reason)
     task, language = suggestion.kept
-    click.echo(f"kept: {task:.0%} of what the task expert does in the layers, {language:.0%} of the language expert's")
+    click.echo(f"kept: {task:.0%} of the task expert's change in the layers, {language:.0%} of the language expert's")
     if suggestion.form == "zones":
         click.echo(" ".join(f"--{name} {count}" for name, count in suggestion.composition.items()))

@@ -1,6 +1,6 @@
-"""`adapterswap sweep`: a recipe → many compositions judged over one loaded base → a folder, and a table.
+"""`adapterswap sweep`: a recipe → many compositions evaluated on one loaded base → a folder, and a table.
 
-Started by torchrun or `accelerate launch`, each process runs this; one of them writes and prints.
+With torchrun or `accelerate launch`, every process runs this, and one of them writes and prints.
 """
 
 from __future__ import annotations
@@ -29,45 +29,49 @@ if TYPE_CHECKING:
 
 @click.command("sweep")
 @click.argument("recipe", type=RecipePath("sweep"))
-@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="RUN", help="Folder to write, or to continue.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value: settings.num_fewshot=2.")
-@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base, instead of the recipe's.")
+@click.option("-o", "--out-path", type=FOLDER, required=True, metavar="RUN", help="Folder to write, or to resume.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value, such as settings.num_fewshot=2."
+)
+@click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base model, instead of the recipe's.")
 @click.option(
     "--expert",
     "experts",
     type=EXPERT,
     multiple=True,
     metavar="NAME=PATH",
-    help="One more expert, which rules can name; repeatable.",
+    help="Add an expert, which rules can name; repeatable.",
 )
 @click.option(
     "--rule",
     "rules",
     multiple=True,
     metavar="RULE",
-    help="One more composition: 'swahili: 0-4', 'math*0.5 + swahili*0.5: 5', math (the rest). Names are experts, or "
-    "roles such as task and language, which stand for each of theirs. Repeatable; the first match wins.",
+    help="Add a composition: 'swahili: 0-4', 'math*0.5 + swahili*0.5: 5', math (the rest). Names are experts, or "
+    "roles such as task and language, which stand for every expert of the role. Repeatable; the first match wins.",
 )
 @click.option("--limit", type=float, metavar="N", help="Short for --set settings.limit=N.")
 @click.option("--batch-size", type=int, metavar="N", help="Short for --set settings.batch_size=N.")
 @device_option()
-@dtype_option("Of the base; auto: as stored.", auto=True)
-@click.option("--ray", metavar="ADDRESS", help="Judge over a Ray cluster; local starts one on this machine.")
+@dtype_option("Dtype of the base; auto: as stored.", auto=True)
+@click.option("--ray", metavar="ADDRESS", help="Evaluate on a Ray cluster; `local` starts one on this machine.")
 @click.option(
     "--workers",
     type=click.IntRange(1),
     metavar="N",
-    help="With --ray: how many processes.  [default: one for each GPU]",
+    help="With --ray: number of processes.  [default: one per GPU]",
 )
 @click.option("--trust-task-code", is_flag=True, help="Let the files in include_path run their own Python code.")
-@click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks run code that the model wrote (MBPP).")
-@click.option("--freeze", is_flag=True, help="Judge nothing: register what will be compared and chosen, hashed.")
+@click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
 @click.option(
-    "--reference", metavar="METHOD", help="With --freeze: what others will be compared with.  [default: soup]"
+    "--freeze", is_flag=True, help="Evaluate nothing: register what will be compared and chosen, with a hash."
 )
-@click.option("--methods", multiple=True, metavar="METHOD", help="With --freeze: those that will be tested.  [all]")
-@click.option("--overwrite", is_flag=True, help="Replace the sweep that the folder holds.")
-@click.option("--dry-run", is_flag=True, help="Check everything and count; load no weights, write nothing.")
+@click.option(
+    "--reference", metavar="METHOD", help="With --freeze: method to compare the others with.  [default: soup]"
+)
+@click.option("--methods", multiple=True, metavar="METHOD", help="With --freeze: methods to test.  [default: all]")
+@click.option("--overwrite", is_flag=True, help="Replace the sweep in the folder.")
+@click.option("--dry-run", is_flag=True, help="Check and count everything, load no weights, write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
 def command(
@@ -92,12 +96,12 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Judge many compositions over one loaded base.
+    """Evaluate many compositions on one loaded base.
 
     RECIPE is a YAML file, or the name of a shipped recipe such as sweep/llama-3.1-8b/swahili. It names a base, task and
-    language experts, grids of compositions, and tasks as evaluate takes them. The base and the experts are loaded once,
-    and results are recorded as they come. Stopped or killed, the same command goes on where it was. On several devices:
-    accelerate launch --multi_gpu -m adapterswap sweep …
+    language experts, grids of compositions, and the tasks of evaluate. The base and the experts are loaded once, and
+    every result is saved at once: if a sweep is stopped or killed, run the same command again to resume it. On several
+    devices: accelerate launch --multi_gpu -m adapterswap sweep …
     """
     from adapterswap.bases import choose_device
     from adapterswap.planning.describe import strip
@@ -108,11 +112,13 @@ def command(
     from adapterswap.sweeps.recording import check_out_path
 
     if workers is not None and ray is None:
-        raise click.UsageError("--workers goes with --ray.")
+        raise click.UsageError("--workers can only be used with --ray.")
     if not freeze and (reference is not None or methods):
-        raise click.UsageError("--reference and --methods go with --freeze; later they are options of `report`.")
+        raise click.UsageError(
+            "--reference and --methods can only be used with --freeze; `adapterswap report` has them too."
+        )
     if freeze and overwrite:
-        raise click.UsageError("--freeze replaces nothing: it goes before the sweep.")
+        raise click.UsageError("--freeze cannot be combined with --overwrite: register before you run the sweep.")
     short = {"base_model": base_model, "settings.limit": limit, "settings.batch_size": batch_size}
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     chosen = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
@@ -123,17 +129,17 @@ def command(
     if freeze:
         from adapterswap.sweeps.freezing import freeze as register
 
-        found_methods = list(methods) or None
+        tested_methods = list(methods) or None
         if is_first():
-            content = register(prepared, out_path, reference=reference, methods=found_methods, dry_run=dry_run)
+            content = register(prepared, out_path, reference=reference, methods=tested_methods, dry_run=dry_run)
             summary = {**content["comparison"], "cells": len(content["sweep"]["cells"]), "sha256": content["sha256"]}
             print_json({"dry_run": dry_run, **summary}) if as_json else click.echo(content["sha256"])
             note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
         return
     if dry_run:
         choose_device(device)
-        found = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
-        expected = estimate(prepared, found)
+        recorded = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
+        expected = estimate(prepared, recorded)
         if is_first():
             if as_json:
                 strips = {cell.short: strip(plan) for cell, plan in _by_rules(prepared)}
@@ -162,12 +168,12 @@ def command(
     for remark in remarks(run):
         note(remark)
     if run.given_up:
-        note(f"{len(run.given_up)} cells were given up after a part of their documents")
-    note_output(out_path, f"adapterswap report {out_path} shows it")
+        note(f"{len(run.given_up)} cells were given up after some of their documents")
+    note_output(out_path, f"to see the results, run adapterswap report {out_path}")
 
 
 def _by_rules(prepared: PreparedSweep) -> Iterator[tuple[Cell, Plan]]:
-    """The compositions that rules say, whose layers their names do not show."""
+    """The compositions made by rules; their names do not show their layers."""
     for cell in prepared.grid.cells:
         plan = prepared.plans[cell.cell]
         if plan is not None and "rules=" in cell.configuration:
@@ -176,13 +182,13 @@ def _by_rules(prepared: PreparedSweep) -> Iterator[tuple[Cell, Plan]]:
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[SweepProgress], None]]:
-    """Cells with the best so far, and the requests of the current one; in a log also a line at every tenth."""
+    """Show the cells with the best so far, and the current cell's requests; in a log, a line for every tenth."""
     with Progress(shown=shown and not is_quiet()) as bars:
         cells = bars.row("preparing")
         requests: ProgressRow | None = None
         tenths, name = 0, ""
 
-        def tell(progress: SweepProgress) -> None:
+        def update(progress: SweepProgress) -> None:
             nonlocal requests, tenths, name
             best = "" if progress.best is None else f"best {progress.value:.3f} {progress.best.short}"
             if cells.total is None:
@@ -198,7 +204,7 @@ def _progress(*, shown: bool) -> Iterator[Callable[[SweepProgress], None]]:
                 tenths = progress.done * 10 // progress.total
                 note(f"{progress.done} of {progress.total} cells" + (f", {best}" if best else ""))
 
-        yield tell
+        yield update
 
 
 def _print_estimate(expected: Estimate) -> None:
@@ -209,7 +215,7 @@ def _print_estimate(expected: Estimate) -> None:
     lines = {
         "cells": f"{expected.cells:,}: {families}",
         "left out": f"{expected.left_out:,} whose zones overlap",
-        "finished": f"{expected.finished:,}{given_up}; {left:,} to judge",
+        "finished": f"{expected.finished:,}{given_up}; {left:,} to evaluate",
         "documents": documents,
         "requests": f"{expected.requests:,}",
         "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first"
@@ -217,9 +223,9 @@ def _print_estimate(expected: Estimate) -> None:
         "time": _time_text(expected.seconds),
     }
     if expected.copied:
-        lines["equal"] = f"{expected.copied:,} that another row has too, judged once"
+        lines["equal"] = f"{expected.copied:,} that another row has too, evaluated once"
     if expected.repeated:
-        lines["repeated"] = f"{expected.repeated:,} compositions that a family holds twice, judged once"
+        lines["repeated"] = f"{expected.repeated:,} compositions that a family holds twice, evaluated once"
     for label, text in lines.items():
         click.echo(f"{label:<12}{text}")
 
@@ -229,7 +235,7 @@ def _time_text(seconds: float | None) -> str:
 
 
 def _print(rows: list[Row], run: Run) -> None:
-    """A table of families on stdout, in full also where that is no terminal."""
+    """Print a table of families to stdout, in full even without a terminal."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
@@ -250,7 +256,7 @@ def _print(rows: list[Row], run: Run) -> None:
     print_table(table)
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     click.echo(f"\nMeans over {', '.join(targets)}.")
-    click.echo("Configurations are chosen on one part of the documents, and reported on the other.")
+    click.echo("Configurations are chosen on one part of the documents and reported on the other.")
     if reduced:
         click.echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
 

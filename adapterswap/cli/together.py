@@ -1,4 +1,4 @@
-"""How a command runs that torchrun or `accelerate launch` started several times: all compute, one tells.
+"""Run a command in several processes, started by torchrun or `accelerate launch`: all compute, one prints.
 
 Knows nothing of what they compute.
 """
@@ -21,10 +21,10 @@ _GRACE = 30  # seconds
 
 @contextmanager
 def one_voice() -> Iterator[None]:
-    """Let one process tell an error.
+    """Let only one process print an error.
 
-    The others wait to be ended by the launcher, once the one that told has ended: it ends all when the first of them
-    does, and that must not be before the error is printed. One that nobody ends knows that nobody else had the error.
+    The launcher stops all processes as soon as one of them exits, so the others wait until the error is printed. A
+    process that is still running after the wait is the only one with the error, and raises it.
     """
     try:
         yield

@@ -1,6 +1,6 @@
 """`adapterswap train`: a recipe → rows and a base → an expert's folder.
 
-Started by torchrun or `accelerate launch`, each process runs this; one of them prints.
+With torchrun or `accelerate launch`, every process runs this, and one of them prints.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, help="Short for --set training.seed=N --set training.data_seed=N.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Short for --set training.device=…")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Short for --set training.dtype=…")
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of an unfinished run.")
+@click.option("--resume", is_flag=True, help="Resume from the last checkpoint of an unfinished run.")
 @click.option(
     "--trust-task-code", is_flag=True, help="Let the files in selection.include_path run their own Python code."
 )
 @push_options
-@click.option("--overwrite", is_flag=True, help="Replace an earlier output, and checkpoints of an unfinished run.")
-@click.option("--dry-run", is_flag=True, help="Print what it would take, and train nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier output, and the checkpoints of an unfinished run.")
+@click.option("--dry-run", is_flag=True, help="Print what training would take and train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
 def command(
@@ -54,19 +54,19 @@ def command(
     """Train an expert from a recipe.
 
     RECIPE is a YAML file, or the name of a shipped recipe such as train/llama-3.1-8b-instruct/math. It names the base,
-    the datasets and the training options; the expert is a PEFT LoRA folder (or, with adapter: none, a whole model) with
-    training.json beside the weights. On several devices: accelerate launch -m adapterswap train RECIPE.
+    the datasets and the training options. The expert is a PEFT LoRA folder (or, with adapter: none, a full model), with
+    training.json next to the weights. On several devices: accelerate launch -m adapterswap train RECIPE.
     """
     push = Push.of(options)
     short = {"base_model": base_model, "training.device": device, "training.dtype": dtype}
     short |= {"training.seed": seed, "training.data_seed": seed}  # type: ignore[dict-item]
     settings = [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
     chosen = _read(recipe, settings)
-    told = {"trust_task_code": trust_task_code, "resume": resume, "overwrite": overwrite, "as_json": as_json}
+    switches = {"trust_task_code": trust_task_code, "resume": resume, "overwrite": overwrite, "as_json": as_json}
     if dry_run:
-        _estimate(chosen, out_path, **told)
+        _estimate(chosen, out_path, **switches)
     else:
-        _train(chosen, out_path, push, **told)
+        _train(chosen, out_path, push, **switches)
 
 
 def _read(recipe: str, settings: list[str]) -> TrainRecipe:
@@ -133,7 +133,7 @@ def _train(
 
 
 def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool, resume: bool) -> None:
-    """A dry run does not need an output; if there is one, it is refused where the run itself would refuse it."""
+    """Refuse the output that the run itself would refuse; a dry run needs none."""
     from adapterswap.files.smallfiles import expand
     from adapterswap.training.run import check_output
 
@@ -144,19 +144,21 @@ def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool,
 def _print_estimate(expected: TrainEstimate) -> None:
     rows, memory = expected.rows, {part: human_bytes(size) for part, size in expected.memory.items()}
     share = expected.trainable_parameters / expected.base_parameters
-    _tell("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
-    _tell("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
-    _tell("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
+    _print_line("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
+    _print_line("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
+    _print_line("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
     for source in rows.sources:
-        _tell("source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} after filter and samples")
-    _tell("rows", f"{rows.train:,} to train on, {rows.validation:,} held out, {rows.dropped:,} dropped")
-    _tell("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
-    if asked := expected.selection:
-        each = f"{asked['documents']:,} documents in {asked['requests']:,} requests each"
-        _tell("selection", f"{asked['checkpoints']:,} checkpoints to evaluate, {each}")
+        _print_line(
+            "source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} after filter and samples"
+        )
+    _print_line("rows", f"{rows.train:,} to train on, {rows.validation:,} held out, {rows.dropped:,} dropped")
+    _print_line("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
+    if selection := expected.selection:
+        work_per_checkpoint = f"{selection['documents']:,} documents in {selection['requests']:,} requests each"
+        _print_line("selection", f"{selection['checkpoints']:,} checkpoints to evaluate, {work_per_checkpoint}")
     parts = ", ".join(f"{part} {size}" for part, size in memory.items() if part != "total")
-    _tell("memory", f"about {memory['total']}: {parts}")
-    _tell("device", f"{expected.device}, {expected.dtype}" + _on(expected.processes))
+    _print_line("memory", f"about {memory['total']}: {parts}")
+    _print_line("device", f"{expected.device}, {expected.dtype}" + _processes_text(expected.processes))
     for line in rows.notes():
         note(line)
     note_dry_run("trained")
@@ -167,23 +169,23 @@ def _print_report(report: TrainReport) -> None:
     resumed = "" if report.resumed_from is None else f", resumed from {report.resumed_from:,}"
     # The clock ran in this process only, so a resumed run has no rate.
     rate = "" if report.resumed_from is not None else f", {report.tokens / report.seconds:,.0f} per second"
-    _tell("steps", f"{report.steps:,}{resumed}{_on(report.processes)}")
-    _tell("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
-    _tell("tokens", f"{report.tokens:,}{rate}")
-    _tell("loss", f"{report.train_losses[0][1]:.4f} at first, {report.train_losses[-1][1]:.4f} at last")
+    _print_line("steps", f"{report.steps:,}{resumed}{_processes_text(report.processes)}")
+    _print_line("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
+    _print_line("tokens", f"{report.tokens:,}{rate}")
+    _print_line("loss", f"{report.train_losses[0][1]:.4f} at first, {report.train_losses[-1][1]:.4f} at last")
     if report.selection:
         for line in report.selection.lines():
-            _tell("checkpoint", line)
+            _print_line("checkpoint", line)
     elif report.eval_losses:
-        _tell("validation", f"{report.eval_losses[-1][1]:.4f}")
+        _print_line("validation", f"{report.eval_losses[-1][1]:.4f}")
     for line in (*rows.notes(), *(report.selection.notes() if report.selection else [])):
         note(line)
     note_output(report.path)
 
 
-def _on(processes: int) -> str:
+def _processes_text(processes: int) -> str:
     return f", {processes} processes" if processes > 1 else ""
 
 
-def _tell(label: str, text: str) -> None:
+def _print_line(label: str, text: str) -> None:
     click.echo(f"{label:<12}{text}")

@@ -281,8 +281,8 @@ def test_mistakes_are_refused(
 ) -> None:
     full = full_expert(base("llama"), math, tmp_path / "full")
     for arguments, code, told in (
-        ((), 2, "Name experts, or give --from-csv"),
-        ((math, "--from-csv", tmp_path), 2, "Name experts, or give --from-csv"),
+        ((), 2, "Pass either experts or --from-csv"),
+        ((math, "--from-csv", tmp_path), 2, "Pass either experts or --from-csv"),
         ((math, "--threshold", "-1"), 2, "use 0 or more"),
         ((math, "--threshold", "nan"), 2, "use 0 or more"),
         ((full,), 1, "Pass --base-model"),
@@ -510,7 +510,7 @@ def test_the_note_on_rows_says_what_is_averaged(run: Callable[..., Result], tmp_
             content[key] = dtype, shape, (np.frombuffer(raw, np.float32) * np.float32(1e-3)).tobytes()
     result = run("analyze", crafting.adapter(tmp_path / "one", content), "--threshold", 0.01)
     assert "0.500" in result.stdout
-    assert "of each kind of matrix, averaged over the kinds" in result.stderr
+    assert "averaged over the matrices of a layer" in result.stderr
 
 
 def test_a_change_beyond_float32_is_refused_by_name(tmp_path: Path) -> None:

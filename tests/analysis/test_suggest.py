@@ -214,7 +214,7 @@ def test_the_command_writes_a_recipe_that_composes(
 def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
     experts = ("-t", math, "-l", swahili)
     for arguments, code, told in (
-        (("--task-texts", "a"), 2, "Give both --task-texts and --language-texts"),
+        (("--task-texts", "a"), 2, "Pass both --task-texts and --language-texts"),
         (("--task-texts", "a", "--language-texts", "b"), 2, "give --base-model"),
         (("-o", tmp_path), 1, "is a folder"),
     ):

@@ -272,7 +272,7 @@ def test_verify_names_ten_and_counts_the_rest(run: Callable[..., Result], compos
     everything = json.loads(run("verify", composed["swap"], *swapped, "--json").stdout)["differing"]
     assert len(everything) == 6 * 7 * 2
     lines = [line for line in told.stdout.splitlines() if line.startswith("differs: ")]
-    assert lines == [*(f"differs: {key}" for key in everything[:10]), "differs: 74 more, which --json lists"]
+    assert lines == [*(f"differs: {key}" for key in everything[:10]), "differs: 74 more; --json lists them all"]
 
 
 def test_verify_asks_for_what_it_cannot_find(run: Callable[..., Result], composed: dict[str, Path], math: Path) -> None:

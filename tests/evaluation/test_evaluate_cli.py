@@ -204,7 +204,7 @@ def test_a_dry_run_says_what_would_not_fit(run: Run, tmp_path: Path, byte_base: 
     config = json.loads((bare / "config.json").read_text("utf-8")) | {"max_position_embeddings": 1000}
     (bare / "config.json").write_text(json.dumps(config), encoding="utf-8")
     result = run("evaluate", "--base-model", bare, "--tasks", "mgsm_direct_te", "--limit", 1, "--dry-run")
-    assert "tokens to an output of up to 512" in result.stderr
+    assert "of 512 output tokens" in result.stderr
     few = run(
         "evaluate", "--base-model", bare, "--tasks", "mgsm_direct_te", "--limit", 1, "--dry-run", "--num-fewshot", 0,
         "--gen-kwargs", "max_new_tokens=4",

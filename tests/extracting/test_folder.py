@@ -108,7 +108,7 @@ def test_the_command_line(run: Callable[..., Result], checkpoint: Checkpoint, tm
     assert "not in the adapter: 13 norms" in shown.stderr
     assert "Raise --rank" in shown.stderr
     bounded = run(*options, "--max-error", 0.3, "--overwrite")
-    assert "for the --rank that is allowed" in bounded.stderr
+    assert "because of --rank" in bounded.stderr
 
 
 @pytest.mark.slow

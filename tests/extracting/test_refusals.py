@@ -198,7 +198,7 @@ def test_the_command_line_prints_errors_in_one_line(
     assert len(same.stderr.splitlines()) == 1
     usage = run("extract", checkpoint("llama", 1), "--base-model", checkpoint("llama"), "-o", tmp_path / "out")
     assert (usage.exit_code, usage.stdout) == (2, "")
-    assert "Give --rank, --max-error, or both." in usage.stderr
+    assert "Pass --rank, --max-error, or both." in usage.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -74,7 +74,7 @@ def test_files_alone(cut: tuple[Path, Path, Path], run: Callable[..., Result]) -
         (["--base-model", base], ["full"], "Pass --expert full=PATH."),
     ):
         result = run("verify", out, *options)
-        assert (result.exit_code, result.stdout) == (0, "equal: the files are those that were recorded\n")
+        assert (result.exit_code, result.stdout) == (0, "equal: the files match the record\n")
         assert told in result.stderr
         content = json.loads(run("verify", out, *options, "--json").stdout)
         assert content == {
@@ -90,14 +90,14 @@ def test_all_of_it_on_the_command_line(cut: tuple[Path, Path, Path], run: Callab
     sources = ["--expert", f"full={full}", "--base-model", base]
     result = run("verify", out, *sources)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == "equal: the files are those that were recorded, and every module comes as near to its ΔW\n"
+    assert result.stdout == "equal: the files match the record, and every module has the recorded error of ΔW\n"
     edit(full / "model.safetensors", lambda tensors: tensors[f"{Q0}.weight"].mul_(1.01))
     result = run("verify", out, *sources)
     assert result.exit_code == 1
     assert result.stdout == (
         f"source changed: full's model.safetensors differs from what was cut (SHA-256)\ndiffers: {Q0}\n"
     )
-    assert "it is not what its sources give" in result.stderr
+    assert "does not match its sources" in result.stderr
 
 
 def test_a_number_that_changed_is_named_with_its_module(cut: tuple[Path, Path, Path]) -> None:

@@ -28,7 +28,7 @@ def test_the_folder(run: Run, model: Callable[..., Path], tmp_path: Path) -> Non
     task, language = model(seed=1), model(seed=2)
     result = run("merge", "-t", task, "-l", language, "-o", tmp_path / "out", "--bottom", 2, "--top", 1)
     assert result.exit_code == 0
-    assert f"config and tokenizer are those of {task.name}" in result.stderr
+    assert f"config and tokenizer from {task.name}" in result.stderr
     assert result.stdout.splitlines()[0].strip() == "012345"
     found = {path.name for path in (tmp_path / "out").iterdir()}
     assert found == {*SMALL, "model.safetensors", "adapterswap.json", "README.md"}
@@ -113,7 +113,7 @@ def test_an_adapter_by_its_path(
     """The base is the one that the adapter names; untouched tensors are the base's bytes."""
     result = run("merge", expert(seed=1, target_modules=["q_proj"]), "-o", tmp_path / "out")
     assert result.exit_code == 0
-    assert f"config and tokenizer are those of base ({base('llama').name})" in result.stderr
+    assert f"config and tokenizer from base ({base('llama').name})" in result.stderr
     original, merged = weights(base("llama")), weights(tmp_path / "out")
     rest = {name: tensor for name, tensor in original.items() if "q_proj" not in name}
     equal({name: merged[name] for name in rest}, rest)
@@ -128,7 +128,7 @@ def test_another_tokenizer_is_told(run: Run, model: Callable[..., Path], tmp_pat
     (other / "tokenizer.json").write_text('{"version": "2.0"}')
     result = run("merge", "-t", model(seed=1), "-l", other, "-o", tmp_path / "out", "--bottom", 2, "--top", 1)
     assert result.exit_code == 0
-    assert "other has another tokenizer.json" in result.stderr
+    assert "other has a different tokenizer.json" in result.stderr
 
 
 def test_copying_imports_no_torch(model: Callable[..., Path], tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_one_or_two_documents_have_no_interval(tmp_path: Path, documents: int) -
     assert (found.mean, found.low, found.high, found.over) == (1, None, None, ())
     assert 'class="apart"' not in render_page(report)
     shown = CliRunner().invoke(main, ["report", str(folder), "--dry-run"])
-    assert "documents are fewer than 3" in shown.stderr
+    assert "documents, at least 3 are needed" in shown.stderr
     strict(report)
 
 

@@ -80,7 +80,7 @@ def test_a_sweep_prints_a_table_and_goes_on(run: Call, file: Path, tmp_path: Pat
     lines = (tmp_path / "run" / "cells.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "run" / "cells.jsonl").write_bytes(b"".join(lines[:-1]))
     dry = run("sweep", file, "-o", tmp_path / "run", "--dry-run")
-    assert "5; 1 to judge" in dry.stdout
+    assert "5; 1 to evaluate" in dry.stdout
     assert "about" in dry.stdout
     again = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu", "--json")
     told = json.loads(again.stdout)

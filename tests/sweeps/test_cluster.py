@@ -127,7 +127,7 @@ def test_mistakes_come_back_as_they_are(
 def test_workers_go_with_an_address(run: Callable[..., Result], content: Content, tmp_path: Path) -> None:
     told = run("sweep", "recipe.yaml", "-o", tmp_path / "run", "--workers", 2)
     assert told.exit_code == 2
-    assert "--workers goes with --ray" in told.stderr
+    assert "--workers can only be used with --ray" in told.stderr
     with refused(ArgumentError, "workers"):
         sweep(SweepRecipe.model_validate(content()), tmp_path / "run", workers=2)
 
