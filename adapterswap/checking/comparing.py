@@ -80,7 +80,7 @@ class SavedDifference:
         shape: of its parameters, in words.
         norms: ‖W₁‖ and ‖W₂‖ (Frobenius, over all its parameters); None where an adapter does not hold it in full.
         apart: ‖W₁ - W₂‖; None where one does not hold it in full.
-        lora: the other one, which does not hold it in full, has LoRA on it.
+        lora: whether the adapter that does not hold it in full has LoRA on it.
     """
 
     name: str
@@ -100,7 +100,7 @@ class SavedDifference:
 
     @property
     def remark(self) -> str:
-        """Why there is no distance; empty where there is one."""
+        """Why there is no distance; empty if there is one."""
         if self.apart is not None:
             return ""
         holder, lacking = ("first", "second") if self.norms[1] is None else ("second", "first")
@@ -168,14 +168,14 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
     """Compare two adapters: the distance and the cosine of their ΔW, exact up to about 1e-10.
 
     Args:
-        one, other: opened adapters, folders or Hub ids. A module that one of them lacks counts as ΔW = 0; one that
-            they name differently is found by the base that they name.
+        one, other: opened adapters, folders or Hub ids. A module that one of them lacks counts as ΔW = 0. Modules
+            with different names are matched by the base that the adapters name.
 
     Returns:
         Each module, each layer, and all of them together.
 
     Raises:
-        ArgumentError: `one` or `other` is of another type.
+        ArgumentError: `one` or `other` has the wrong type.
         NotFoundError: an adapter does not exist, or could not be downloaded.
         ExpertError: an adapter is damaged; a module has another shape, or other parameters, in the other adapter; a
             tensor holds NaN or infinity.
@@ -198,7 +198,7 @@ def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
         opened.check_low_rank("`diff` compares")
         return opened
     raise UnsupportedError(
-        f"{reference} is a full checkpoint, and `diff` compares adapters",
+        f"{reference} is a full checkpoint, but `diff` compares adapters",
         "Cut an adapter out of it with `adapterswap extract`, or measure its change with `adapterswap analyze`",
         parameter=parameter,
     )
@@ -230,8 +230,8 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
             norms = joint.norm([1, 0]), joint.norm([0, 1])
             return Difference(name, module.layer, module.kind, norms, joint.inner(0, 1), joint.norm([1, -1]))
 
-        found = list(map_in_threads(difference, names))
-    return sorted(found, key=lambda each: (-1 if each.layer is None else each.layer, each.name))
+        differences = list(map_in_threads(difference, names))
+    return sorted(differences, key=lambda row: (-1 if row.layer is None else row.layer, row.name))
 
 
 def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
@@ -241,40 +241,40 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
         ExpertError: a module has other parameters, or another shape, in the other adapter; a tensor holds NaN or
             infinity.
     """
-    found = []
+    differences = []
     with open_files([one.file, other.file]) as files:
         for name in dict.fromkeys([*one.saved, *other.saved]):
             pair = [adapter.saved.get(name) for adapter in (one, other)]
             _check_shapes(name, [module.shape for module in pair if module is not None])
-            module = next(each for each in pair if each is not None)
-            squares, apart = [0.0] * len([each for each in pair if each is not None]), 0.0
+            module = next(held for held in pair if held is not None)
+            squares, apart = [0.0] * len([held for held in pair if held is not None]), 0.0
             for parameter, tensor in module.tensors.items():
                 for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
                     blocks = [
-                        _elements(adapter, files[adapter.file.path], each.tensors[parameter], start, stop)
-                        for adapter, each in zip((one, other), pair, strict=True)
-                        if each is not None
+                        _elements(adapter, files[adapter.file.path], held.tensors[parameter], start, stop)
+                        for adapter, held in zip((one, other), pair, strict=True)
+                        if held is not None
                     ]
                     squares = [sum_ + _squared(block) for sum_, block in zip(squares, blocks, strict=True)]
                     apart += _squared(blocks[0] - blocks[-1])
             present = iter(squares)
-            norms = [None if each is None else math.sqrt(next(present)) for each in pair]
+            norms = [None if held is None else math.sqrt(next(present)) for held in pair]
             both = None not in pair
             lora = not both and name in one.modules.keys() | other.modules.keys()
-            found.append(
+            differences.append(
                 SavedDifference(
                     name, module.layer, module.kind, module.shape, (norms[0], norms[1]),
                     math.sqrt(apart) if both else None, lora,
                 )
             )  # fmt: skip
-    return sorted(found, key=lambda each: (-1 if each.layer is None else each.layer, each.name))
+    return sorted(differences, key=lambda held: (-1 if held.layer is None else held.layer, held.name))
 
 
 def _check_shapes(module: str, shapes: Sequence[str]) -> None:
     if len(set(shapes)) > 1:
         raise ExpertError(
             f"{module} is {shapes[0]} in the first adapter and {shapes[1]} in the second",
-            "Compare adapters of one base",
+            "Compare adapters of the same base",
             parameter="other",
         )
 
@@ -288,11 +288,11 @@ def _squared(values: _Vector) -> float:
 
 
 def total(differences: Sequence[Difference], name: str = "all") -> Difference:
-    """Several modules as one: their ΔW side by side; no module is a ΔW of zero."""
+    """Several modules as one, with their ΔW side by side; without modules, ΔW is zero."""
     if not differences:
         return Difference(name, None, "other", (0.0, 0.0), 0.0, 0.0)
-    norms = [math.sqrt(math.fsum(each.norms[side] ** 2 for each in differences)) for side in (0, 1)]
-    product = math.fsum(each.product for each in differences)
-    apart = math.sqrt(math.fsum(each.apart**2 for each in differences))
+    norms = [math.sqrt(math.fsum(row.norms[side] ** 2 for row in differences)) for side in (0, 1)]
+    product = math.fsum(row.product for row in differences)
+    apart = math.sqrt(math.fsum(row.apart**2 for row in differences))
     first = differences[0]
     return Difference(name, first.layer, first.kind, (norms[0], norms[1]), product, apart)

@@ -1,6 +1,6 @@
-"""Whether LoRA in GGUF is still what its sources give: they are exported anew, and compared.
+"""Check whether LoRA in GGUF still matches its sources: export them again and compare.
 
-Knows the files that `export` writes; sources and records are found and compared as `verifying` does.
+Knows the files that `export` writes; finds and compares sources and records like `verifying`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from adapterswap.writing.gguf_layout import prepare_gguf
 __all__ = ["verify_gguf"]
 
 _METADATA = "the GGUF metadata"
-_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared as one
+_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared separately
 
 
 def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model: str | None) -> Verification:
-    """Export the sources anew and compare: every tensor, the metadata, the record; see `verify`.
+    """Export the sources again and compare every tensor, the metadata and the record; see `verify`.
 
-    Of a single piece, that piece is compared; of a folder, all that were written must be there.
+    A single piece is compared on its own; a folder must hold every piece that was written.
 
     Raises:
         ExpertError: no record, or one that is not understood; a file is damaged; see also `verify` and `export`.
@@ -43,7 +43,7 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
     record, content = opened.record, opened.content
     if record is None or content is None or record.output.get("format") != "gguf":
         raise ExpertError(
-            f"{opened.source} has no record that this version understands, so nothing says what it was composed of",
+            f"{opened.source} has no record that this version can read, so its sources are unknown",
             REMEDY,
             parameter="path",
         )
@@ -55,13 +55,13 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
     try:
         form = Form(**{"truncation": "float32", **output})
     except TypeError:
-        raise ExpertError(f"the record of {opened.source} is not understood", REMEDY, parameter="path") from None
+        raise ExpertError(f"this version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
     with tempfile.TemporaryDirectory(prefix="adapterswap-verify-") as scratch:
         again = Path(scratch) / "again"
         write_gguf(prepare_gguf(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
-        made = open_gguf(again)
+        rewritten = open_gguf(again)
         ours = {file.piece: file for file in opened.files}
-        theirs = {file.piece: file for file in made.files}
+        theirs = {file.piece: file for file in rewritten.files}
         if not is_folder(opened.source):
             theirs = {piece: file for piece, file in theirs.items() if piece in ours}
         differing, fields = [], False
@@ -71,23 +71,23 @@ def verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model:
                 continue
             differing += _differing(ours[piece], theirs[piece])
             fields = fields or _fields(ours[piece]) != _fields(theirs[piece])
-        recomputed = made.content or {}
-        found = CompositionRecord.model_validate(recomputed)
+        recomputed = rewritten.content or {}
+        recomputed_record = CompositionRecord.model_validate(recomputed)
         return Verification(
-            changed_sources(record.experts, found.experts), tuple(differing), fields, _METADATA,
+            changed_sources(record.experts, recomputed_record.experts), tuple(differing), fields, _METADATA,
             record_differs=record_differs(content, record, recomputed),
         )  # fmt: skip
 
 
-def _differing(one: GgufFile, other: GgufFile) -> list[str]:
+def _differing(first: GgufFile, second: GgufFile) -> list[str]:
     """The tensors whose format, shape or bytes differ."""
-    names = sorted(one.tensors.keys() | other.tensors.keys())
+    names = sorted(first.tensors.keys() | second.tensors.keys())
 
     def alike(name: str) -> bool:
-        if name not in one.tensors or name not in other.tensors:
+        if name not in first.tensors or name not in second.tensors:
             return False
-        (kind, shape, data), (other_kind, other_shape, other_data) = one.tensors[name], other.tensors[name]
-        same = (kind, shape) == (other_kind, other_shape)
+        (dtype, shape, data), (other_dtype, other_shape, other_data) = first.tensors[name], second.tensors[name]
+        same = (dtype, shape) == (other_dtype, other_shape)
         return same and np.array_equal(data.view(np.uint8), other_data.view(np.uint8))
 
     return [name for name in names if not alike(name)]

@@ -1,7 +1,7 @@
-"""Check an extracted adapter by its record: its files, what they were cut out of, and how near ΔW they come.
+"""Check an extracted adapter against its record: its files, its sources, and the error of its ΔW.
 
-The last digits of a singular value decomposition are the machine's, so nothing is cut anew. The files are compared by
-their SHA-256; where the fine-tune and its base are at hand, so are theirs, and every module's ‖ΔW‖ and error are
+The last digits of a singular value decomposition depend on the machine, so nothing is cut again. The files are compared
+by their SHA-256. If the fine-tune and its base are available, so are their files, and every module's ‖ΔW‖ and error are
 computed again. Knows the records that `extract` writes.
 """
 
@@ -40,7 +40,7 @@ def verify_extracted(
     folder: Path,
     content: Mapping[str, Any],
     record: ExtractionRecord,
-    given: Mapping[str, str | Path],
+    source_paths: Mapping[str, str | Path],
     base_model: str | None,
 ) -> Verification:
     """Check the adapter in `folder`, whose adapterswap.json holds `content`.
@@ -49,26 +49,26 @@ def verify_extracted(
         folder: the adapter's.
         content: its record as raw data.
         record: the same, parsed.
-        given: where the fine-tune lies, as `full`, if it is not on the Hub and is to be compared.
-        base_model: where the base lies, likewise.
+        source_paths: the path of the fine-tune, as `full`, to compare it if it is not on the Hub.
+        base_model: the path of the base, likewise.
 
     Raises:
-        ArgumentError: a source is named that the record does not have.
+        ArgumentError: `source_paths` names a source that the record does not have.
         NotFoundError: a checkpoint does not exist.
         ExpertError: a checkpoint or the adapter is damaged.
         BaseModelError: the fine-tune and the base are not of one architecture and shape.
     """
-    opened = _open(record.extraction, given, base_model)
+    opened = _open(record.extraction, source_paths, base_model)
     differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
     with hashed(list(opened.values())) as hashes:
         if len(opened) == 2:
             differing += _other_changes(open_adapter(folder), opened[_FULL], opened[_BASE], record)
-        found = dict(zip(opened, hashes(), strict=True))
+        shard_hashes = dict(zip(opened, hashes(), strict=True))
     changed = {}
     for name, source in ((_FULL, record.extraction.full), (_BASE, record.extraction.base)):
-        files = found.get(name, source.sha256)
-        if odd := sorted(file for file, _ in files.items() ^ source.sha256.items()):
-            changed[name] = odd[0]
+        files = shard_hashes.get(name, source.sha256)
+        if differing_files := sorted(file for file, _ in files.items() ^ source.sha256.items()):
+            changed[name] = differing_files[0]
     return Verification(
         changed,
         tuple(differing),
@@ -80,45 +80,47 @@ def verify_extracted(
 
 
 def _origins_differ(opened: Mapping[str, Checkpoint], record: ExtractionRecord) -> tuple[str, ...]:
-    """The record's key of the sources, if it does not say what the opened ones say of their own making."""
+    """The record's key of the sources, if it disagrees with the opened ones about their origin."""
     recorded = {_FULL: record.extraction.full, _BASE: record.extraction.base}
     alike = all(shards_source(opened[name], {}).origin == recorded[name].origin for name in opened)
     return () if alike or record.format == 1 else ("extraction",)
 
 
 def _record_differs(folder: Path, content: Mapping[str, Any], record: ExtractionRecord) -> tuple[str, ...]:
-    """The keys of the record that contradict each other, or the adapter that was written with them."""
-    odd = [key for key in content if key not in _KEYS]
+    """The keys of the record that contradict each other or the written adapter."""
+    differing_keys = [key for key in content if key not in _KEYS]
     layers = record.extraction.layers
     if content.get("slice") != (None if layers is None else {"layers": layers}):
-        odd.append("slice")
+        differing_keys.append("slice")
     unchanged = content.get("unchanged")
     if not isinstance(unchanged, list) or any(name in record.extracted for name in map(str, unchanged)):
-        odd.append("unchanged")
+        differing_keys.append("unchanged")
     if any(sha256_of(folder / name) != record.sha256.get(name) for name in (WEIGHTS, CONFIG)):
-        return tuple(odd)  # the adapter is another one, which is reported
+        return tuple(differing_keys)  # a changed adapter is reported elsewhere
     adapter = open_adapter(folder)
     ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
     if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:
-        odd.append("extracted")
+        differing_keys.append("extracted")
     if content.get("base_model") != public_name(adapter.config.base_model):
-        odd.append("base_model")
+        differing_keys.append("base_model")
     depth = content.get("num_layers")
     if type(depth) is not int or depth <= max((module.layer or 0 for module in adapter.modules.values()), default=0):
-        odd.append("num_layers")
-    return tuple(odd)
+        differing_keys.append("num_layers")
+    return tuple(differing_keys)
 
 
-def _open(asked: ExtractionRequest, given: Mapping[str, str | Path], base_model: str | None) -> dict[str, Checkpoint]:
-    """The checkpoints that are given or on the Hub, by their names in the record."""
+def _open(
+    request: ExtractionRequest, source_paths: Mapping[str, str | Path], base_model: str | None
+) -> dict[str, Checkpoint]:
+    """The checkpoints that were passed or are on the Hub, by their names in the record."""
     problems = Problems(ArgumentError)
-    for name in given.keys() - {_FULL}:
+    for name in source_paths.keys() - {_FULL}:
         problems.add(
-            f"`experts` names {name!r}, and the adapter was cut out of one fine-tune, called {_FULL!r}",
+            f"`experts` names {name!r}, but the adapter was cut out of one fine-tune, called {_FULL!r}",
             f"Pass `experts={{{_FULL!r}: PATH}}`, and its base as `base_model`",
             parameter="experts",
         )
-    places = {_FULL: given.get(_FULL) or asked.full.reference, _BASE: base_model or asked.base.reference}
+    places = {_FULL: source_paths.get(_FULL) or request.full.reference, _BASE: base_model or request.base.reference}
     opened = {}
     for (name, place), what in zip(places.items(), ("full fine-tune", "base model"), strict=True):
         if place is not None:
@@ -129,7 +131,7 @@ def _open(asked: ExtractionRequest, given: Mapping[str, str | Path], base_model:
 
 
 def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record: ExtractionRecord) -> list[str]:
-    """The modules whose ‖ΔW‖, or whose error, is not the recorded one; and those that only one side has."""
+    """The modules whose ‖ΔW‖ or error differs from the record, and those that only one side has."""
     extraction = record.extraction
     selection = Selection(extraction.layers, tuple(extraction.modules), extraction.embeddings)
     matched = pair(full, base, selection)
@@ -162,7 +164,7 @@ def _other_changes(adapter: Adapter, full: Checkpoint, base: Checkpoint, record:
 
 
 def _factors(adapter: Adapter, matrix: WeightMatrix, files: Mapping[Path, int]) -> Iterator[Factors]:
-    """The adapter's factors of a weight; once more for each head that is tied to it, the other way round."""
+    """The adapter's factors of a weight, then those of each tied head, transposed."""
     file = files[adapter.file.path]
     yield read_factors(adapter.name, file, adapter.modules[matrix.weight.name])
     for head in matrix.weight.tied:

@@ -1,6 +1,6 @@
-"""LoRA in GGUF, opened: one file, or a folder of pieces.
+"""Open LoRA in GGUF: one file, or a folder of pieces.
 
-The record of what was composed is in each file's metadata. Knows llama.cpp's own keys, and those that `export` adds;
+The metadata of each file holds the record of the composition. Knows llama.cpp's own keys and those that `export` adds;
 `exported` compares.
 """
 
@@ -33,7 +33,7 @@ REMEDY = "Pass a GGUF file that `adapterswap export` wrote, or its folder of pie
 
 @dataclass(frozen=True)
 class GgufModule:
-    """LoRA on one weight of llama.cpp's: ΔW = alpha / rank · B·A.
+    """LoRA on one llama.cpp weight: ΔW = alpha / rank · B·A.
 
     Attributes:
         name: llama.cpp's, such as `blk.0.attn_q`.
@@ -41,7 +41,7 @@ class GgufModule:
         kind: attention, mlp or other.
         rank, out_features, in_features: the sizes of B (out×rank) and A (rank×in).
         dtype: the number format of its factors, such as F16.
-        experts: how many matrices it holds, each with factors of these sizes: those of a mixture's experts.
+        experts: the number of matrices, each with factors of these sizes; above 1 in a mixture of experts.
     """
 
     name: str
@@ -60,7 +60,7 @@ class GgufFile:
 
     Attributes:
         path: where it is.
-        fields: its metadata, but for what describes the file itself.
+        fields: its metadata, except for what describes the file itself.
         tensors: by name: the format, the shape and the bytes.
     """
 
@@ -70,7 +70,7 @@ class GgufFile:
 
     @property
     def piece(self) -> str | None:
-        """What `export` called it, where it is a piece."""
+        """The name that `export` gave the piece; None if it is not a piece."""
         name = self.fields.get("adapterswap.piece")
         return name if isinstance(name, str) else None
 
@@ -79,12 +79,12 @@ class GgufFile:
         """Its modules by name.
 
         Raises:
-            ExpertError: a factor lacks the other one.
+            ExpertError: a module has only one of its factors.
         """
         found = {}
         for name in dict.fromkeys(name.removesuffix(".lora_a").removesuffix(".lora_b") for name in self.tensors):
             if not {f"{name}.lora_a", f"{name}.lora_b"} <= self.tensors.keys():
-                raise ExpertError(f"{self.path} holds one factor of {name} alone", REMEDY, parameter="path")
+                raise ExpertError(f"{self.path} holds only one factor of {name}", REMEDY, parameter="path")
             (dtype, (*counts, rank, into), _), (_, (*_, out, _), _) = (
                 self.tensors[f"{name}.lora_{end}"] for end in "ab"
             )
@@ -111,7 +111,7 @@ class GgufAdapter:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the base's."""
+        """llama.cpp's name of the base's architecture."""
         return str(self.files[0].fields.get("general.architecture"))
 
     @property
@@ -131,19 +131,19 @@ class GgufAdapter:
 
     @cached_property
     def content(self) -> dict[str, Any] | None:
-        """The record, as plain data; None where another program wrote the file."""
+        """The record, as plain data; None if another program wrote the file."""
         text = self.files[0].fields.get("adapterswap.record")
         if not isinstance(text, str):
             return None
         try:
-            found = json.loads(text)
+            content = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        return found if isinstance(found, dict) else None
+        return content if isinstance(content, dict) else None
 
     @property
     def record(self) -> CompositionRecord | None:
-        """What was composed; None where nothing understandable says so."""
+        """The record of the composition; None if there is none that this version can read."""
         from adapterswap.records.record import CompositionRecord
 
         try:
@@ -170,7 +170,7 @@ def open_gguf(path: str | Path) -> GgufAdapter:
     Raises:
         NotFoundError: there is no such file.
         ExpertError: a file is damaged, or holds half a module.
-        UnsupportedError: a file holds another thing than LoRA.
+        UnsupportedError: a file holds something other than LoRA.
         DependencyError: the package gguf is missing.
     """
     path = expand(path)
@@ -191,10 +191,10 @@ def _open(path: Path) -> GgufFile:
             for tensor in reader.tensors
         }
     except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
-        raise ExpertError(f"{path} is not a whole GGUF file: {reason_of(error)}", REMEDY, parameter="path") from None
+        raise ExpertError(f"{path} is not a complete GGUF file: {reason_of(error)}", REMEDY, parameter="path") from None
     lora = all(re.search(r"\.lora_[ab]$", name) and len(shape) in (2, 3) for name, (_, shape, _) in tensors.items())
     if (fields.get("general.type"), fields.get("adapter.type")) != ("adapter", "lora") or not tensors or not lora:
-        raise UnsupportedError(f"{path} is a GGUF file, and not one of LoRA", REMEDY, parameter="path")
+        raise UnsupportedError(f"{path} is a GGUF file, but does not hold LoRA", REMEDY, parameter="path")
     file = GgufFile(path, fields, tensors)
-    file.modules  # noqa: B018  # damaged ones are found here
+    file.modules  # noqa: B018  # raises if one is damaged
     return file

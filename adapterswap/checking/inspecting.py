@@ -1,4 +1,4 @@
-"""What an adapter or a model holds, from its header and configs alone, and which expert each part came from.
+"""What an adapter or a model holds, from its header and configs only, and which expert each part came from.
 
 Reads no tensor and prints nothing.
 """
@@ -41,7 +41,7 @@ class Inspection:
 
     Attributes:
         expert: the adapter, the full checkpoint, or the LoRA in GGUF, opened.
-        record: how adapterswap composed or merged it; None for what it did not.
+        record: how adapterswap composed or merged it; None if it did not.
     """
 
     expert: Adapter | Checkpoint | GgufAdapter
@@ -68,7 +68,7 @@ class Inspection:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that are stored: of an adapter those of LoRA or another kind, of a checkpoint all."""
+        """The number of stored parameters: of an adapter, all except modules trained in full."""
         if isinstance(self.expert, Adapter):
             opaque = sum(map(_saved_parameters, self.expert.opaque.values()))
             return sum(map(_lora_parameters, self.expert.modules.values())) + opaque
@@ -78,12 +78,12 @@ class Inspection:
 
     @property
     def num_saved_parameters(self) -> int:
-        """Numbers of modules that an adapter holds in full (`modules_to_save`)."""
+        """The number of parameters of modules that an adapter holds in full (`modules_to_save`)."""
         return sum(map(_saved_parameters, self.expert.saved.values())) if isinstance(self.expert, Adapter) else 0
 
     @property
     def nbytes(self) -> int:
-        """The size of the files that hold its numbers."""
+        """The size in bytes of the files that hold its weights."""
         if isinstance(self.expert, Adapter):
             return self.expert.file.size
         if isinstance(self.expert, GgufAdapter):
@@ -94,7 +94,7 @@ class Inspection:
     def strip(self) -> list[str]:
         """The strip of layers, a line each; empty without a record.
 
-        What no expert changed is left out beside others of its kind and layer.
+        Modules that no expert changed are left out if others of their kind and layer were changed.
         """
         if self.record is None:
             return []
@@ -112,7 +112,7 @@ class Inspection:
         return draw_strip(marks, num_layers, self.record.experts).split("\n")
 
     def _places(self, record: CompositionRecord) -> list[tuple[str, int | None, Kind]]:
-        """The name, layer and kind of what the record names. In GGUF modules have other names than there."""
+        """The name, layer and kind of each recorded module; GGUF uses other names than the record."""
         if not isinstance(self.expert, GgufAdapter):
             return [(part.name, part.layer, part.kind) for part in self.parts]
         container = layer_container(record.modules)
@@ -178,7 +178,7 @@ class Inspection:
         }
 
     def _opaque(self, adapter: Adapter) -> list[dict[str, Any]]:
-        """The modules whose change is no product of two factors."""
+        """The modules whose change is not a product of two factors."""
         return [
             {
                 "name": module.name,
@@ -237,17 +237,17 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """What an adapter or a full checkpoint holds: ranks, scales, layers, and the owners of what adapterswap composed.
+    """Show what an adapter or a full checkpoint holds: ranks, scales, layers and, if it was composed, owners.
 
     Args:
-        path: a PEFT LoRA folder, a folder of full weights, a Hub id `org/name[@revision]`; a GGUF file of LoRA, or the
+        path: a PEFT LoRA folder, a folder of full weights, a Hub id `org/name[@revision]`, a GGUF file of LoRA, or the
             folder of pieces that `export` wrote.
 
     Returns:
         The opened expert, and how it was composed.
 
     Raises:
-        ArgumentError: `path` is of another type.
+        ArgumentError: `path` has the wrong type.
         NotFoundError, ExpertError, UnsupportedError: it cannot be opened (see `open_expert`), or its adapterswap.json
             cannot be read.
     """

@@ -1,4 +1,4 @@
-"""What a comparison with the sources found, as data. Reads and prints nothing."""
+"""The result of comparing something with its sources, as data. Reads and prints nothing."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ __all__ = ["Verification"]
 
 @dataclass(frozen=True)
 class Verification:
-    """What a comparison found.
+    """What differs between an adapter or a model and what its sources give.
 
     Attributes:
-        changed_sources: experts, or `base`, that are not what was composed, or cut: name → the file that differs, or
-            `weights`.
-        differing: tensors that are not what the sources give (or are missing, or too many). Of an extracted adapter:
-            its file, where that is not the one that was written, and modules whose ΔW is not the recorded one, or as
-            far from it.
-        config_differs: the config is not what the sources give, or not the one that was extracted.
+        changed_sources: experts, or `base`, that have changed since they were composed or cut: name → the file that
+            differs, or `weights`.
+        differing: tensors that differ from what the sources give, are missing, or should not be there. Of an extracted
+            adapter: its file, if it is not the one that was written, and modules whose ‖ΔW‖ or error differs from the
+            record.
+        config_differs: whether the config differs from what the sources give, or from the extracted one.
         config: the config's file name.
-        extracted: it is an adapter that was cut out of a full fine-tune.
-        record_differs: the keys of adapterswap.json whose values are not what the sources give.
-        unchecked: what an extracted adapter was cut out of, or `base`, where nothing says where it lies.
+        extracted: whether it is an adapter that was cut out of a full fine-tune.
+        record_differs: the keys of adapterswap.json whose values differ from what the sources give.
+        unchecked: sources that were not compared, because their location is not known: what an extracted adapter was
+            cut out of, or `base`.
     """
 
     changed_sources: Mapping[str, str] = field(default_factory=dict)

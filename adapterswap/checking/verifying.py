@@ -1,8 +1,8 @@
-"""Recompute what was composed or merged from its sources and compare, by what its adapterswap.json says.
+"""Recompute an adapter or a model from the sources in its adapterswap.json and compare.
 
-Finds the sources again (Hub ids by themselves, folders where the caller says), writes the composition anew to a
-temporary folder and compares byte for byte; what was extracted is left to `extracted`. Knows provenance; knows nothing
-of how a composition is asked for.
+Finds the sources (Hub ids automatically, folders at the paths of the caller), writes the composition again to a
+temporary folder and compares byte for byte; `extracted` checks extracted adapters. Knows provenance; knows nothing of
+how a composition is requested.
 """
 
 from __future__ import annotations
@@ -53,15 +53,21 @@ _REMEDY = "Pass a folder that `adapterswap compose`, `adapterswap merge` or `ada
 
 _SINCE_FORMAT_2 = ("auto_mapping",)  # keys of adapter_config.json that no result of format 1 has
 
-# Not compared, by format. 1 is recomputed by its rules, since today's methods give others, and knew no revisions; 2 had
-# no defaults in its composition.
+# Not compared, by format. Format 1 had no revisions and is recomputed by its rules, since today's methods give other
+# rules. Format 2 had no defaults in its composition.
 _NOT_COMPARED: dict[int, set[str]] = {
     1: {"format", "kind", "composition", "rules", "base_revision"},
     2: {"format", "kind", "composition"},
     3: set(),
 }
 _NOT_IN_SOURCES: dict[int, set[str]] = {1: {"base_model", "base_revision", "origin"}, 2: {"origin"}, 3: set()}
-_WHERE = {"source", "revision", "sha256", "fingerprints", "entered"}  # a source may lie elsewhere: its files count
+_WHERE = {
+    "source",
+    "revision",
+    "sha256",
+    "fingerprints",
+    "entered",
+}  # a source can be in another place: its files count
 
 _FILES = "files"  # the list that `atomic_folder` adds
 _ABSENT = object()
@@ -78,24 +84,24 @@ def verify(
     The record is compared too, except for the version of adapterswap, the names of sources and, in format 1, the
     composition. Numbers in it may differ by rounding.
 
-    Full weights are written anew to the folder for temporary files, and take their own size there. An extracted adapter
-    is compared as `verify_extracted` says. LoRA in GGUF is exported anew: of a folder of pieces all are compared.
+    Full weights are written again to the folder for temporary files, and need their own size there. For an extracted
+    adapter see `verify_extracted`. LoRA in GGUF is exported again; of a folder of pieces, all pieces are compared.
 
     Args:
         path: a folder or Hub id; a GGUF file of `export`, or its folder of pieces.
-        experts: where the sources lie, by name; those that came from the Hub are found by themselves. What an adapter
-            was extracted from is called `full`.
-        base_model: the base, where it did not come from the Hub. Full weights need it; that of an adapter is compared
-            with the record.
+        experts: the paths of the sources, by name; sources from the Hub are found automatically. The fine-tune that an
+            adapter was extracted from is called `full`.
+        base_model: the base, if it did not come from the Hub. Full weights need it; an adapter's base is compared with
+            the record.
 
     Returns:
-        What differs; `equal` says whether nothing does.
+        What differs; `equal` is True if nothing does.
 
     Raises:
-        ArgumentError: a parameter is of another type; a source that the record does not have, or one of which neither
-            the record nor `experts` says where it lies.
+        ArgumentError: a parameter has the wrong type; `experts` names a source that the record does not have; neither
+            the record nor `experts` locates a source.
         NotFoundError: the folder, or a source, does not exist.
-        ExpertError: no adapterswap.json, or one that is not understood; a source is damaged; see also
+        ExpertError: adapterswap.json is missing or cannot be read by this version; a source is damaged; see also
             `verify_extracted`.
     """
     check_type(path, (str, Path), "path", "Pass the folder of an adapter or a model, or a Hub id such as org/name")
@@ -130,28 +136,28 @@ def verify(
 
 
 def _verify_converted(
-    folder: Path, record: CompositionRecord, conversion: ConversionRecord, given: Mapping[str, str | Path]
+    folder: Path, record: CompositionRecord, conversion: ConversionRecord, source_paths: Mapping[str, str | Path]
 ) -> Verification:
-    """Compare a converted adapter's files with their hashes, and the files of its source where that is at hand.
+    """Compare a converted adapter's files with their hashes, and the files of its source if it is available.
 
-    The last digits of a singular value decomposition are the machine's, so nothing is converted anew.
+    The last digits of a singular value decomposition depend on the machine, so nothing is converted again.
     """
     changed, unchecked = {}, []
     for name, source in record.experts.items():
-        reference = given.get(name) or source.reference
+        reference = source_paths.get(name) or source.reference
         if reference is None:
             unchecked.append(name)
             continue
-        place = find_source(reference, ADAPTER_FILES, what="adapter", parameter="experts").folder
-        found = {file: sha256_of(place / file) for file in source.sha256 if exists(place / file)}
-        if odd := next((file for file, digest in source.sha256.items() if found.get(file) != digest), None):
-            changed[name] = odd
+        source_folder = find_source(reference, ADAPTER_FILES, what="adapter", parameter="experts").folder
+        hashes = {file: sha256_of(source_folder / file) for file in source.sha256 if exists(source_folder / file)}
+        if changed_file := next((file for file, digest in source.sha256.items() if hashes.get(file) != digest), None):
+            changed[name] = changed_file
     differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
     return Verification(changed, (WEIGHTS,) if differing else (), config, extracted=True, unchecked=tuple(unchecked))
 
 
 def recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
-    """What was composed. Records of format 1 are read by their rules: their methods gave other rules than today's."""
+    """The recorded composition. Format 1 is read by its rules: its methods gave other rules than today's."""
     content: dict[str, Any] = {**record.composition, "num_layers": record.num_layers, "base_model": base_model}
     if record.format == 1:
         kept: dict[str, Any] = {
@@ -170,10 +176,10 @@ def _write_adapter(
     revision = record.base_revision
     another = len(named) > 1 or revision not in (None, *(of_expert for _, of_expert in named))
     if composition.base_model is None and record.base_model is not None and another:
-        # A base was declared when they were composed, which is not judged again.
+        # The base was passed when they were composed; it is not checked again.
         declared = at_revision(record.base_model, revision)
         composition = composition.model_copy(update={"base_model": declared})
-    # Without a precision it is what an older version truncated, or nothing was truncated.
+    # A record without a precision is of an older version, or nothing was truncated.
     form = Form(**{"truncation": "float32", **record.output})
     write_prepared(prepare(make_plan(composition, adapters, recorded=True), form), again)
 
@@ -197,9 +203,9 @@ def _compare(
 ) -> Verification:
     """Compare a result with the recomputed one in `again`; `content` is its record as raw data."""
     recomputed = read_json(again / PROVENANCE)
-    found = CompositionRecord.model_validate(recomputed)
-    changed = changed_sources(record.experts, found.experts)
-    odd, base = record_differs(content, record, recomputed), found.base
+    recomputed_record = CompositionRecord.model_validate(recomputed)
+    changed = changed_sources(record.experts, recomputed_record.experts)
+    differing_keys, base = record_differs(content, record, recomputed), recomputed_record.base
     if record.kind == "model":
         config, ours, theirs = MODEL_CONFIG, read_shards(folder), read_shards(again)
     else:
@@ -210,7 +216,7 @@ def _compare(
         changed |= changed_sources({BASE: record.base}, {BASE: base})
         recorded = content["base"] if record.format >= 3 else content["base_model"]
         if _without(recorded, _WHERE) != _without(base.content(), _WHERE):
-            odd = (*odd, "base")
+            differing_keys = (*differing_keys, "base")
     if record.format == 1:
         rewritten = {key: value for key, value in rewritten.items() if key in written or key not in _SINCE_FORMAT_2}
     return Verification(
@@ -219,12 +225,12 @@ def _compare(
         written != rewritten,
         config,
         unchecked=(BASE,) if record.base is not None and base is None else (),
-        record_differs=odd,
+        record_differs=differing_keys,
     )
 
 
 def _find_base(recorded: SourceRecord, opened: Mapping[str, Expert], base_model: str | None) -> SourceRecord | None:
-    """The base of which no weight entered, as it is today; None where nothing says where it lies, or it is not here."""
+    """The base, of which no weight entered, as it is today; None if its location is unknown or it is not there."""
     noted = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
     local = [place for place in noted if place is not None and public_name(place) == recorded.source]
     for place in [base_model] if base_model is not None else [recorded.reference, *local]:
@@ -235,9 +241,7 @@ def _find_base(recorded: SourceRecord, opened: Mapping[str, Expert], base_model:
 
 def _content(folder: Path) -> dict[str, Any]:
     if not (folder / PROVENANCE).exists():
-        raise ExpertError(
-            f"{folder} has no {PROVENANCE}, so nothing says what it was composed of", _REMEDY, parameter="path"
-        )
+        raise ExpertError(f"{folder} has no {PROVENANCE}, so its sources are unknown", _REMEDY, parameter="path")
     return read_json(folder / PROVENANCE, _REMEDY)
 
 
@@ -257,9 +261,7 @@ def _record(folder: Path, content: dict[str, Any]) -> Record:
         record = None
     if isinstance(record, ExtractionRecord):
         return record
-    raise ExpertError(
-        f"{folder / PROVENANCE} is not understood by this version of adapterswap", _REMEDY, parameter="path"
-    )
+    raise ExpertError(f"this version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
 
 
 def find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
@@ -267,13 +269,13 @@ def find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> 
     names = ", ".join(record.experts)
     made = "the model was merged" if record.kind == "model" else "the adapter was composed"
     for name in given.keys() - record.experts.keys():
-        problems.add(f"`experts` names {name!r}, and {made} of {names}", "Name one of them", parameter="experts")
+        problems.add(f"`experts` names {name!r}, but {made} of {names}", "Use one of these names", parameter="experts")
     opened = {}
     for name, source in record.experts.items():
         reference = given.get(name) or source.reference
         if reference is None:
             problems.add(
-                f"the expert {name!r} came from a folder named {source.source!r}, and nothing says where that is",
+                f"the expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
                 f"Pass `experts={{{name!r}: PATH}}`",
                 parameter="experts",
             )
@@ -284,13 +286,13 @@ def find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> 
     return opened
 
 
-def _base(record: CompositionRecord, given: str | None) -> str | None:
-    """The base of full weights: where it is, or None where none entered."""
+def _base(record: CompositionRecord, base_model: str | None) -> str | None:
+    """The path of the base of full weights, or None if no base entered."""
     if record.base is None:
         return None
-    if (place := given or record.base.reference) is None:
+    if (place := base_model or record.base.reference) is None:
         raise ArgumentError(
-            f"the base came from a folder named {record.base.source!r}, and nothing says where that is",
+            f"the base came from a folder named {record.base.source!r}, whose location is not recorded",
             "Pass `base_model`",
             parameter="base_model",
         )
@@ -298,7 +300,7 @@ def _base(record: CompositionRecord, given: str | None) -> str | None:
 
 
 def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:
-    """Sources that are not those that were composed, by hashes: name → the first file that differs, or `weights`."""
+    """Sources whose hashes differ from the record: name → the first file that differs, or `weights`."""
     changed = {}
     for name in found:
         ours, theirs = recorded[name], found[name]
@@ -315,23 +317,23 @@ def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, So
 def record_differs(
     content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The keys of a record whose values are not those of the recomputed one."""
-    ours, theirs = (_comparable(one, record, listed=_FILES in content) for one in (content, recomputed))
-    odd = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
+    """The keys of a record whose values differ from the recomputed record."""
+    ours, theirs = (_comparable(raw, record, listed=_FILES in content) for raw in (content, recomputed))
+    differing_keys = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
     if record.format < FORMAT and record.composition.get("num_layers", record.num_layers) != record.num_layers:
-        odd.append("composition")
+        differing_keys.append("composition")
     named = (record.base_model, record.base_revision)
     if record.kind == "model" and named != (
         (record.base.source, record.base.revision) if record.base else (None, None)
     ):
-        odd.append("base_model")
-    return tuple(odd)
+        differing_keys.append("base_model")
+    return tuple(differing_keys)
 
 
 def _comparable(content: Mapping[str, Any], record: CompositionRecord, *, listed: bool) -> dict[str, Any]:
-    """What can be compared of a record, or of what was recomputed for it."""
+    """The keys of a record, or of the recomputed one, that can be compared."""
     unlike = {"adapterswap_version", "base", *_NOT_COMPARED[record.format]}
-    if record.kind == "model":  # the base is compared by its files, and may lie in a folder of another name
+    if record.kind == "model":  # the base is compared by its files; its folder can have another name
         unlike |= {"base_model", "base_revision"}
     if not listed:
         unlike.add(_FILES)  # no list before edition 0.2
@@ -345,20 +347,20 @@ def _without(entry: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in keys}
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(left: Any, right: Any) -> bool:
     """Whether two values of JSON are equal; numbers up to the rounding of another processor."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, float) or isinstance(other, float):
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (one, other))
-        return numbers and math.isclose(one, other, rel_tol=_RELATIVE)
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_alike(left[key], right[key]) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    if isinstance(left, float) or isinstance(right, float):
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (left, right))
+        return numbers and math.isclose(left, right, rel_tol=_RELATIVE)
+    return type(left) is type(right) and bool(left == right)
 
 
 def _differing(one: Sequence[TensorFile], other: Sequence[TensorFile]) -> tuple[str, ...]:
-    """The names of tensors whose dtype, shape or bytes differ, wherever they lie."""
+    """The names of tensors whose dtype, shape or bytes differ, in whichever file they are."""
     ours, theirs = (
         {name: (tensor, file) for file in files for name, tensor in file.tensors.items()} for files in (one, other)
     )

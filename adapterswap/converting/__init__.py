@@ -1,8 +1,8 @@
 """Convert an adapter: other names, another layout or dtype, safetensors for a pickle, rsLoRA for other kinds of PEFT's.
 
-What is a LoRA already is written anew by a plan of one expert, so nothing of it is lost but by rounding or truncation.
-Of other kinds PEFT gives the dense ΔW, of which the truncated SVD is the best approximation of its rank (Eckart & Young
-1936). Knows folders of adapters; knows nothing of compositions of several.
+A LoRA is written again by a plan of one expert, so only rounding or truncation can lose anything. For other kinds PEFT
+computes the dense ΔW, and the truncated SVD is its best approximation of that rank (Eckart & Young 1936). Knows folders
+of adapters; knows nothing of compositions of several.
 """
 
 from __future__ import annotations
@@ -70,41 +70,41 @@ def convert(
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Conversion:
-    """Write an adapter anew: under other names, in another layout or dtype, as safetensors, or as an rsLoRA.
+    """Convert an adapter: other module names, another layout or dtype, safetensors, or rsLoRA.
 
     A LoRA keeps its ΔW, up to the rounding to `dtype` and to `rank`. For other kinds (DoRA, LoHa, LoKr, OFT, (IA)³, …)
-    PEFT gives each module's ΔW on its base, and ΔW ≈ B·A is its truncated SVD, with lora_alpha = √rank, so that
+    PEFT computes each module's ΔW on its base, and ΔW ≈ B·A is its truncated SVD, with lora_alpha = √rank, so that
     rsLoRA's scale is 1.
 
     Args:
         adapter: a folder or Hub id.
         out_path: the folder to write; it appears whole or not at all.
-        names: the names of the modules in `transformers4` or `transformers5`; see `write_adapter`.
+        names: write the module names of `transformers4` or `transformers5`; see `write_adapter`.
         layout: `exact`, or `portable` (one rank, plain LoRA, scale 1).
-        dtype: of the tensors; by default the adapter's own, float32 where ΔW is computed.
-        rank: the highest rank of a module; other kinds than LoRA need this or `max_error`.
-        max_error: no module may have a larger relative error of ΔW, rounding included, or the conversion is refused. Of
-            other kinds than LoRA each module gets the smallest rank that is enough, up to `rank`.
-        saved_rank: make LoRA of at most this rank of every module trained in full (`modules_to_save`), by the
-            truncated SVD of W - W_base, so that engines that serve LoRA alone take the adapter. By default they stay.
-        base_model: the adapter's base, where it names none or another place. DoRA and the like need its weights, and so
-            does `saved_rank`.
-        allow_pickle: read `adapter_model.bin`, by `torch.load(weights_only=True)` and nothing else.
+        dtype: the dtype of the tensors; by default the adapter's own, or float32 where ΔW is computed.
+        rank: the highest rank of a module; kinds other than LoRA need this or `max_error`.
+        max_error: refuse the conversion if any module has a larger relative error of ΔW, rounding included. For kinds
+            other than LoRA, each module gets the smallest rank that is enough, up to `rank`.
+        saved_rank: turn every module trained in full (`modules_to_save`) into LoRA of at most this rank, by the
+            truncated SVD of W - W_base, for engines that serve only LoRA. By default these modules stay as they are.
+        base_model: the adapter's base, if it names none or another path. DoRA, other kinds than LoRA and `saved_rank`
+            need its weights.
+        allow_pickle: read `adapter_model.bin` too, only with `torch.load(weights_only=True)`.
         overwrite: replace the folder, if `convert` or its like wrote it.
         dry_run: compute and report everything, and write nothing.
-        progress: called after each module of another kind with how many are done, and how many there are.
+        progress: called after each module of another kind, with the number of finished modules and the total.
 
     Returns:
-        The kind that it was, and each module's rank and relative error.
+        The kind before the conversion, and each module's rank and relative error.
 
     Raises:
-        ArgumentError: an argument has the wrong type or value, or another kind than LoRA is given neither `rank` nor
-            `max_error`.
+        ArgumentError: an argument has the wrong type or value, or an adapter of another kind than LoRA was passed
+            without `rank` and `max_error`.
         NotFoundError: there is no such adapter.
         ExpertError: it is damaged, or changes nothing.
-        BaseModelError: its base is needed, and is not known or cannot be loaded.
+        BaseModelError: its base is needed, but is not known or cannot be loaded.
         UnsupportedError: it is a pickle and `allow_pickle` is False; PEFT has no ΔW for its kind; an error is above
-            `max_error`; `saved_rank` is given, and a module trained in full is a vector, such as a norm.
+            `max_error`; with `saved_rank`, a module trained in full is a vector, such as a norm.
         OutputError: the folder exists (without `overwrite`), holds other files, overlaps the input, or cannot be
             written.
     """
@@ -122,17 +122,17 @@ def convert(
         folder, pickled = _safetensors(source, Path(place), allow_pickle=allow_pickle)
         kind = _kind(folder)
         if kind == "LORA":
-            opened, own = read_adapter(replace(source, folder=folder)), {}
+            opened, approximated = read_adapter(replace(source, folder=folder)), {}
         else:
             if rank is None and max_error is None:
                 raise ArgumentError(
-                    f"{adapter} is {kind}, which LoRA can only come near",
+                    f"{adapter} is {kind}, which LoRA can only approximate",
                     "Pass `rank=16`, or `max_error=0.1` for the smallest rank with that error",
                     parameter="rank",
                 )
             cut = Path(place) / "cut"
             cut.mkdir()
-            own = _cut(folder, cut, form, base_model, progress)
+            approximated = _cut(folder, cut, form, base_model, progress)
             opened = read_adapter(replace(source, folder=cut))
             form = replace(form, max_rank=None, max_error=None)
         lowers = saved_rank is not None and bool(opened.saved)
@@ -140,7 +140,7 @@ def convert(
             lowered = Path(place) / "lowered"
             lowered.mkdir()
             base = open_checkpoint(_base_of(opened.config.base_model, opened.config.revision, base_model))
-            own |= write_lowered(
+            approximated |= write_lowered(
                 opened, base, lowered, rank=min(saved_rank, rank or saved_rank), error=max_error, dtype=stored
             )
             opened = read_adapter(replace(source, folder=lowered))
@@ -152,18 +152,24 @@ def convert(
         def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
             if kind == "LORA" and not (pickled or lowers):
                 return record
-            experts = {name: one.model_copy(update={"sha256": original}) for name, one in record.experts.items()}
+            experts = {
+                name: source_record.model_copy(update={"sha256": original})
+                for name, source_record in record.experts.items()
+            }
             sha256 = {file: sha256_of(written / file) for file in (WEIGHTS, CONFIG)}
-            total = Conversion(target, kind, pickled, tuple(own.values()))
+            total = Conversion(target, kind, pickled, tuple(approximated.values()))
             conversion = ConversionRecord(
                 peft_type=kind,
                 pickled=pickled,
                 rank=rank,
                 max_error=max_error,
                 sha256=sha256,
-                modules={m.name: {"rank": m.rank, "relative_error": m.error, "norm": m.norm} for m in own.values()},
+                modules={
+                    module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
+                    for module in approximated.values()
+                },
             )
-            if own:
+            if approximated:
                 conversion = conversion.model_copy(update={"relative_error": total.relative_error})
             if lowers:
                 conversion = conversion.model_copy(update={"saved_rank": saved_rank})
@@ -173,12 +179,12 @@ def convert(
         written = write_prepared(
             prepared, target if trial else out_path, overwrite=overwrite and not trial, amend=amend
         )
-        modules = _measured(opened, open_adapter(written), prepared.plan.slots, own)
-        found = Conversion(expand(out_path), kind, pickled, modules)
-        _check_errors(found, max_error)
+        modules = _measured(opened, open_adapter(written), prepared.plan.slots, approximated)
+        conversion_result = Conversion(expand(out_path), kind, pickled, modules)
+        _check_errors(conversion_result, max_error)
         if trial and not dry_run:
             write_prepared(prepared, out_path, overwrite=overwrite, amend=amend)
-    return found
+    return conversion_result
 
 
 def _safetensors(source: Source, place: Path, *, allow_pickle: bool) -> tuple[Path, bool]:
@@ -199,34 +205,36 @@ def _safetensors(source: Source, place: Path, *, allow_pickle: bool) -> tuple[Pa
 
 
 def _kind(folder: Path) -> str:
-    """What the adapter is: LORA where it is s·B·A, DORA and the like for its variants, else PEFT's name."""
-    config = read_json(folder / CONFIG, "Give the folder of a PEFT adapter")
+    """The adapter's kind: LORA if ΔW is s·B·A, DORA and so on for its variants, else PEFT's name."""
+    config = read_json(folder / CONFIG, "Pass the folder of a PEFT adapter")
     kind = config.get("peft_type")
     init = config.get("init_lora_weights")
     if kind not in CONVERTIBLE:
         raise UnsupportedError(
-            f"The adapter is of the kind {shown(kind)}, of which PEFT gives no ΔW for each module that is tested here",
+            f"Adapters of the kind {shown(kind)} cannot be converted: their ΔW from PEFT is not tested",
             f"Convert one of {', '.join(CONVERTIBLE)}",
             parameter="adapter",
         )
     if isinstance(init, str) and init.lower().startswith(_CHANGING_INITS):
         raise UnsupportedError(
             f"init_lora_weights is {shown(init)}, which changed the base's weights",
-            "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
+            "Save it with PEFT's path_initial_model_for_weight_conversion, which turns it into a plain LoRA",
             parameter="adapter",
         )
     if kind == "LORA" and config.get("use_dora"):
         return "DORA"
     variant = next((key for key in _VARIANTS if config.get(key)), None)
     if kind == "LORA" and variant is not None:
-        raise UnsupportedError(f"{variant} is set, and such a LoRA is not converted", "Retrain it", parameter="adapter")
+        raise UnsupportedError(
+            f"{variant} is set, and such a LoRA cannot be converted", "Retrain it", parameter="adapter"
+        )
     return str(kind)
 
 
 def _cut(
     folder: Path, out: Path, form: Form, base_model: str | None, progress: Callable[[int, int], None]
 ) -> dict[str, ConvertedModule]:
-    """Write an rsLoRA into `out` that stands for the adapter of another kind in `folder`; what came of each module."""
+    """Write an rsLoRA into `out` that approximates the adapter of another kind in `folder`; return its modules."""
     from safetensors.numpy import save_file
 
     config = read_json(folder / CONFIG)
@@ -235,7 +243,7 @@ def _cut(
     base = find_source(reference, WEIGHT_FILES, what="base model")
     loaded = load_with_base(folder, base.folder, reference)
     tensors: dict[str, Any] = {}
-    found: dict[str, ConvertedModule] = {}
+    modules: dict[str, ConvertedModule] = {}
     dtype = form.dtype or "F32"
     for change in loaded.changes(progress):
         if not np.isfinite(change.delta).all():
@@ -249,13 +257,13 @@ def _cut(
             for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
         )
         error = float(np.linalg.norm((change.delta - Factors(a, b).b @ a).astype(np.float64))) / norm
-        found[change.name] = ConvertedModule(change.name, a.shape[0], norm, error)
+        modules[change.name] = ConvertedModule(change.name, a.shape[0], norm, error)
         tensors[factor_key(change.name, "A", embedding=False)] = a
         tensors[factor_key(change.name, "B", embedding=False)] = b
-    if not found:
+    if not modules:
         raise ExpertError("The adapter changes no weight of its base", "Train it first", parameter="adapter")
     tensors |= {key: tensor.float().numpy() for key, tensor in loaded.saved.items()}
-    shapes = {name: Shape(module.rank, *written_scale(module.rank, True, 1.0)) for name, module in found.items()}
+    shapes = {name: Shape(module.rank, *written_scale(module.rank, True, 1.0)) for name, module in modules.items()}
     rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     save_file(tensors, out / WEIGHTS)
     content = adapter_config(
@@ -264,11 +272,11 @@ def _cut(
         saved=config.get("modules_to_save") or (), auto_mapping=config.get("auto_mapping"),
     )  # fmt: skip
     write_json(out / CONFIG, content)
-    return found
+    return modules
 
 
 def _base_of(named: object, revision: str | None, base_model: str | None) -> str:
-    """The base that the caller gave, or else the one that the adapter names."""
+    """The base that the caller passed, or else the one that the adapter names."""
     reference = base_model or (at_revision(named, revision) if isinstance(named, str) else None)
     if reference is None:
         raise BaseModelError("The adapter names no base model", "Pass `base_model`", parameter="base_model")
@@ -276,7 +284,7 @@ def _base_of(named: object, revision: str | None, base_model: str | None) -> str
 
 
 def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
-    """The plan that gives everything to the one expert. Where the base is out of reach, its depth does not matter."""
+    """The plan that gives everything to one expert. If the base is not available, its depth does not matter."""
     composition = Composition(allocation=(Rule(expert=expert),), base_model=base_model)
     try:
         return make_plan(composition, {expert: adapter})
@@ -297,7 +305,7 @@ def _least_depth(adapter: Adapter) -> NumLayers:
 def _measured(
     before: Adapter, after: Adapter, slots: Mapping[str, Any], own: Mapping[str, ConvertedModule]
 ) -> tuple[ConvertedModule, ...]:
-    """The modules with their errors: those in `own`, and the others against their factors before."""
+    """The modules with their errors: those in `own`, and the others compared with their factors before."""
     names = {slot.module: name for name, slot in slots.items()}
     known = [replace(module, name=names.get(name, name)) for name, module in own.items()]
     if own.keys() >= before.modules.keys():
@@ -317,13 +325,13 @@ def _measured(
 
 
 def _error(difference: Difference) -> float:
-    """The relative error; 0 where it is below what inner products can tell."""
+    """The relative error; 0 below the resolution of inner products."""
     return difference.distance if difference.norms[0] and difference.distance > _RESOLUTION else 0.0
 
 
-def _check_errors(found: Conversion, max_error: float | None) -> None:
+def _check_errors(conversion: Conversion, max_error: float | None) -> None:
     problems = Problems(UnsupportedError)
-    for module in found.modules:
+    for module in conversion.modules:
         if max_error is not None and module.error > max_error * (1 + 1e-6) + 1e-7:
             problems.add(
                 f"the relative error of {module.name} is {module.error:.3g} at rank {module.rank}, above {max_error:g}",

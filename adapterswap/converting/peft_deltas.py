@@ -1,8 +1,8 @@
-"""What an adapter of any kind of PEFT's does to its base's weights, as dense matrices: ΔW = W_merged - W_base.
+"""Compute what any PEFT adapter does to its base's weights, as dense matrices: ΔW = W_merged - W_base.
 
 PEFT merges one module at a time, in float32, and the base gets its own weight back, so memory holds the base and one
-module. Kinds are let in one by one, once a test has shown that merging them is what they compute. Knows PEFT's layers;
-knows nothing of low rank.
+module. A kind is supported once a test has shown that merging it gives what it computes. Knows PEFT's layers; knows
+nothing of low rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LoadedAdapter:
             shape = getattr(getattr(own, "weight", None), "shape", ())
             if type(own).__name__ not in ("Linear", "Conv1D") or len(shape) != 2:
                 raise UnsupportedError(
-                    f"{name} is a {type(own).__name__}, and only linear layers are converted to LoRA", _KEEP
+                    f"{name} is a {type(own).__name__}, but only linear layers can be converted to LoRA", _KEEP
                 )
             delta = _merged_difference(name, layer, own)
             yield DenseChange(name, np.ascontiguousarray(delta.T) if isinstance(own, Conv1D) else delta)
@@ -87,7 +87,7 @@ def _merged_difference(name: str, layer: Any, own: Any) -> npt.NDArray[np.float3
         own.bias = None if bias is None else torch.nn.Parameter(bias.detach().float().clone(), requires_grad=False)
         try:
             layer.merge(safe_merge=True)
-        except Exception as error:  # each kind has errors of its own
+        except Exception as error:  # each kind raises its own errors
             raise UnsupportedError(f"PEFT cannot merge the adapter at {name}: {reason_of(error)}", _KEEP) from None
         if bias is not None and not torch.equal(own.bias, bias.float()):
             raise UnsupportedError(f"The adapter changes the bias of {name}, which LoRA cannot hold", _KEEP)
@@ -101,7 +101,7 @@ def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAda
 
     Raises:
         BaseModelError: transformers cannot load the base without remote code.
-        ExpertError: PEFT cannot load the adapter, or leaves tensors of it aside.
+        ExpertError: PEFT cannot load the adapter, or ignores some of its tensors.
     """
     import transformers
     from peft import PeftModel
@@ -125,7 +125,7 @@ def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAda
         with quiet_peft():
             model = PeftModel.from_pretrained(base, str(folder))
             left = model.load_adapter(str(folder), "default").unexpected_keys
-    except Exception as error:  # PEFT has no class of error for what it refuses
+    except Exception as error:  # PEFT has no single class for these errors
         raise ExpertError(f"PEFT cannot load the adapter into {base_name}: {reason_of(error)}", _KEEP) from None
     if left:
         raise ExpertError(

@@ -1,4 +1,4 @@
-"""What a conversion made of each module. Pure data."""
+"""The result of a conversion, module by module. Pure data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class ConvertedModule:
     """A module of a converted adapter.
 
     Attributes:
-        name: its full name, as it is written.
-        rank: of its factors.
-        norm: ‖ΔW‖ before (Frobenius).
-        error: ‖ΔW - ΔW'‖ / ‖ΔW‖, with the factors as they are written; below 5e-8 it is 0.
+        name: its full name in the written adapter.
+        rank: the rank of its factors.
+        norm: ‖ΔW‖ before the conversion (Frobenius).
+        error: ‖ΔW - ΔW'‖ / ‖ΔW‖ with the factors as written; 0 if it is below 5e-8.
     """
 
     name: str
@@ -32,8 +32,8 @@ class Conversion:
 
     Attributes:
         out_path: the folder.
-        peft_type: the kind that it was before, such as LORA, DORA or LOHA.
-        pickled: whether it was a pickle.
+        peft_type: the adapter's kind before, such as LORA, DORA or LOHA.
+        pickled: whether its weights were a pickle.
         modules: its LoRA modules.
     """
 

@@ -1,7 +1,7 @@
-"""Modules that an adapter trained in full (`modules_to_save`), as LoRA: ΔW = W - W_base, truncated to a rank.
+"""Turn modules trained in full (`modules_to_save`) into LoRA: ΔW = W - W_base, truncated to a rank.
 
-Engines that serve LoRA alone take such an adapter then. Weights of linear layers and embeddings can be LoRA; vectors,
-such as norms, cannot. Knows checkpoints and adapter folders; knows nothing of compositions.
+Engines that serve only LoRA can then load the adapter. Weights of linear layers and embeddings can become LoRA;
+vectors, such as norms, cannot. Knows checkpoints and adapter folders; knows nothing of compositions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEEP = "Leave out `saved_rank` to keep it in full, or write full weights with `
 def write_lowered(
     adapter: Adapter, base: Checkpoint, out: Path, *, rank: int, error: float | None, dtype: str | None
 ) -> dict[str, ConvertedModule]:
-    """Write the adapter into `out` with every module trained in full as LoRA; what came of each of these.
+    """Write the adapter into `out` with every module trained in full as LoRA; return those modules.
 
     Args:
         adapter: a LoRA.
@@ -48,13 +48,13 @@ def write_lowered(
 
     Raises:
         BaseModelError: the base has no such module, or in another shape (tokens were added, for instance).
-        UnsupportedError: a module is a vector or a bias and was changed, or no linear layer or embedding; it is tied to
-            another (`ensure_weight_tying`); the adapter has LoRA on parameters.
+        UnsupportedError: a changed module is a vector or a bias, or not a linear layer or embedding; it is tied to
+            another module (`ensure_weight_tying`); the adapter has LoRA on parameters.
         ExpertError: NaN or infinity.
     """
     dtype = dtype or next((module.dtype for module in adapter.modules.values()), "F32")
     tensors: dict[str, Any] = _own_tensors(adapter)
-    found: dict[str, ConvertedModule] = {}
+    lowered: dict[str, ConvertedModule] = {}
     shapes = {module.name: Shape(module.rank, module.alpha, module.scale) for module in adapter.modules.values()}
     config = adapter.config
     for weight, delta in _changes(adapter, base):
@@ -66,7 +66,7 @@ def write_lowered(
             for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
         )
         written = float(np.linalg.norm((delta - Factors.scaled(a, b, scale, weight.name).rows()).astype(np.float64)))
-        found[weight.name] = ConvertedModule(weight.name, a.shape[0], norm, written / norm)
+        lowered[weight.name] = ConvertedModule(weight.name, a.shape[0], norm, written / norm)
         shapes[weight.name] = Shape(a.shape[0], alpha, scale)
         tensors[factor_key(weight.name, "A", embedding=weight.embedding)] = _torch(a, dtype)
         tensors[factor_key(weight.name, "B", embedding=weight.embedding)] = _torch(b, dtype)
@@ -77,14 +77,14 @@ def write_lowered(
         auto_mapping=config.auto_mapping,
     )  # fmt: skip
     write_json(out / CONFIG, content)
-    return found
+    return lowered
 
 
 def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeight, npt.NDArray[np.float32]]]:
-    """ΔW (out×in) of every module trained in full that is not the base's own.
+    """ΔW (out×in) of every module trained in full that differs from the base.
 
     Raises:
-        AdapterswapError: see `write_lowered`; all that is wrong at once, before the first is read.
+        AdapterswapError: see `write_lowered`; all problems are reported at once, before the first weight is read.
     """
     names = ("the adapter", base.name)
     problems = Problems(UnsupportedError)
@@ -107,7 +107,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeig
             if weight is None or len(change.tensor.shape) != 2:
                 if read(key, change).any():
                     problems.add(
-                        f"{key} was trained in full, and is not a matrix of a linear layer or an embedding, so LoRA "
+                        f"{key} was trained in full, but is not a matrix of a linear layer or an embedding, so LoRA "
                         "cannot hold its change",
                         _KEEP,
                         parameter="saved_rank",
@@ -128,7 +128,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[AdaptableWeig
 
 
 def _own_tensors(adapter: Adapter) -> dict[str, Any]:
-    """All tensors but those of the modules trained in full, by PEFT's keys."""
+    """All tensors except those of modules trained in full, by PEFT's keys."""
     from safetensors import safe_open
 
     left_out = {tensor.name for module in adapter.saved.values() for tensor in module.tensors.values()}

@@ -1,6 +1,6 @@
 """Cut an adapter out of a full fine-tune: ΔW = W_full - W_base, truncated weight by weight, written as an rsLoRA.
 
-What an adapter cannot hold is measured and reported. The folder appears whole or not at all, and memory stays that of a
+What an adapter cannot hold is measured and reported. The folder appears whole or not at all, and memory holds only a
 few copies of the largest weight. Knows checkpoints and adapter folders; knows nothing of compositions.
 """
 
@@ -51,7 +51,7 @@ def extract(
 
     Every linear weight in the layers is cut: ΔW ≈ B·A by truncated SVD, A = √Σ·Vᵀ (rank×in) and B = U·√Σ (out×rank),
     the best of its rank in the Frobenius norm (Eckart & Young 1936). lora_alpha is √rank, so that rsLoRA's scale α/√r
-    is 1. Norms, biases and what else an adapter cannot hold are left out and reported.
+    is 1. Norms, biases and everything else that an adapter cannot hold are left out and reported.
 
     Args:
         full: the fine-tune, a full checkpoint: a folder or Hub id.
@@ -64,28 +64,26 @@ def extract(
         modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
         embeddings: cut embeddings and heads too.
         dtype: float32, bfloat16 or float16; by default each factor has the dtype of the fine-tune's weight.
-        device: where torch computes: auto, cpu, cuda, cuda:N or mps, for which the CPU computes.
+        device: where torch computes: auto, cpu, cuda, cuda:N or mps, which computes on the CPU.
         overwrite: replace the folder, if `extract` or its like wrote it.
         dry_run: compute and report everything, and write nothing.
-        progress: called after each parameter with how many are done, and how many there are.
+        progress: called after each parameter with the number of finished parameters and the total.
 
     Returns:
         What was cut out, with each module's rank and error, and what was left out.
 
     Raises:
-        ArgumentError: neither rank nor error, or values out of range; layers or modules that the models do not have;
-            an unknown dtype or device; a base whose path is not printable, which the adapter has to name.
-        OutputError: a folder that exists (without `overwrite`), holds other files, or cannot be written.
+        ArgumentError: neither `rank` nor `max_error` was passed, or a value is out of range; the models lack the layers
+            or modules; the dtype or device is unknown; the base's path, which the adapter names, is not printable.
+        OutputError: the folder exists (without `overwrite`), holds other files, or cannot be written.
         NotFoundError: a checkpoint does not exist, or could not be downloaded.
-        ExpertError: a checkpoint is damaged; NaN or infinity; no difference to extract.
+        ExpertError: a checkpoint is damaged or holds NaN or infinity; there is no difference to extract.
         BaseModelError: the two are of different architectures, depths or shapes.
-        UnsupportedError: a checkpoint is quantised, or in numbers that cannot be computed with; PEFT cannot adapt the
-            selected modules.
+        UnsupportedError: a checkpoint is quantised, or has dtypes without arithmetic; PEFT cannot adapt the selected
+            modules.
     """
     if dtype is not None and dtype not in FLOAT_NAMES:
-        raise ArgumentError(
-            f"the dtype {dtype!r} is not known", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype"
-        )
+        raise ArgumentError(f"unknown dtype {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
     form = CutForm(rank, max_error, FLOAT_NAMES[dtype] if dtype else None, _device(device))
     check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
@@ -100,16 +98,16 @@ def extract(
         hashed(opened) as hashes,
     ):
         spool, tensors = Spool(folder), list[OutputTensor]()
-        found = _carry_out(matched, form, progress, lambda cut: tensors.extend(cut.stored(spool)))
-        write_folder(folder, matched, form, selection, found, tensors, hashes(), expand_text(str(base_model)))
-    return found
+        extraction = _carry_out(matched, form, progress, lambda cut: tensors.extend(cut.stored(spool)))
+        write_folder(folder, matched, form, selection, extraction, tensors, hashes(), expand_text(str(base_model)))
+    return extraction
 
 
 def _device(name: str) -> Any:
     """The torch device that computes.
 
-    MPS has no float64, in which norms are summed. Its SVD is left alone too: the errors that are reported rest on it,
-    and it was never tried (of PyTorch 2.14's first see issue 196112).
+    MPS has no float64, which norms are summed in. Its SVD is not used either: the reported errors depend on it, and it
+    was never tested (for the first one, of PyTorch 2.14, see issue 196112).
     """
     from adapterswap.bases import choose_device
 
@@ -127,21 +125,21 @@ def _carry_out(
     total = len(matched.matrices) + len(matched.left_out)
     extracted, unchanged, lost = [], [], []
     with open_files([*matched.full.shards, *matched.base.shards]) as files, torch_threads(cores() - 1):
-        for done, matrix in enumerate(matched.matrices, start=1):
-            found = cut(matrix, form, files, names)
-            if found is None:
+        for count, matrix in enumerate(matched.matrices, start=1):
+            factors = cut(matrix, form, files, names)
+            if factors is None:
                 unchanged.append(matrix.weight.name)
             else:
-                extracted.append(Extracted.of(found))
-                keep(found)
-            progress(done, total)
-        for done, left_out in enumerate(matched.left_out, start=len(matched.matrices) + 1):
+                extracted.append(Extracted.of(factors))
+                keep(factors)
+            progress(count, total)
+        for count, left_out in enumerate(matched.left_out, start=len(matched.matrices) + 1):
             norm = norm_of_change(left_out, files, names)
             if norm:
                 lost.append(Lost(left_out.name, left_out.reason, norm))
-            progress(done, total)
+            progress(count, total)
     if not extracted:
-        rest = f"; what differs is in {', '.join(sorted({each.reason for each in lost}))}" if lost else ""
+        rest = f"; what differs is in {', '.join(sorted({parameter.reason for parameter in lost}))}" if lost else ""
         raise ExpertError(
             f"{names[0]} has the same selected weights as {names[1]}, so there is nothing to extract{rest}",
             "Pass a full fine-tune of this base, or select what it changed",

@@ -1,6 +1,6 @@
 """ΔW = W_full - W_base of one weight, and the low-rank factors cut out of it.
 
-A weight at a time: memory is that of a few copies of the largest one. Knows two stored tensors and a form; knows
+A weight at a time: memory holds a few copies of the largest one. Knows two stored tensors and a form; knows
 nothing of models and folders.
 """
 
@@ -42,7 +42,7 @@ class CutForm:
     Attributes:
         rank: the rank of every module; with `max_error`, the highest allowed.
         max_error: the smallest rank with at most this relative error of ΔW.
-        dtype: of the factors, by its name in files; None for that of the fine-tune's own weight.
+        dtype: the dtype of the factors, by its name in files; None for that of the fine-tune's weight.
         device: the torch device that computes.
     """
 
@@ -57,11 +57,11 @@ class CutForm:
             problems.add("neither `rank` nor `max_error` was passed", "Pass one of them, or both", parameter="rank")
         if self.rank is not None and not 1 <= self.rank <= _MAX_RANK:
             problems.add(
-                f"`rank` is {self.rank}, and must be between 1 and {_MAX_RANK}", "Pass `rank=64`", parameter="rank"
+                f"`rank` is {self.rank}, but must be between 1 and {_MAX_RANK}", "Pass `rank=64`", parameter="rank"
             )
         if self.max_error is not None and not 0 < self.max_error < 1:
             problems.add(
-                f"`max_error` is {self.max_error}, and must be between 0 and 1",
+                f"`max_error` is {self.max_error}, but must be between 0 and 1",
                 "Pass `max_error=0.1`",
                 parameter="max_error",
             )
@@ -116,7 +116,7 @@ def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: t
         matrix: the weight.
         form: how.
         files: the open shards.
-        names: what to call the fine-tune and the base in messages.
+        names: the names of the fine-tune and the base in messages.
 
     Raises:
         ExpertError: a weight holds NaN or infinity, or a factor overflows its dtype.
@@ -136,7 +136,7 @@ def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: t
 def measure(
     matrix: WeightMatrix, factors: Factors | None, files: Mapping[Path, int], names: tuple[str, str]
 ) -> tuple[float, float]:
-    """‖ΔW‖ of a weight, and ‖ΔW - B·A‖ of factors that stand for it; none are a B·A of zero.
+    """‖ΔW‖ of a weight, and ‖ΔW - B·A‖ of the factors that approximate it; None counts as B·A = 0.
 
     Raises:
         ExpertError: the weight holds NaN or infinity.
@@ -147,7 +147,7 @@ def measure(
 
 
 def norm_of_change(left_out: LeftOutWeight, files: Mapping[Path, int], names: tuple[str, str]) -> float:
-    """‖W_full - W_base‖ of a parameter that is left out; rows that only one of them has count whole.
+    """‖W_full - W_base‖ of a parameter that is left out; rows that only one of them has count in full.
 
     Raises:
         ExpertError: it holds NaN or infinity.
@@ -161,12 +161,12 @@ def norm_of_change(left_out: LeftOutWeight, files: Mapping[Path, int], names: tu
             for name, stored, size in zip(names, both, sizes, strict=True)
             if start < size
         ]
-        total += sum(_sum_of_squares(rest) for rest in _subtract(blocks))
+        total += sum(_sum_of_squares(part) for part in _subtract(blocks))
     return math.sqrt(total)
 
 
 def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.float32]]:
-    """The difference of one or two vectors: of what both have, and what is left of the longer one."""
+    """The difference of one or two vectors: of their common part, and the rest of the longer one."""
     if len(blocks) == 1:
         return blocks
     common = min(len(block) for block in blocks)

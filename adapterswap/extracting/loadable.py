@@ -1,8 +1,8 @@
-"""Which weights PEFT can adapt: it is asked (`experts.peft_trial`).
+"""Find out which weights PEFT can adapt, by trying (`experts.peft_trial`).
 
-PEFT refuses some modules (Mamba's `out_proj`), takes others for something else (in a mixture of experts every target
-that ends in `gate_proj`, `up_proj` or `down_proj` for the fused experts' parameters, those of dense layers and shared
-experts too), and wraps some that then compute something else. Knows modules; reads no tensor.
+PEFT refuses some modules (Mamba's `out_proj`), mistakes others (in a mixture of experts it takes every target that
+ends in `gate_proj`, `up_proj` or `down_proj` for the fused experts' parameters, even in dense layers and shared
+experts), and wraps some that then compute something else. Knows modules; reads no tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["leave_out_unloadable", "loadable"]
 
 
 def leave_out_unloadable(pair: WeightPair) -> WeightPair:
-    """The pair without the matrices that PEFT cannot adapt; they are among what is left out.
+    """The pair without the matrices that PEFT cannot adapt; these move to `left_out`.
 
     Raises:
         UnsupportedError: none of the matrices is left.
@@ -44,15 +44,15 @@ def leave_out_unloadable(pair: WeightPair) -> WeightPair:
         LeftOutWeight(f"{matrix.weight.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
         for matrix in unloadable
     ]
-    every = sorted([*pair.left_out, *left_out], key=lambda each: each.name)
-    return replace(pair, matrices=matrices, left_out=tuple(every))
+    all_left_out = sorted([*pair.left_out, *left_out], key=lambda weight: weight.name)
+    return replace(pair, matrices=matrices, left_out=tuple(all_left_out))
 
 
 def loadable(build: Callable[[], Any], weights: Sequence[AdaptableWeight]) -> frozenset[str]:
     """The names of the modules for which PEFT loads LoRA factors as they are and then computes with W + ΔW.
 
     Args:
-        build: makes the base's model on torch's meta device.
+        build: builds the base's model on torch's meta device.
         weights: the weights to adapt.
     """
     model = build()
@@ -68,7 +68,7 @@ def loadable(build: Callable[[], Any], weights: Sequence[AdaptableWeight]) -> fr
     usable = [weight for group in groups.values() if _loads(build(), group) for weight in group]
     if usable and not _loads(build(), usable):
         raise UnsupportedError(
-            f"PEFT loads LoRA for each kind of module of {type(model).__name__} alone, but not for all of them at once",
+            f"PEFT can load LoRA for each kind of module of {type(model).__name__} on its own, but not for all at once",
             "Select some modules with `modules`",
             parameter="modules",
         )
@@ -133,7 +133,7 @@ def _is_linear_in_peft(model: Any, name: str, known: dict[type, bool]) -> bool:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 known[kind] = _try(module)
-        except Exception:  # the forward of a class that nobody knows
+        except Exception:  # the forward of an unknown class
             known[kind] = False
     return known[kind]
 
@@ -160,7 +160,7 @@ def _try(module: Any) -> bool:
     holder.add_module("narrow", narrow)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["narrow"], init_lora_weights=False), holder)
     with torch.no_grad():
-        beside = holder.narrow(inputs)
+        unmerged = holder.narrow(inputs)
         holder.narrow.merge()
-        inside = holder.narrow(inputs)
-    return bool(torch.allclose(beside, inside, rtol=1e-4, atol=1e-4))
+        merged = holder.narrow(inputs)
+    return bool(torch.allclose(unmerged, merged, rtol=1e-4, atol=1e-4))

@@ -1,7 +1,7 @@
 """Write extracted factors as an adapter folder: weights, PEFT's config, the record, a model card.
 
-Ranks are known only when the last weight has been cut, so the factors wait in a spool until the safetensors header can
-be written. Knows adapter folders; computes no factor.
+Ranks are known only after the last weight, so the factors wait in a spool until the safetensors header can be written.
+Knows adapter folders; computes no factor.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _NAMES = 8  # kinds of names that a line shows; adapterswap.json has all names
 
 
 def write_folder(
-    folder: Path, pair: WeightPair, form: CutForm, selection: Selection, found: Extraction,
+    folder: Path, pair: WeightPair, form: CutForm, selection: Selection, extraction: Extraction,
     tensors: Sequence[OutputTensor], hashes: list[dict[str, str]], base_model: str,
 ) -> None:  # fmt: skip
     """Fill the empty `folder`.
 
     Args:
-        pair, form, selection: what was asked for.
-        found: what came of it.
+        pair, form, selection: what was requested.
+        extraction: the result.
         tensors: the factors.
         hashes: the SHA-256 of the fine-tune's and of the base's shards.
         base_model: the base, as the user named it.
@@ -57,7 +57,7 @@ def write_folder(
         OSError: the folder cannot be written.
     """
     write_computed(tensors, folder / WEIGHTS)
-    config = _config(pair, found, base_model)
+    config = _config(pair, extraction, base_model)
     write_json(folder / CONFIG, config)
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
     record = ExtractionRecord(
@@ -78,19 +78,21 @@ def write_folder(
         ),
         extracted={
             module.name: ExtractedModule(rank=module.rank, relative_error=module.error, norm=module.norm)
-            for module in found.modules
+            for module in extraction.modules
         },
-        unchanged=list(found.unchanged),
-        left_out={each.name: LeftOut(reason=each.reason, norm=each.norm) for each in found.lost},
+        unchanged=list(extraction.unchanged),
+        left_out={
+            parameter.name: LeftOut(reason=parameter.reason, norm=parameter.norm) for parameter in extraction.lost
+        },
         **({"slice": SliceRecord(layers=selection.layers)} if selection.layers is not None else {}),
     )
     write_json(folder / PROVENANCE, record.content())
-    (folder / CARD).write_text(_card(pair, found, base, config), encoding="utf-8")
+    (folder / CARD).write_text(_card(pair, extraction, base, config), encoding="utf-8")
 
 
-def _config(pair: WeightPair, found: Extraction, base_model: str) -> dict[str, Any]:
+def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[str, Any]:
     """PEFT's config: α = √r gives rsLoRA's scale α/√r = 1 for every module, exactly, so that B·A is ΔW itself."""
-    ranks = {m.name: m.rank for m in found.modules}
+    ranks = {m.name: m.rank for m in extraction.modules}
     weights = [matrix.weight for matrix in pair.matrices if matrix.weight.name in ranks]
     ranks |= {head: ranks[weight.name] for weight in weights for head in weight.tied}
     shapes = {name: Shape(rank, *written_scale(rank, True, 1.0)) for name, rank in ranks.items()}
@@ -109,17 +111,17 @@ def _config(pair: WeightPair, found: Extraction, base_model: str) -> dict[str, A
     )
 
 
-def _card(pair: WeightPair, found: Extraction, base: str | None, config: Mapping[str, Any]) -> str:
-    """The model card: what it was cut out of, how near it comes, what is missing."""
+def _card(pair: WeightPair, extraction: Extraction, base: str | None, config: Mapping[str, Any]) -> str:
+    """The model card: what the adapter was cut out of, its error, and what is missing."""
     front = {
         **({"base_model": base} if base and "/" in base else {}),
         "library_name": "peft",
         **(licence.front() if (licence := licence_of(pair.full.source.folder)) else {}),
         "tags": ["adapterswap", "lora"],
     }
-    rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", found.modules, layer)
-                     for layer in dict.fromkeys(m.layer for m in found.modules))  # fmt: skip
-    lost = "".join(f"- {escaped(line)}\n" for line in lost_lines(found))
+    rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", extraction.modules, layer)
+                     for layer in dict.fromkeys(m.layer for m in extraction.modules))  # fmt: skip
+    lost = "".join(f"- {escaped(line)}\n" for line in lost_lines(extraction))
     return f"""---
 {dump_yaml(front).strip()}
 ---
@@ -127,8 +129,8 @@ def _card(pair: WeightPair, found: Extraction, base: str | None, config: Mapping
 # {escaped(pair.full.source.name)} as an adapter
 
 An rsLoRA adapter for {escaped(str(base))}, cut out of the full fine-tune {escaped(pair.full.name)} with
-adapterswap {__version__}. Its relative error is {found.error:.4f} over the weights that it adapts, and
-{found.whole_error:.4f} over everything that the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
+adapterswap {__version__}. Its relative error is {extraction.error:.4f} over the weights that it adapts, and
+{extraction.whole_error:.4f} over everything that the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
 
 | | modules | rank | relative error |
 |---|---|---|---|
@@ -141,13 +143,13 @@ adapterswap {__version__}. Its relative error is {found.error:.4f} over the weig
 """
 
 
-def lost_lines(found: Extraction) -> list[str]:
+def lost_lines(extraction: Extraction) -> list[str]:
     """A line for each reason why something that changed is not in the adapter, with its share and its names."""
     lines = []
-    for reason, (count, share) in found.lost_by_reason.items():
-        names = shortened(each.name for each in found.lost if each.reason == reason)
+    for reason, (count, share) in extraction.lost_by_reason.items():
+        names = shortened(parameter.name for parameter in extraction.lost if parameter.reason == reason)
         shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more kinds" if len(names) > _NAMES else "")
-        lines.append(f"{count} {reason} ({shown}): a norm of {share:.2%} of the whole change's")
+        lines.append(f"{count} {reason} ({shown}): {share:.2%} of the norm of the whole change")
     return lines
 
 

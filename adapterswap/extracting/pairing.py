@@ -1,8 +1,7 @@
-"""A full fine-tune beside its base: which weights differ in a way that an adapter can hold, and which it cannot.
+"""Match a full fine-tune with its base: which weights an adapter can hold, and which it cannot.
 
-From configs and headers alone; no tensor is read. All that keeps two checkpoints from being a pair is
-reported at once. Knows
-checkpoints and what LoRA can adapt; knows nothing of ranks and outputs.
+Reads only configs and headers, no tensors. Everything that keeps two checkpoints from being a pair is reported at once.
+Knows checkpoints and what LoRA can adapt; knows nothing of ranks and outputs.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ Reason = Literal[
 ]  # fmt: skip
 
 _REMEDY = "Pass the base that it was fine-tuned from"
-_FUSED = {"experts", "router", "gate"}  # parts of names in a mixture of experts whose weights are no Linear's
+_FUSED = {"experts", "router", "gate"}  # name parts in a mixture of experts whose weights are not in a Linear
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which weights are wanted.
+    """Which weights to extract.
 
     Attributes:
         layers: layers such as `0-4,30-31`, or `none`; all by default.
@@ -56,7 +55,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class WeightMatrix:
-    """A weight whose ΔW the adapter is to hold, and where both versions of it lie."""
+    """A weight whose ΔW the adapter will hold, and where both versions are stored."""
 
     weight: AdaptableWeight
     full: Whole
@@ -71,7 +70,7 @@ class WeightMatrix:
 
 @dataclass(frozen=True)
 class LeftOutWeight:
-    """A parameter that the adapter does not hold, though both models have it."""
+    """A parameter that both models have but the adapter does not hold."""
 
     name: str
     reason: Reason
@@ -86,7 +85,7 @@ class WeightPair:
     Attributes:
         full, base: the checkpoints.
         num_layers: the base's layers.
-        matrices: what the adapter is to hold; those without a layer first, then by layer and name.
+        matrices: what the adapter will hold; those without a layer first, then by layer and name.
         left_out: everything else.
     """
 
@@ -120,17 +119,19 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
     _check_selection(selection, anatomy, num_layers, problems)
     problems.raise_if_any()
     matrices, left_out = [], []
-    odd: list[str] = []
+    different_shapes: list[str] = []
     for name in sorted(ours.keys() & theirs.keys()):
-        one, other = ours[name], theirs[name]
+        tuned, original = ours[name], theirs[name]
         weight = anatomy.weights.get(name)
-        both = Whole.of(one.path, one.tensor), Whole.of(other.path, other.tensor)
-        if not _check_numbers(one, other, full, base, problems):
+        both = Whole.of(tuned.path, tuned.tensor), Whole.of(original.path, original.tensor)
+        if not _check_numbers(tuned, original, full, base, problems):
             continue
-        if one.tensor.shape != other.tensor.shape:
-            shapes = f"{name} is {list(one.tensor.shape)} in {full.name} and {list(other.tensor.shape)} in {base.name}"
-            if weight is None or weight.layer is not None or one.tensor.shape[1:] != other.tensor.shape[1:]:
-                odd.append(name)
+        if tuned.tensor.shape != original.tensor.shape:
+            shapes = (
+                f"{name} is {list(tuned.tensor.shape)} in {full.name} and {list(original.tensor.shape)} in {base.name}"
+            )
+            if weight is None or weight.layer is not None or tuned.tensor.shape[1:] != original.tensor.shape[1:]:
+                different_shapes.append(name)
             elif selection.embeddings:
                 problems.add(
                     f"{shapes}: the vocabulary changed",
@@ -143,8 +144,10 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         elif weight is not None and selection.wants(weight):
             matrices.append(WeightMatrix(weight, *both))
         else:
-            left_out.append(LeftOutWeight(name, _reason(name, weight, one), *both))
-    words = ({name: "×".join(map(str, held[name].tensor.shape)) for name in odd} for held in (ours, theirs))
+            left_out.append(LeftOutWeight(name, _reason(name, weight, tuned), *both))
+    words = (
+        {name: "×".join(map(str, held[name].tensor.shape)) for name in different_shapes} for held in (ours, theirs)
+    )
     compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
     for matrix in matrices:
@@ -165,14 +168,14 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
         if checkpoint.config.get("quantization_config"):
             problems.add(
                 f"{checkpoint.name} is quantised",
-                "Pass it in floating point numbers",
+                "Pass a version with floating point weights",
                 parameter=parameter,
                 kind=UnsupportedError,
             )
     kinds = [checkpoint.config.get("model_type") for checkpoint in (full, base)]
     if kinds[0] != kinds[1]:
         problems.add(
-            f"{full.name} is a {kinds[0]} model, and the base {base.name} a {kinds[1]}",
+            f"{full.name} is a {kinds[0]} model, but the base {base.name} is a {kinds[1]} model",
             _REMEDY,
             parameter="base_model",
         )
@@ -181,7 +184,7 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
     if anatomies[0].tied != anatomies[1].tied:
         heads = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
         raise BaseModelError(
-            f"{full.name} {heads[0]} to the embedding, and the base {base.name} {heads[1]}",
+            f"{full.name} {heads[0]} to the embedding, but the base {base.name} {heads[1]}",
             f"{_REMEDY}, or keep the full checkpoint",
             parameter="base_model",
         )
@@ -189,9 +192,9 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
 
 
 def _named(checkpoint: Checkpoint, anatomy: Anatomy) -> Iterator[tuple[str, StoredTensor]]:
-    """The stored tensors under the model's names; under their own where the model knows none.
+    """The stored tensors by the model's names, or by their own if the model has none for them.
 
-    What is neither a parameter nor a floating point number is a buffer of an older version, such as a causal mask.
+    A tensor that is neither a parameter nor floating point is a buffer of an older version, such as a causal mask.
     """
     for key, parameter in checkpoint.parameters.items():
         name = anatomy.name_of(key)
@@ -204,10 +207,10 @@ def _check_names(
     anatomy: Anatomy, problems: Problems,
 ) -> None:  # fmt: skip
     known = set(anatomy.parameters.values())
-    for one, other, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
-        for name in sorted(one.keys() - other.keys()):
-            if name in known or len(one[name].tensor.shape) > 1:  # else a buffer that one version saved
-                problems.add(f"{has.name} holds {name}, and {lacks.name} does not", _REMEDY, parameter="base_model")
+    for holder, lacking, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
+        for name in sorted(holder.keys() - lacking.keys()):
+            if name in known or len(holder[name].tensor.shape) > 1:  # else a buffer that one version saved
+                problems.add(f"{has.name} holds {name}, but {lacks.name} does not", _REMEDY, parameter="base_model")
     for name in sorted(anatomy.weights.keys() - ours.keys() - theirs.keys()):
         problems.add(
             f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
@@ -224,7 +227,7 @@ def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, pr
             layers = parse_layers(selection.layers)
         except ValueError as error:
             problems.add(
-                f"`layers`: {error}", "Write for instance `layers=0-4,30-31`", parameter="layers", kind=ArgumentError
+                f"`layers`: {error}", "Pass for example `layers=0-4,30-31`", parameter="layers", kind=ArgumentError
             )
     if layers and max(layers) >= num_layers:
         beyond = format_layers(layer for layer in layers if layer >= num_layers)
@@ -240,7 +243,7 @@ def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, pr
             ends = sorted({weight.name.rpartition(".")[2] for weight in inside})
             problems.add(
                 f"`modules` {module!r} matches nothing",
-                f"Name attention, mlp, or {', '.join(ends)}",
+                f"Use attention, mlp, or {', '.join(ends)}",
                 parameter="modules",
                 kind=ArgumentError,
             )
@@ -258,11 +261,11 @@ def _check_tying(weight: AdaptableWeight) -> None:
 
 
 def _check_numbers(
-    one: StoredTensor, other: StoredTensor, full: Checkpoint, base: Checkpoint, problems: Problems
+    full_weight: StoredTensor, base_weight: StoredTensor, full: Checkpoint, base: Checkpoint, problems: Problems
 ) -> bool:
     wrong = [
         (weight, checkpoint, parameter)
-        for weight, checkpoint, parameter in ((one, full, "full"), (other, base, "base_model"))
+        for weight, checkpoint, parameter in ((full_weight, full, "full"), (base_weight, base, "base_model"))
         if weight.tensor.dtype not in FLOATS
     ]
     for weight, checkpoint, parameter in wrong:

@@ -1,4 +1,4 @@
-"""What an extraction found, as data: ranks, errors, and what was left out. Reads and prints nothing."""
+"""The result of an extraction, as data: ranks, errors, and what was left out. Reads and prints nothing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Extracted:
     Attributes:
         name, layer, kind: the module.
         out_features, in_features: the size of its ΔW.
-        rank: of its factors.
+        rank: the rank of its factors.
         norm: ‖ΔW‖, the Frobenius norm.
         error: ‖ΔW - B·A‖ / ‖ΔW‖, with the factors as they are written.
-        dtype: of its factors, by its name in files.
+        dtype: the dtype of its factors, by its name in files.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Extraction:
     Attributes:
         modules: the adapter's.
         unchanged: modules that the fine-tune did not change; the adapter leaves them out.
-        lost: what else it changed.
+        lost: everything else that it changed.
     """
 
     modules: tuple[Extracted, ...]
@@ -88,21 +88,23 @@ class Extraction:
     @property
     def whole_error(self) -> float:
         """The same over everything that the fine-tune changed: what was left out counts as lost."""
-        lost = _norm(each.norm for each in self.lost)
+        lost = _norm(parameter.norm for parameter in self.lost)
         return math.hypot(lost, self.norm * self.error) / math.hypot(lost, self.norm)
 
     @property
     def lost_share(self) -> float:
         """The part of ‖W_full - W_base‖ over all parameters that lies outside the adapter's modules."""
-        lost = _norm(each.norm for each in self.lost)
+        lost = _norm(parameter.norm for parameter in self.lost)
         return lost / math.hypot(lost, self.norm)
 
     @property
     def lost_by_reason(self) -> Mapping[Reason, tuple[int, float]]:
         """For each reason the number of parameters, and their share as in `lost_share`."""
-        whole = math.hypot(_norm(each.norm for each in self.lost), self.norm)
-        reasons = sorted({each.reason for each in self.lost})
-        groups = {reason: [each.norm for each in self.lost if each.reason == reason] for reason in reasons}
+        whole = math.hypot(_norm(parameter.norm for parameter in self.lost), self.norm)
+        reasons = sorted({parameter.reason for parameter in self.lost})
+        groups = {
+            reason: [parameter.norm for parameter in self.lost if parameter.reason == reason] for reason in reasons
+        }
         return {reason: (len(norms), _norm(norms) / whole) for reason, norms in groups.items()}
 
 
