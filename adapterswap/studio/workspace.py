@@ -169,7 +169,7 @@ class Workspace:
             using.enter_context(self.live.use(composition))
 
             def step_aside() -> None:
-                if self.turns.waiting:  # whoever comes next sets another composition, and may step aside as well
+                if self.turns.waiting:  # the next visitor sets another composition, and may step aside as well
                     using.close()
                     self.turns.step_aside()
                     using.enter_context(self.live.use(composition))
