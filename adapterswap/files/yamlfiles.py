@@ -18,7 +18,19 @@ from adapterswap.files.extending import Layer, Location, load_layers, merge_laye
 from adapterswap.files.smallfiles import exists, shown
 from adapterswap.files.yamltext import parse_yaml
 
-__all__ = ["FieldMistake", "StrictModel", "apply_overrides", "list_values", "read_content", "read_recipe", "validate"]
+__all__ = [
+    "MEMBER",
+    "FieldMistake",
+    "StrictModel",
+    "apply_overrides",
+    "list_values",
+    "read_content",
+    "read_recipe",
+    "validate",
+]
+
+MEMBER = "\0"
+"""What the tag of a union's member begins with, which pydantic names in a mistake's place, and no recipe has."""
 
 _AnyModel = TypeVar("_AnyModel", bound=BaseModel)
 
@@ -243,8 +255,8 @@ def _explained(
 def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
     """`location` as the recipe has it: where `list_values` made a mapping a list, keys instead of positions."""
     written: list[int | str] = []
-    for place, step in enumerate(location, start=1):
-        if written and _names_a_member(step, content, last=place == len(location)):
+    for step in location:
+        if isinstance(step, str) and (step.startswith(MEMBER) or step == "[key]"):
             continue
         if isinstance(content, dict) and isinstance(step, int):
             step = [key for key, value in content.items() if value is not None][step]
@@ -256,13 +268,6 @@ def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
         except (KeyError, IndexError, TypeError):  # a missing key, or a step of pydantic's own
             content = None
     return tuple(written)
-
-
-def _names_a_member(step: int | str, content: Any, *, last: bool) -> bool:
-    """Whether a step of pydantic's is the member of a union that `content` was tried as, not a key of `content`."""
-    if isinstance(content, Mapping):
-        return isinstance(step, str) and step not in content and not last and step != "parameters"
-    return isinstance(content, str | int | float)
 
 
 def _explain(details: Any, written: Location, model: type[BaseModel], where: str) -> Problem:

@@ -83,7 +83,8 @@ for _method in BUILT_IN.values():
 RESERVED = frozenset(
     {
         "allocation", "allow_negative", "averages", "base_model", "blend", "bottom", "bottom_transition", "expert",
-        "experts", "language", "language_weight", "layers", "max_error", "max_rank", "method", "modules", "name",
+        "experts", "full_rank",
+        "language", "language_weight", "layers", "max_error", "max_rank", "method", "modules", "name",
         "norms", "normalize", "num_layers", "optional", "outside", "parameters", "partition", "row_threshold", "rules",
         "stack", "task", "task_type", "task_weight", "top", "top_transition", "weights",
     }
@@ -107,11 +108,8 @@ def find_method(name: str) -> Method:
     if name not in added:
         known = [*BUILT_IN, *ALIASES, *added]
         parts = [other for other in known if name and name in other]  # `swap` of layer_swap, which is not near enough
-        remedy = (
-            f"Did you mean {' or '.join(map(repr, parts))}?"
-            if len(parts) in (1, 2, 3)
-            else (did_you_mean(name, known, f"Choose among {', '.join(known)}"))
-        )
+        listed = f"Did you mean {' or '.join(map(repr, parts))}?" if len(parts) in (1, 2, 3) else None
+        remedy = did_you_mean(name, known, listed or f"Choose among {', '.join(known)}")
         raise ArgumentError(f"There is no method {name!r}", remedy, parameter="method")
     return _loaded(name)
 

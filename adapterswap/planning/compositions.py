@@ -16,7 +16,7 @@ from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, fi
 from adapterswap.errors import CompositionError, FieldError
 from adapterswap.experts.layers import MAX_LAYERS, NO_LAYER, STACKS, NumLayers, Stack, depth_of, format_layers
 from adapterswap.files.smallfiles import expand_text
-from adapterswap.files.yamlfiles import FieldMistake
+from adapterswap.files.yamlfiles import MEMBER, FieldMistake
 from adapterswap.methods.method import SCALE, SEED
 from adapterswap.methods.registry import check_name, find_method, names_of, own_parameters
 from adapterswap.planning.allocation import BASE, Rule, check_weights
@@ -33,8 +33,8 @@ Outside = Literal["average", "task", "language"]
 Stacks = Literal["both", "encoder", "decoder"]
 _Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 _Depths = Annotated[  # one of the two is tried, so that a mistake is reported once
-    Annotated[_Depth, Tag("one")] | Annotated[dict[Stack, _Depth], Tag("stacks")],
-    Discriminator(lambda value: "stacks" if isinstance(value, Mapping) else "one"),
+    Annotated[_Depth, Tag(f"{MEMBER}one")] | Annotated[dict[Stack, _Depth], Tag(f"{MEMBER}stacks")],
+    Discriminator(lambda value: MEMBER + ("stacks" if isinstance(value, Mapping) else "one")),
 ]
 TaskType = Literal["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 

@@ -180,7 +180,7 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "trainable tokens": (
         with_tensor(f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"), {}, "trainable tokens"
     ),
-    "a whole weight": (with_tensor(f"{PREFIX}lm_head.weight"), {}, "lm_head.weight is a whole weight"),
+    "a whole weight": (with_tensor(f"{PREFIX}lm_head.weight"), {}, "lm_head is to be averaged with"),
     "the base's weight without LoRA": (
         with_tensor(f"{PREFIX}lm_head.base_layer.weight"), {}, "lm_head.base_layer.weight is a copy that PEFT saved"
     ),
