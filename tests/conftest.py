@@ -8,7 +8,7 @@ import signal
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any Hugging Face library is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +173,18 @@ def small_lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scene = replace(SCENES["gap"], math_rows=300, language_rows=300)
     run_lab(scene, 1, folder, sizes=Sizes(development=20, test=20))
     return folder
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[object]:
+    """Chromium; one for all tests of a process, which cannot drive two."""
+    import shutil
+
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no Chromium is installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

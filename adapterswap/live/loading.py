@@ -239,7 +239,8 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
             parameter="expert",
         )
     for module in (module for name, module in fused.items() if name in parameters):
-        if sorted(parameters[module.name]) != sorted((module.experts, module.out_features, module.in_features)):
+        shape = (module.experts, module.out_features, module.in_features)
+        if _axes(parameters[module.name]) != _axes(shape):
             problems.add(
                 f"{module.name} is {module.shape} in the expert {name!r}, and "
                 f"{'×'.join(map(str, parameters[module.name]))} in the model",
@@ -295,12 +296,17 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
+def _axes(shape: tuple[int, ...]) -> list[int]:
+    """The sizes of a shape's axes in any order, which differs from model to model; a router's parameter has two."""
+    return sorted(size for size in shape if size != 1)
+
+
 def _parameters(base: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's parameters with three axes, by their names without PEFT's layers around them."""
+    """The shapes of a model's matrices and stacks of them, by their names without PEFT's layers around them."""
     found = (
         (re.sub(r"(\.base_layer)+\.", ".", name), tuple(parameter.shape))
         for name, parameter in base.named_parameters()
-        if parameter.dim() == 3
+        if parameter.dim() in (2, 3)
     )
     return dict(found)
 

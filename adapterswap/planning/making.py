@@ -382,7 +382,11 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
             slot = _resized(slot, planned, having, problems)
         filled[key] = slot
     filled, untied = _settle_head(filled, tied, plan.adapters, base)
-    check_sizes({n: s.shape[0] for n, s in filled.items() if is_vocabulary(s.module, s.layer)}, problems)
+    ends = {name: slot.shape[0] for name, slot in filled.items() if is_vocabulary(slot.module, slot.layer)}
+    if any(
+        size != stored[name].tensor.shape[0] for name, size in ends.items() if name in stored
+    ):  # a base's own may differ
+        check_sizes(ends, problems)
     check_matrices(filled, problems)
     check_numbers(filled, problems)
     problems.raise_if_any()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,14 +53,3 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Report:
         tasks={"sw*": [SW], "te*": [TE]}, retention=[EN],
     )  # fmt: skip
     return reported(craft(tmp_path_factory.mktemp("latex") / "run", asked, documents=30))
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[object]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()

@@ -83,17 +83,6 @@ def served(serve: Callable[[Workspace], str], workspace: Workspace) -> Served:
     return Served(serve(workspace), workspace)
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 Visit = Callable[..., Any]
 
 
