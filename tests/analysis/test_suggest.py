@@ -215,7 +215,7 @@ def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: P
     experts = ("-t", math, "-l", swahili)
     for arguments, code, told in (
         (("--task-texts", "a"), 2, "Pass both --task-texts and --language-texts"),
-        (("--task-texts", "a", "--language-texts", "b"), 2, "give --base-model"),
+        (("--task-texts", "a", "--language-texts", "b"), 2, "require --base-model"),
         (("-o", tmp_path), 1, "is a folder"),
     ):
         result = run("suggest", *experts, *arguments)
