@@ -391,7 +391,7 @@ def test_checkpoints_that_cannot_be_written_are_reported(tmp_path: Path, make_re
             "adapter.target_modules",
             "'embed_tokens'",
         ),
-        ({"training": {"max_length": 4}}, DataError, "training.max_length", "64 rows .*longest row has 7"),
+        ({"training": {"max_length": 4}}, DataError, "training.max_length", "all 64 rows.*longest row has 7"),
         ({"rows": [{"question": "w1", "answer": ""}]}, DataError, "datasets", "1 rows"),
         ({"validation": {"rows": 64}}, DataError, "validation", "64 rows.* 64"),
         ({"chat_template": True}, BaseModelError, "base_model", "rows.jsonl"),
