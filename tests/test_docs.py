@@ -15,6 +15,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from importing import loaded
 
 from adapterswap.cli import COMMANDS, main
 
@@ -25,12 +26,7 @@ PAGES = sorted(
 
 
 def script_called(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return loaded(ROOT / "scripts" / f"{name}.py")
 
 
 def test_the_command_reference_is_what_help_says() -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from importing import loaded
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def wording() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wording", ROOT / "scripts" / "wording.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "scripts" / "wording.py")
 
 
 def test_everything_tracked_is_free_of_them(wording: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,13 +61,8 @@ _NOT_COMPARED: dict[int, set[str]] = {
     3: set(),
 }
 _NOT_IN_SOURCES: dict[int, set[str]] = {1: {"base_model", "base_revision", "origin"}, 2: {"origin"}, 3: set()}
-_WHERE = {
-    "source",
-    "revision",
-    "sha256",
-    "fingerprints",
-    "entered",
-}  # a source can be in another place: its files count
+# A source can be in another place: its files count.
+_WHERE = {"source", "revision", "sha256", "fingerprints", "entered"}
 
 _FILES = "files"  # the list that `atomic_folder` adds
 _ABSENT = object()

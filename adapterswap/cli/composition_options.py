@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from adapterswap.cli.paths import EXPERT
+from adapterswap.cli.paths import EXPERT, name_and_path
 from adapterswap.cli.printing import note
 from adapterswap.errors import ArgumentError
 from adapterswap.methods.method import Parameter
@@ -299,9 +299,7 @@ def named_experts(options: tuple[str, ...]) -> dict[str, str]:
 
     experts: dict[str, str] = {}
     for option in options:
-        name, equals, place = option.partition("=")
-        if not equals or not name or not place:
-            raise click.UsageError(f"--expert {option!r} is not NAME=PATH.")
+        name, place = name_and_path(option)
         if name in experts:
             raise click.UsageError(f"--expert {name} was passed twice.")
         experts[name] = expand_text(place)

@@ -17,7 +17,7 @@ import click
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-__all__ = ["EXPERT", "EXPERT_OR_RECIPE", "FOLDER", "PATH", "EntryPath", "RecipePath"]
+__all__ = ["EXPERT", "EXPERT_OR_RECIPE", "FOLDER", "PATH", "EntryPath", "RecipePath", "name_and_path"]
 
 _MARKS = ("adapter_config.json", "config.json")  # a folder with one of these is an expert or a base
 _PLAIN = re.compile(r"[\w./~+@%=:-]*")  # what bash accepts from a completion unquoted
@@ -131,3 +131,11 @@ PATH = EntryPath()
 FOLDER = EntryPath("dir")
 EXPERT = _ExpertPath()
 EXPERT_OR_RECIPE = _ExpertPath(or_recipe=True)
+
+
+def name_and_path(option: str) -> tuple[str, str]:
+    """The two parts of `--expert NAME=PATH`."""
+    name, equals, path = option.partition("=")
+    if not equals or not name or not path:
+        raise click.UsageError(f"--expert {option!r} is not NAME=PATH.")
+    return name, path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from adapterswap.cli.paths import EXPERT
+from adapterswap.cli.paths import EXPERT, name_and_path
 from adapterswap.cli.printing import note, print_json, working
 
 if TYPE_CHECKING:
@@ -34,12 +34,7 @@ def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json
     """
     from adapterswap.checking.verifying import verify
 
-    source_paths = {}
-    for option in experts:
-        name, equals, folder = option.partition("=")
-        if not equals or not name or not folder:
-            raise click.UsageError(f"--expert {option!r} is not NAME=PATH.")
-        source_paths[name] = folder
+    source_paths = dict(map(name_and_path, experts))
     with working("verifying"):
         verification = verify(path, source_paths, base_model=base_model)
     if as_json:

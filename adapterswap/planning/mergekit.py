@@ -221,7 +221,7 @@ class _Reading:
                 "Write a part of a tensor's name, such as self_attn or mlp",
                 parameter="parameters",
             )
-        # The first expert of the first rule gives the config and the tokenizer where there is no base.
+        # Without a base, the config and the tokenizer come from the first expert of the first rule.
         rules = tuple(sorted(_compressed(outcomes), key=lambda rule: rule.experts[:1] != (self.names[first],)))
         used = {name for rule in rules for name in rule.experts}
         composition = Composition(

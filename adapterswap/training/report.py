@@ -100,7 +100,7 @@ class TrainReport:
         rows: the counts of rows used and dropped.
         tokens: tokens read in training, without padding.
         seconds: wall time of this process's training steps, including checkpoints but not evaluation.
-        trainable_parameters: parameters of the adapter, or of the model if there is no adapter.
+        trainable_parameters: the number of trained parameters: the adapter's, or the model's own.
         processes: how many processes trained together.
         selection: the checkpoints' scores, and which one was written; None if the last step's weights were written.
     """

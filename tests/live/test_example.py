@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from importing import loaded
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "live"
 
@@ -16,12 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "live"
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
-    spec = importlib.util.spec_from_file_location("chat", EXAMPLE / "chat.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(EXAMPLE / "chat.py")
 
 
 def test_a_session(chat: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,8 +105,8 @@ def test_sources_that_changed_are_named(
     [
         ({}, "the base came from a folder named"),
         ({"output": {"dtype": "int4"}}, "int4"),
-        ({"output": {"layout": "exact"}}, "is not understood"),
-        ({"base_model": 7}, "is not understood"),
+        ({"output": {"layout": "exact"}}, "cannot read"),
+        ({"base_model": 7}, "cannot read"),
     ],
 )
 def test_records_that_cannot_be_followed(

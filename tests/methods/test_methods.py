@@ -425,5 +425,5 @@ def test_a_rounding_beyond_the_wanted_error_is_reported(run: Callable[..., Resul
         options = ("--method", "soup", "--max-error", 0.0001, "--num-layers", 4, "--dry-run", "-o", tmp_path / "out")
         result = run("compose", "-t", tmp_path / f"{name}-m", "-l", tmp_path / f"{name}-l", *options)
         assert result.exit_code == 0, result.stderr
-        assert ("beyond --max-error 0.0001" in result.stderr) == (name == "half")
+        assert ("above --max-error 0.0001" in result.stderr) == (name == "half")
         assert ("< 0.001 on average" in result.stderr) == (name == "whole")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,6 @@ from adapterswap.reporting import Report, make_report, open_source, write_report
 
 from .crafting import HOSTILE, craft, recipe
 from .reading import EN, SW, TE, reported
-
-# What shows Chromium's answers, where the package and a system's browser are installed.
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from adapterswap.lab.report import LAB_FORMAT
 from adapterswap.lab.scenes import SCENES
 from adapterswap.studio.workspace import Workspace, open_lab
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 
 

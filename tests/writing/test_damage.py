@@ -200,7 +200,7 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 SOUND_TENSORS = {  # they are as they should be, and cannot be composed exactly
     "a convolution", "float8", "integers", "float64", "a bias of the base",
-    "trainable tokens", "a whole weight", "the base's weight without LoRA", "a saved module of integers",
+    "trainable tokens", "the base's weight without LoRA", "a saved module of integers",
     "an encoder and a decoder",
 }  # fmt: skip
 
@@ -212,6 +212,9 @@ def test_tensors_that_are_no_lora(
     content, settings, told = WRONG_TENSORS[wrong]
     adapter(tmp_path / "swahili", content, config(**settings))
     refused(told, *compose(*pair, tmp_path / "out"))
+    if wrong == "a whole weight":  # PEFT saves it beside new tokens; only its average with the base's own is refused
+        adapterswap.open_adapter(pair[1])
+        return
     with refusals.refused(UnsupportedError if wrong in SOUND_TENSORS else ExpertError):
         adapterswap.open_adapter(pair[1])
 
