@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,9 +55,11 @@ class _ExpertPath(EntryPath):
         self.or_recipe = or_recipe
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from adapterswap.experts.hub_cache import cached_models
+
         name, equals, typed = incomplete.rpartition("=")
         completions = _entries(typed, lambda path: _is_expert(path) or (self.or_recipe and _is_recipe(path)))
-        cached = [hub_id for hub_id in _cached_ids() if hub_id.startswith(typed)]
+        cached = [repo for repo in cached_models() if repo.startswith(typed)]
         return _as_items([name + equals + entry for entry in (*completions, *cached)], incomplete, self.kind)
 
 
@@ -101,17 +103,6 @@ def _is_expert(path: Path) -> bool:
 
 def _is_recipe(path: Path) -> bool:
     return path.suffix in _SUFFIXES and path.is_file()
-
-
-def _cached_ids() -> Iterable[str]:
-    """The Hub ids of what huggingface_hub has in its cache."""
-    home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))).expanduser()
-    try:
-        names = sorted(os.listdir(cache))
-    except OSError:
-        return []
-    return [name.removeprefix("models--").replace("--", "/", 1) for name in names if name.startswith("models--")]
 
 
 def _as_items(completions: list[str], incomplete: str, kind: str) -> list[CompletionItem]:

@@ -27,6 +27,7 @@ from adapterswap.errors import (
     printable,
     reason_of,
 )
+from adapterswap.experts.hub_cache import is_cached
 from adapterswap.files.smallfiles import exists, expand, is_folder, read_json
 
 __all__ = [
@@ -248,7 +249,7 @@ def cached_base_folder(reference: str) -> Path | None:
     if is_folder(path):
         return path
     wanted = parse_hub_id(reference)
-    if wanted is None or wanted.subfolder:
+    if wanted is None or wanted.subfolder or not is_cached(wanted.repo):
         return None
     from huggingface_hub import try_to_load_from_cache
 
