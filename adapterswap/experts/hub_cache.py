@@ -1,4 +1,4 @@
-"""Which models are in the Hub's cache on this machine. Reads folder names only: importing the Hub's client takes 0.15 s."""
+"""Which models are in the Hub's cache. Reads folder names only, since importing the Hub's client takes 0.15 s."""
 
 from __future__ import annotations
 
