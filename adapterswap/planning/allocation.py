@@ -67,8 +67,8 @@ class Rule(MethodFields):
     )
     stack: Stack | None = Field(
         default=None,
-        description="Of a model with both: `encoder` or `decoder`, what lies in it; its layers are counted from 0. "
-        "Absent: both.",
+        description="Of a model with an encoder and a decoder: the stack that the rule applies to; each stack counts "
+        "its layers from 0. Absent: both.",
     )
     modules: tuple[str, ...] | None = Field(
         default=None,
@@ -82,11 +82,11 @@ class Rule(MethodFields):
         "code]}. A method treats each average as one expert.",
     )
     weights: Literal["magnitude"] | None = Field(
-        default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: as they are."
+        default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: unchanged."
     )
     method: BlendMethod = Field(default="linear", description=f"How a blend is computed: {', '.join(_BLENDS)}.")
     parameters: dict[str, Any] = Field(
-        default={}, validate_default=True, description="Those of the method, such as density, with their defaults."
+        default={}, validate_default=True, description="The method's parameters, such as density. Absent: its defaults."
     )
     normalize: bool | None = Field(
         default=None, description="Divide a blend's weights by their sum. Default: yes for linear and ties, else no."
@@ -99,14 +99,14 @@ class Rule(MethodFields):
 
     @classmethod
     def from_text(cls, text: str) -> Rule:
-        """The rule that a line of text stands for: `[MODULES of] EXPERTS [: LAYERS] [with KEY=VALUE, …]`.
+        """Read a rule from one line: `[MODULES of] EXPERTS [: LAYERS] [with KEY=VALUE, …]`.
 
-        `swahili: 0-4,30-31` · `math*0.5 + swahili*0.5: 5` · `mlp of code: 6-9` · `math`. Weights are shares, divided by
-        their sum, as in `blend`. Names of other characters than letters, digits, `_`, `-` and `.` are quoted.
+        Examples: `swahili: 0-4,30-31` · `math*0.5 + swahili*0.5: 5` · `mlp of code: 6-9` · `math`. Weights are divided
+        by their sum, as in `blend`. Quote names that hold anything but letters, digits, `_`, `-` and `.`.
 
         Raises:
             ArgumentError: `text` is not a string.
-            FieldError: it is not of this form (the message names the character), or makes no rule.
+            FieldError: `text` does not have this form (the message says at which character), or is not a valid rule.
         """
         check_type(text, str, "text", "Pass a rule such as 'swahili: 0-4,30-31'")
         try:
@@ -133,9 +133,9 @@ class Rule(MethodFields):
     @model_validator(mode="after")
     def _check(self) -> Rule:
         if (self.expert is None) == (self.blend is None):
-            raise ValueError("a rule gives its modules to one `expert` or to a `blend`: write exactly one of them")
+            raise ValueError("a rule gives its modules to one `expert` or to a `blend`: set exactly one of them")
         if self.modules is not None and not all(self.modules):
-            raise FieldMistake("`modules` holds an empty name", "modules")
+            raise FieldMistake("`modules` contains an empty name", "modules")
         if self.modules == ():
             raise FieldMistake("`modules` is empty: leave it out to match all modules", "modules")
         self._check_averages()
@@ -143,10 +143,11 @@ class Rule(MethodFields):
             extra = self.model_fields_set & {"weights", "method", "parameters", "normalize"}
             if extra:
                 names = sorted(extra)
-                raise FieldMistake(f"{', '.join(names)} belong to a `blend`, and the rule names an owner", names[0])
+                message = f"the rule names one `expert`, so it cannot set {', '.join(names)}, which belong to a `blend`"
+                raise FieldMistake(message, names[0])
             return self
         if self.weights and self.method != "linear":
-            raise FieldMistake(f"magnitude weights belong to averages, not to {self.method}", "weights")
+            raise FieldMistake(f"magnitude weights work with averages, not with {self.method}", "weights")
         if self.weights and self.blend.get(BASE):
             raise FieldMistake(
                 "magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights", "weights"
@@ -160,21 +161,19 @@ class Rule(MethodFields):
         method.check(self.parameters)
         least, most = method.sides
         if least == most == 2 and (len(blend) != 2 or BASE in blend):
-            raise FieldMistake(f"{self.method} goes from one expert to another: name exactly two", "blend")
+            raise FieldMistake(f"{self.method} interpolates between two experts: name exactly two", "blend")
         if blend and len(blend) < least:
             message = f"{self.method} needs at least {least} experts, and the blend names {len(blend)}"
             raise FieldMistake(message, "blend")
         if method.counts_absent and BASE in blend:
             raise FieldMistake(f"{self.method} combines experts, and the blend names the base: leave it out", "blend")
         if not method.weighted and (odd := [name for name, weight in blend.items() if weight != 1]):
-            message = f"{self.method} takes no weights, and that of {odd[0]} is {blend[odd[0]]:g}: set each to 1"
+            message = f"{self.method} takes no weights, but {odd[0]} has {blend[odd[0]]:g}: set every weight to 1"
             raise FieldMistake(message, "blend")
         if self.method == "slerp" and (min(blend.values()) < 0 or self.normalize is False):
-            raise FieldMistake(
-                "slerp's weights are shares of the way: not negative, and always divided by their sum", "blend"
-            )
+            raise FieldMistake("slerp's weights must not be negative, and are always divided by their sum", "blend")
         if self.method == "nuslerp" and self.normalize is False:
-            raise FieldMistake("nuslerp's weights are shares of the way, and always divided by their sum", "normalize")
+            raise FieldMistake("nuslerp's weights are always divided by their sum: leave `normalize` out", "normalize")
 
     def _check_averages(self) -> None:
         named = {self.expert} if self.blend is None else self.blend.keys()
@@ -182,7 +181,7 @@ class Rule(MethodFields):
             if name == BASE or name not in named:
                 raise FieldMistake(f"`averages` defines {name!r}, which neither `expert` nor `blend` uses", "averages")
             if not members or len(set(members)) < len(members):
-                raise FieldMistake(f"the average {name!r} must name experts, each of them once", "averages")
+                raise FieldMistake(f"the average {name!r} must list at least one expert, and none twice", "averages")
             if not self.averages.keys().isdisjoint(members):
                 raise FieldMistake(f"the average {name!r} contains an average: list the experts themselves", "averages")
 
@@ -191,24 +190,24 @@ class Rule(MethodFields):
         return find_method(self.method).normalizes if self.normalize is None else self.normalize
 
     def as_data(self) -> dict[str, Any]:
-        """The rule as it is written in YAML or JSON, without defaults."""
+        """The rule as plain data for YAML or JSON, without defaults."""
         return self.model_dump(mode="json", exclude_defaults=True, by_alias=True)
 
     def matches(self, name: str, layer: int | None, kind: Kind) -> bool:
-        """Whether the rule takes the module of this name, layer and kind."""
+        """Whether the rule matches the module with this name, layer and kind."""
         if self.stack is not None and stack_of(name) != self.stack:
             return False
         if self.layers is not None:
-            wanted = layer is None if self.layers == NO_LAYER else layer in parse_layers(self.layers)
-            if not wanted:
+            in_layers = layer is None if self.layers == NO_LAYER else layer in parse_layers(self.layers)
+            if not in_layers:
                 return False
         return self.modules is None or any(selects(module, name, kind) for module in self.modules)
 
     @property
     def sides(self) -> dict[str, dict[str, float]]:
-        """What the rule combines: by name, an expert alone or an average, with each expert's share of it.
+        """What the rule combines: for each name, an expert or an average, the experts in it and their shares.
 
-        The base is left out, and counts in an average: the average of an expert and the base is half the expert.
+        The base is left out but counts in an average: the average of an expert and the base is half the expert.
         """
         names = [self.expert] if self.expert is not None else list(self.blend or {})
         members = {name: self.averages.get(name, (name,)) for name in names if name != BASE}
@@ -219,7 +218,7 @@ class Rule(MethodFields):
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """The experts that the rule names, those inside averages included; without the base."""
+        """The experts that the rule names, including those inside averages, without the base."""
         return tuple(dict.fromkeys(expert for shares in self.sides.values() for expert in shares))
 
     @property
@@ -228,7 +227,7 @@ class Rule(MethodFields):
         return self.expert if self.expert in self.averages else None
 
     def side_weights(self) -> dict[str, float]:
-        """The factor of each side's ΔW: 1 for an owner, w_i/Σw or w_i for a blend; the base and zeros left out.
+        """The factor of each side's ΔW: 1 for an owner, w_i/Σw or w_i for a blend. The base and zeros are left out.
 
         For nonlinear methods, and for weights that depend on the tensors, these are the weights w_i themselves.
         """
@@ -243,9 +242,9 @@ class Rule(MethodFields):
         """The coefficient of each expert's ΔW, by (side, expert): the side's weight times the expert's share.
 
         Args:
-            weights: of the sides, such as `side_weights`.
-            apart: keep an expert that is on several sides apart on each, as nonlinear methods need it. Otherwise it
-                gets the sum of its coefficients, and is a side of its own.
+            weights: by side, for example `side_weights`.
+            apart: keep one entry per side for an expert that is on several sides, as nonlinear methods need.
+                Otherwise its coefficients are summed, and it becomes a side of its own.
         """
         sides = self.sides
         parts = {
@@ -253,10 +252,10 @@ class Rule(MethodFields):
         }
         if apart:
             return parts
-        together: dict[tuple[str, str], float] = {}
+        summed: dict[tuple[str, str], float] = {}
         for (_, expert), coefficient in parts.items():
-            together[expert, expert] = together.get((expert, expert), 0.0) + coefficient
-        return {key: coefficient for key, coefficient in together.items() if coefficient != 0}
+            summed[expert, expert] = summed.get((expert, expert), 0.0) + coefficient
+        return {key: coefficient for key, coefficient in summed.items() if coefficient != 0}
 
     def coefficients(self) -> dict[str, float]:
         """`side_weights` by expert."""
@@ -265,12 +264,12 @@ class Rule(MethodFields):
     def combine(
         self, deltas: Mapping[str, npt.NDArray[np.float32]], weights: Mapping[str, float], *, seed: int, module: str
     ) -> npt.NDArray[np.float32]:
-        """What the rule's method makes of the sides' dense ΔW of a module, where that is not a weighted sum.
+        """Combine the sides' dense ΔW of one module by the rule's method, if that is not a weighted sum.
 
         Args:
-            deltas: by side, out×in; whole weights where the method combines those.
+            deltas: by side, out×in; whole weights if the method acts on those.
             weights: by side.
-            seed: of the composition.
+            seed: the composition's seed.
             module: the module's name.
         """
         method = find_method(self.method)
@@ -288,7 +287,7 @@ class Rule(MethodFields):
         seed: int,
         module: str,
     ) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
-        """As `combine`, from the factors (B, A) of each side's ΔW to those of the result; see `on_cores`."""
+        """Like `combine`, but takes the factors (B, A) of each side's ΔW and returns the result's; see `on_cores`."""
         method = find_method(self.method)
         assert isinstance(method, CoreMethod)
         values = {**self.parameters, SEED.name: seed}
@@ -296,20 +295,24 @@ class Rule(MethodFields):
 
     @property
     def on_cores(self) -> bool:
-        """Whether the method works in the joint space of the sides, and so on low-rank factors without a dense ΔW."""
+        """Whether the method works in the joint space of the sides' low-rank factors, so that it needs no dense ΔW."""
         return self.blend is not None and isinstance(find_method(self.method), CoreMethod)
 
     @property
     def needs_factors(self) -> bool:
-        """Whether the method is one on low-rank factors alone."""
+        """Whether the method works on low-rank factors only."""
         return self.blend is not None and find_method(self.method).needs_factors
 
     def coefficients_of(self, gram: npt.NDArray[np.float64]) -> dict[str, float]:
-        """The coefficients of the sides by a method that finds them from inner products, in the order of the blend."""
+        """The coefficient of each side, by a method that computes them from inner products.
+
+        Args:
+            gram: the inner products of the sides' ΔW, in the order of the blend.
+        """
         method, blend = find_method(self.method), self.blend or {}
         assert isinstance(method, SpanMethod)
-        found = method.coefficients(gram, list(blend.values()), MethodSettings(self.parameters, self.normalizes))
-        return dict(zip(blend, found, strict=True))
+        values = method.coefficients(gram, list(blend.values()), MethodSettings(self.parameters, self.normalizes))
+        return dict(zip(blend, values, strict=True))
 
     @property
     def spans(self) -> bool:
@@ -323,7 +326,7 @@ class Rule(MethodFields):
 
     @property
     def combines_sides(self) -> bool:
-        """Whether sides enter as wholes: the method is nonlinear, or weights depend on a side's magnitude."""
+        """Whether each side's ΔW is needed as a whole: the method is nonlinear, or weights depend on magnitudes."""
         return self.method != "linear" or self.weights is not None
 
     def __str__(self) -> str:
@@ -345,9 +348,9 @@ def selects(selector: str, name: str, kind: Kind) -> bool:
 
 
 def check_weights(weights: Mapping[str, float], *, normalize: bool, fields: Mapping[str, str] | None = None) -> None:
-    """Raise a `FieldMistake` for weights that make no blend: none, not finite, all zero, or a sum of zero to divide by.
+    """Raise a `FieldMistake` if no weight is set, one is not finite, all are 0, or they sum to 0 and are normalized.
 
-    `fields` are those that hold the weights, by the weights' names; by default the rule's `blend` holds all.
+    `fields` maps the weights' names to the fields that hold them; by default that is the rule's `blend`.
     """
     field = next(iter((fields or {}).values()), "blend")
     if not weights:
@@ -362,5 +365,5 @@ def check_weights(weights: Mapping[str, float], *, normalize: bool, fields: Mapp
         raise FieldMistake("all weights are 0: give at least one expert a weight", field)
     if normalize and abs(math.fsum(weights.values())) < 1e-12 * max(map(abs, weights.values())):
         raise FieldMistake(
-            "the weights sum to 0, and are to be divided by their sum: change them, or normalize: false", field
+            "the weights sum to 0, so they cannot be divided by their sum: change them, or set normalize: false", field
         )

@@ -1,6 +1,6 @@
-"""What must hold of a plan: experts that belong together, rules that mean something, tensors that can be computed with.
+"""Checks of a plan: do the experts belong together, do the rules match anything, can the tensors be combined?
 
-Each function adds the mistakes that it finds to a `Problems`, so that all are reported at once. Decides nothing else.
+Each function adds the mistakes that it finds to a `Problems`, so that all are reported at once. It does nothing else.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TASK_HEADS = {
 }
 
 
-# What two checkpoints of one architecture cannot differ in, where both configs say it.
+# The config keys that two checkpoints of one architecture must agree on, if both have them.
 _ARCHITECTURE = (
     "model_type", "hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head", "num_key_value_heads",
     "head_dim", "num_hidden_layers", "n_layer", "num_local_experts", "num_experts", "tie_word_embeddings", "rope_theta",
@@ -71,22 +71,24 @@ _ONE_BASE = "Give checkpoints that were fine-tuned from one base"
 def check_names(
     names: Sequence[str], known: Collection[str], problems: Problems, rules: Sequence[Rule] | None = None
 ) -> None:
-    """Whether a composition names experts that there are, and at least one; `rules` are those of its allocation."""
+    """Check that a composition names at least one expert and only known ones; `rules` are those of its allocation."""
     for name in names:
         if name not in known:
             listed = ", ".join(known) or "none"
             problems.add(
                 f"{_naming_rule(name, rules or ())}There is no expert {name!r} (experts: {listed})",
-                did_you_mean(name, known, "Name one of them, or add this one to the experts"),
+                did_you_mean(name, known, "Use one of these names, or add this expert"),
                 parameter="experts",
                 kind=CompositionError,
             )
     if not names:
-        problems.add("Every rule gives its modules to the base", "Name at least one expert", kind=CompositionError)
+        problems.add(
+            "Every rule gives its modules to the base", "Use an expert in at least one rule", kind=CompositionError
+        )
 
 
 def _naming_rule(name: str, rules: Sequence[Rule]) -> str:
-    """Which rule first names the expert, and where in its text."""
+    """The first rule that names the expert, and the position of the name in its text."""
     for number, rule in enumerate(rules, 1):
         if name in rule.experts:
             return f"rule {number}, {rule.text!r}, at character {place_of(name, rule.text)}: "
@@ -94,44 +96,44 @@ def _naming_rule(name: str, rules: Sequence[Rule]) -> str:
 
 
 def check_experts(experts: Mapping[str, Adapter], composition: Composition, problems: Problems) -> None:
-    """Whether the experts adapt the same base in the same way; each is compared with the first."""
+    """Check that the experts adapt the same base in the same way; each is compared with the first."""
     if not experts:
         return
     first_name, first = next(iter(experts.items()))
     for name, adapter in experts.items():
-        one, other = first.config, adapter.config
-        if composition.base_model is None and not same_base(one.base_model, other.base_model):
+        ours, theirs = first.config, adapter.config
+        if composition.base_model is None and not same_base(ours.base_model, theirs.base_model):
             problems.add(
-                f"{first_name} adapts the base {one.base_model}, and {name} adapts {other.base_model}",
-                alias_remedy(one.base_model, other.base_model),
+                f"{first_name} adapts the base {ours.base_model}, but {name} adapts {theirs.base_model}",
+                alias_remedy(ours.base_model, theirs.base_model),
                 kind=ExpertError,
             )
-        elif composition.base_model is None and (one.revision or "main") != (other.revision or "main"):
+        elif composition.base_model is None and (ours.revision or "main") != (theirs.revision or "main"):
             problems.add(
-                f"{first_name} adapts the revision {one.revision or 'main'} of {one.base_model}, and {name} adapts "
-                f"{other.revision or 'main'}",
+                f"{first_name} adapts the revision {ours.revision or 'main'} of {ours.base_model}, but {name} adapts "
+                f"{theirs.revision or 'main'}",
                 "Compose experts of one revision, or pass `base_model=org/name@revision` for the result",
                 kind=ExpertError,
             )
         if first.ties_factors != adapter.ties_factors:
             problems.add(
                 f"{first_name if first.ties_factors else name} ties the LoRA of its embedding to the head "
-                f"(ensure_weight_tying), and {name if first.ties_factors else first_name} does not",
-                "Compose experts that treat the base's tied embeddings alike",
+                f"(ensure_weight_tying), but {name if first.ties_factors else first_name} does not",
+                "Compose experts that treat the base's tied embeddings in the same way",
                 kind=ExpertError,
             )
-        # Without a task type PEFT loads what it loads for a language model.
-        if composition.task_type is None and (one.task_type or "CAUSAL_LM") != (other.task_type or "CAUSAL_LM"):
+        # Without a task type, PEFT loads an adapter as it does for a causal language model.
+        if composition.task_type is None and (ours.task_type or "CAUSAL_LM") != (theirs.task_type or "CAUSAL_LM"):
             problems.add(
-                f"task_type is {one.task_type} in {first_name}, and {other.task_type} in {name}",
-                "Compose experts of one task type; if one of them is wrong, pass `task_type`, such as CAUSAL_LM",
+                f"task_type is {ours.task_type} in {first_name}, but {theirs.task_type} in {name}",
+                "Compose experts of one task type. If a config is wrong, pass the right one: `task_type=CAUSAL_LM`",
                 parameter="task_type",
                 kind=ExpertError,
             )
 
 
 def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
-    """Whether modules of the same name have the same shape; each expert is compared with the first."""
+    """Check that modules of the same name have the same shape; each expert is compared with the first."""
     for name, adapter in experts.items():
         first_name, first = next(iter(experts.items()))
         for ours, theirs in _comparable(first, adapter):
@@ -145,10 +147,10 @@ def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
 
 
 def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Part], Mapping[str, Part]]]:
-    """The parts of two adapters whose shapes say whether they are of one base.
+    """The parts of two adapters whose shapes must agree if both adapt one base.
 
-    LoRA says it, and so do weights held in full. Tensors of another kind have shapes that depend on settings too, so
-    they are compared where these agree.
+    These are LoRA factors and weights held in full. The shapes of other kinds also depend on settings, so these parts
+    are compared only if their settings agree.
     """
     factors = [
         {**adapter.modules, **{name: part.lora for name, part in adapter.opaque.items() if part.lora is not None}}
@@ -170,13 +172,13 @@ def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Par
 
 
 def _is_resized(one: FullModule, other: FullModule) -> bool:
-    """Whether they are one embedding or head, with different numbers of rows: `vocabulary` compares these."""
+    """Whether both are the same embedding or head with different numbers of rows; `vocabulary` compares these."""
     shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (one, other)]
     return is_vocabulary(one.name, one.layer) and shapes[0] == shapes[1]
 
 
 def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
-    """Whether an expert adapts a module inside one that another expert holds in full."""
+    """Check that no expert adapts a module inside one that another expert holds in full."""
     for name, adapter in experts.items():
         held = [module for module in adapter.saved if not is_bias(module)]
         for other, theirs in experts.items():
@@ -185,8 +187,8 @@ def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
             )
             if inside is not None and not (is_bias(inside[0]) and other == name):
                 problems.add(
-                    f"{name} holds {inside[1]} in full (modules_to_save), and {other} adapts {inside[0]} inside it",
-                    "Compose experts that adapt it in the same way",
+                    f"{name} holds {inside[1]} in full (modules_to_save), but {other} adapts {inside[0]} inside it",
+                    "Compose experts that adapt this module in the same way",
                     kind=ExpertError,
                 )
                 return
@@ -196,7 +198,7 @@ def check_depth(experts: Mapping[str, Adapter], num_layers: NumLayers, problems:
     for name, adapter in experts.items():
         if isinstance(num_layers, int) and has_both_stacks(adapter.container):
             problems.add(
-                f"{name} adapts an encoder and a decoder ({adapter.container}), and the base has one list of layers",
+                f"{name} adapts an encoder and a decoder ({adapter.container}), but the base has one list of layers",
                 "Check `num_layers` ({encoder: N, decoder: M} in a recipe) or `base_model`",
                 kind=ExpertError,
             )
@@ -209,7 +211,7 @@ def check_depth(experts: Mapping[str, Adapter], num_layers: NumLayers, problems:
         if not isinstance(num_layers, int) and None in highest:
             problems.add(
                 f"{name} adapts layers ({adapter.container}) that are neither the encoder's nor the decoder's",
-                "Give the base that the experts adapt with `base_model`",
+                "Pass the base that the experts adapt as `base_model`",
                 parameter="base_model",
                 kind=ExpertError,
             )
@@ -222,12 +224,12 @@ def check_depth(experts: Mapping[str, Adapter], num_layers: NumLayers, problems:
                     ""
                     if stack
                     else (
-                        "; layers that predict further tokens may follow if a base on this machine says so in its "
-                        "config.json (num_nextn_predict_layers)"
+                        ". Layers that predict further tokens (MTP) are accepted if the base is on this machine and "
+                        "its config.json says how many there are (num_nextn_predict_layers)"
                     )
                 )
                 problems.add(
-                    f"{name} adapts{where} layer {layer}, and {base} has {count} layers (0-{count - 1})",
+                    f"{name} adapts{where} layer {layer}, but {base} has {count} layers (0-{count - 1})",
                     f"Check `num_layers` or `base_model`{ahead}",
                     kind=ExpertError,
                 )
@@ -237,8 +239,8 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
     for rule in rules:
         if rule.stack is not None and isinstance(num_layers, int):
             problems.add(
-                f"the rule `{rule}` is for the {rule.stack}, and the base does not have both an encoder and a decoder",
-                "Leave the rule's `stack` out",
+                f"the rule `{rule}` is for the {rule.stack}, but the base does not have both an encoder and a decoder",
+                "Remove `stack` from the rule",
                 parameter="allocation",
                 kind=CompositionError,
             )
@@ -248,7 +250,7 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
         if outside:
             base = f"the base's {rule.stack}" if rule.stack else "the base"
             problems.add(
-                f"the rule `{rule}` names layer {outside[0]}, and {base} has {count} (0-{count - 1})",
+                f"the rule `{rule}` names layer {outside[0]}, but {base} has {count} (0-{count - 1})",
                 "Correct the rule's layers, or `num_layers`",
                 parameter="allocation",
                 kind=CompositionError,
@@ -262,25 +264,25 @@ def check_matches(
     composition: Composition,
     problems: Problems,
 ) -> None:
-    """A rule that takes nothing is a mistake; so is one that needs a layer that was cut away from a slice."""
-    written = None if composition.allocation is None else "allocation"
+    """Report rules that match nothing, and rules that need a layer that a slice does not have."""
+    parameter = None if composition.allocation is None else "allocation"
     held = {stack_of(slot.name) for slot in slots if slot.layer is not None}
     for rule in rules:
-        if rule.stack and written is None and composition.stack == "both" and held and rule.stack not in held:
-            continue  # the experts adapt the other stack alone
+        if rule.stack and parameter is None and composition.stack == "both" and held and rule.stack not in held:
+            continue  # the experts adapt only the other stack
         if not rule.optional and all(slot.rule is not rule for slot in slots):
             problems.add(
                 f"the rule `{rule}` matches no module that earlier rules left",
                 _explain(rule, slots),
-                parameter=written,
+                parameter=parameter,
                 kind=CompositionError,
             )
     for name, adapter in experts.items():
         if adapter.kept_layers is not None and any(rule.weights and name in rule.experts for rule in rules):
             problems.add(
-                f"{name} is a slice, and its magnitude is that of the whole expert",
-                "Give the whole expert, or explicit weights",
-                parameter=written or "weights",
+                f"{name} is a slice, but magnitude weights need the magnitude of the whole expert",
+                "Pass the whole expert, or explicit weights",
+                parameter=parameter or "weights",
                 kind=CompositionError,
             )
     for slot in slots:
@@ -289,9 +291,9 @@ def check_matches(
             if kept is not None and slot.layer is not None and not kept.holds(slot.name, slot.layer):
                 stack = f"{stack_of(slot.name)} " if has_both_stacks(experts[name].container) or kept.stack else ""
                 problems.add(
-                    f"{name} is a slice with the {kept}, and the composition needs its {stack}layer {slot.layer}",
-                    "Give the whole expert, or other zones",
-                    parameter=written,
+                    f"{name} is a slice with the {kept}, but the composition needs its {stack}layer {slot.layer}",
+                    "Pass the whole expert, or choose other zones",
+                    parameter=parameter,
                     kind=CompositionError,
                 )
 
@@ -299,22 +301,25 @@ def check_matches(
 def check_saved(
     slots: Sequence[Slot], composition: Composition, problems: Problems, *, base_at_hand: bool = False
 ) -> None:
-    """Full weights can be averaged among themselves; to mix them with no change, the base's own are needed."""
+    """Report full weights that cannot be blended.
+
+    Averaging them with an expert that left them unchanged needs the base's own weights.
+    """
     for slot in slots:
         if not slot.in_full or slot.rule is None:
             continue
         if slot.rule.combines_sides:
             problems.add(
-                f"{slot.name} is trained in full (modules_to_save), and cannot be blended by magnitude or by a method "
-                "on ΔW",
-                f"Give it explicit weights, in a rule of its own: {{modules: [{slot.name}], expert: NAME}}",
+                f"{slot.name} was trained in full (modules_to_save), so it cannot be blended by magnitude or by a "
+                "method on ΔW",
+                f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
                 kind=UnsupportedError,
             )
         elif slot.terms and slot.needs_base and composition.base_model is None and not base_at_hand:
             others = " and ".join(slot.absent) or "the base"
             problems.add(
-                f"{slot.name} is to be averaged with {others}, which has the base's own weights there",
-                "Give the base's folder with `base_model`",
+                f"Averaging {slot.name} with {others} needs the base's own weights of this module",
+                "Pass the base's folder as `base_model`",
                 parameter="base_model",
                 kind=BaseModelError,
             )
@@ -323,15 +328,15 @@ def check_saved(
 def check_opaque(
     slots: Sequence[Slot], experts: Mapping[str, Adapter], composition: Composition, problems: Problems
 ) -> None:
-    """Whether something is asked for that needs ΔW as factors, where an expert's change is another function."""
+    """Report settings that need LoRA's factors if an expert is of another kind."""
     opaque = {name: next(iter(adapter.opaque.values())) for name, adapter in experts.items() if adapter.opaque}
     if not opaque:
         return
     expert, part = next(iter(opaque.items()))
     if composition.row_threshold is not None:
         problems.add(
-            f"row_threshold compares rows of s·B·A, and {expert} is {part.method}",
-            "Leave `row_threshold` out",
+            f"row_threshold compares rows of s·B·A, but {expert} is {part.method}",
+            "Remove `row_threshold`",
             parameter="row_threshold",
             kind=UnsupportedError,
         )
@@ -339,8 +344,8 @@ def check_opaque(
         other = next((name for name in slot.requested if name in opaque), None)
         if slot.rule is not None and slot.rule.needs_factors and other is not None:
             problems.add(
-                f"{slot.rule.method} works on LoRA's factors, and {other} is {opaque[other].method}",
-                "Use another method, such as ties, or turn it into LoRA with `adapterswap convert`",
+                f"{slot.rule.method} works on LoRA's factors, but {other} is {opaque[other].method}",
+                f"Use another method, such as ties, or convert {other} to LoRA with `adapterswap convert`",
                 parameter="method",
                 kind=UnsupportedError,
             )
@@ -350,7 +355,7 @@ def check_opaque(
         weighted = next((name for name in slot.requested if name in opaque), None)
         if weighted is not None:
             problems.add(
-                f"{weighted} is {opaque[weighted].method}, whose magnitude is not known without the base's weights",
+                f"{weighted} is {opaque[weighted].method}, whose magnitude depends on the base's weights",
                 "Use explicit weights",
                 kind=UnsupportedError,
             )
@@ -359,11 +364,11 @@ def check_opaque(
 
 def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
     if any(rule.matches(m.name, m.layer, m.kind) for m in modules):
-        return "Earlier rules took them all: put it before them, or remove it"
+        return "Earlier rules match all of its modules: move it before them, or remove it"
     ends = sorted({m.name.removesuffix(".weight").rpartition(".")[2] for m in modules})
     layers = {m.layer for m in modules if m.layer is not None}
     where = f"layers {min(layers)}-{max(layers)}" if layers else "no layer"
-    return f"The experts adapt {', '.join(ends[:12])} in {where}: correct the rule, or mark it optional: true"
+    return f"The experts adapt {', '.join(ends[:12])} in {where}: correct the rule, or set `optional: true` in it"
 
 
 def silenced_experts(rules: Sequence[Rule]) -> set[str]:
@@ -372,7 +377,7 @@ def silenced_experts(rules: Sequence[Rule]) -> set[str]:
 
 
 def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
-    """An expert that gives nothing is a mistake, unless zones of 0 layers or a weight of 0 ask for just that."""
+    """Report experts that contribute nothing, unless zones of 0 layers or a weight of 0 request that."""
     composition = plan.composition
     if composition.bottom is not None and composition.top is not None and composition.allocation is None:
         return
@@ -381,14 +386,14 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
     for name in names:
         if name not in used and parts:
             problems.add(
-                f"the expert {name!r} gives no {'tensor' if plan.is_model else 'module'} to the result",
-                "Leave it out, or give it layers and modules that it adapts",
-                parameter=_naming(name, composition),
+                f"the expert {name!r} contributes no {'tensor' if plan.is_model else 'module'} to the result",
+                "Remove it, or give it layers and modules that it adapts",
+                parameter=_field_naming(name, composition),
                 kind=CompositionError,
             )
 
 
-def _naming(expert: str, composition: Composition) -> str:
+def _field_naming(expert: str, composition: Composition) -> str:
     """The field of the composition that names an expert."""
     if composition.allocation is not None:
         return "allocation"
@@ -396,12 +401,12 @@ def _naming(expert: str, composition: Composition) -> str:
 
 
 def check_architecture(first_name: str, first: Checkpoint, name: str, other: Checkpoint, problems: Problems) -> None:
-    """Whether two checkpoints hold the same tensors, in the same shapes, for the same architecture."""
+    """Check that two checkpoints have the same architecture and hold the same tensors in the same shapes."""
     for who, checkpoint in ((first_name, first), (name, other)):
         if checkpoint.config.get("quantization_config"):
             problems.add(
-                f"{who} is quantised (quantization_config), and its numbers cannot be averaged",
-                "Give the checkpoint in floating point numbers; for the base of adapters, `dequantize` merges into the "
+                f"{who} is quantised (quantization_config), so its weights cannot be averaged",
+                "Pass an unquantised checkpoint. If it is the base of adapters, `dequantize=True` merges into the "
                 "weights that it computes with",
                 kind=UnsupportedError,
             )
@@ -410,7 +415,7 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
         for key in _ARCHITECTURE
         if key in first.config and key in other.config and first.config[key] != other.config[key]
     ]
-    if odd:  # which tensors differ follows from it
+    if odd:  # the differences between tensors follow from these
         sizes = "; ".join(f"{key} is {first.config[key]} and {other.config[key]}" for key in odd)
         problems.add(f"The configs of {first_name} and {name} differ: {sizes}", _ONE_BASE)
         return
@@ -420,31 +425,32 @@ def check_architecture(first_name: str, first: Checkpoint, name: str, other: Che
         (sorted(theirs.keys() - ours.keys()), name, first_name),
     ):
         if missing:
-            problems.add(f"{has} holds {and_more(missing)}, and {lacks} does not", _ONE_BASE)
+            problems.add(f"{has} holds {and_more(missing)}, but {lacks} does not", _ONE_BASE)
     vocabulary = set()
     for key in sorted(ours.keys() & theirs.keys()):
-        one_shape, two_shape = ours[key].tensor.shape, theirs[key].tensor.shape
-        if one_shape != two_shape and ours[key].layer is None and one_shape[1:] == two_shape[1:]:
+        our_shape, their_shape = ours[key].tensor.shape, theirs[key].tensor.shape
+        if our_shape != their_shape and ours[key].layer is None and our_shape[1:] == their_shape[1:]:
             vocabulary.add(key)
             problems.add(
-                f"{key} is {list(one_shape)} in {first_name}, and {list(two_shape)} in {name}: their "
-                "vocabularies differ in size",
-                "Give both the same vocabulary first (resize_token_embeddings), or an adapter cut out of one",
+                f"{key} is {list(our_shape)} in {first_name}, but {list(their_shape)} in {name}: their vocabularies "
+                "differ in size",
+                "Resize one (resize_token_embeddings), or extract an adapter from one with `adapterswap extract`",
             )
-    words = (
+    shapes = (
         {key: "×".join(map(str, held[key].tensor.shape)) for key in held if key not in vocabulary}
         for held in (ours, theirs)
     )
-    compare_shapes(*words, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
+    compare_shapes(*shapes, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
 
 
 def check_factors(slots: Mapping[str, Slot], problems: Problems) -> None:
-    """Methods in the space of LoRA's factors have none where an expert's weights are whole."""
+    """Report methods that work on LoRA's factors if an expert is a full checkpoint, which has none."""
     for slot in slots.values():
         if slot.rule is not None and slot.rule.needs_factors and slot.whole:
             problems.add(
-                f"{slot.rule.method} works on LoRA's factors, and {slot.whole[0].expert} holds {slot.name} whole",
-                "Cut an adapter out of the full checkpoint with `adapterswap extract`, or use another method",
+                f"{slot.rule.method} works on LoRA's factors, but {slot.whole[0].expert} holds the whole weight of "
+                f"{slot.name}",
+                "Extract an adapter from the full checkpoint with `adapterswap extract`, or use another method",
                 parameter="method",
                 kind=UnsupportedError,
             )
@@ -452,12 +458,12 @@ def check_factors(slots: Mapping[str, Slot], problems: Problems) -> None:
 
 
 def check_matrices(slots: Mapping[str, Slot], problems: Problems) -> None:
-    """Methods that are not linear take one matrix; a tensor with one for each expert of a mixture is several."""
+    """Report tensors with one matrix for each expert of a mixture, if the method is nonlinear: it needs one matrix."""
     for slot in slots.values():
         if slot.matrices > 1 and not slot.is_linear:
             problems.add(
-                f"{slot.name} holds the matrices of {slot.matrices} experts, and {slot.method} combines one matrix",
-                "Use weighted sums, such as layer_swap, soup or task_arithmetic",
+                f"{slot.name} holds the matrices of {slot.matrices} experts, but {slot.method} needs a single matrix",
+                "Use a weighted sum: layer_swap, soup or task_arithmetic",
                 parameter="method",
                 kind=UnsupportedError,
             )
@@ -465,7 +471,7 @@ def check_matrices(slots: Mapping[str, Slot], problems: Problems) -> None:
 
 
 def check_numbers(slots: Mapping[str, Slot], problems: Problems) -> None:
-    """Only floating point numbers can be added up; a shape must be a matrix for a product of factors."""
+    """Report tensors that would be blended or changed but are not floating point numbers."""
     for slot in slots.values():
         if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
             continue
@@ -474,7 +480,7 @@ def check_numbers(slots: Mapping[str, Slot], problems: Problems) -> None:
         odd = next((dtype for dtype in entering if dtype not in FLOATS), None)
         if odd is not None:
             problems.add(
-                f"{slot.name} is {odd}, and only {', '.join(FLOATS)} can be blended or changed",
-                "Give it to one expert of the same dtype by a rule of its own, or save the checkpoint in another dtype",
+                f"{slot.name} is {odd}, but only {', '.join(FLOATS)} can be blended or changed",
+                "Give it to one expert of the same dtype in its own rule, or save the checkpoint in another dtype",
                 kind=UnsupportedError,
             )

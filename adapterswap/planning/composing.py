@@ -1,6 +1,6 @@
 """From experts to a plan in one call: `layer_swap`, `soup`, `slerp`, `task_arithmetic`, `ties`, `dare`, `compose`.
 
-The short way for Python users; each builds a `Composition` and applies it. Knows nothing that those two do not.
+Shortcuts for Python users: each function builds a `Composition` and applies it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def layer_swap(
     language_weight: float = 1.0,
     base_model: str | None = None,
 ) -> Plan:
-    """Bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
+    """Take the bottom and top layers from the language expert, the middle from the task expert (Bandarkar et al. 2025).
 
     Layer l is the language's where l < b or l > L-1-u, the task's where l > b-1+t_b and l < L-u-t_u, and otherwise the
     weighted average (w_task·ΔW_task + w_lang·ΔW_lang) / (w_task + w_lang). Modules outside the layers are averaged.
@@ -72,17 +72,17 @@ def layer_swap(
         bottom, top: b and u; by default the paper's 5 and 2 of 32 layers, in proportion.
         bottom_transition, top_transition: t_b and t_u.
         task_weight, language_weight: w_task and w_lang.
-        base_model: the experts' base, where they name none or name it differently.
+        base_model: the experts' base, if they do not name it or name it differently.
 
     Returns:
-        The plan; one of full weights where an expert is a full checkpoint.
+        The plan. If an expert is a full checkpoint, it is a plan of full weights.
 
     Raises:
         AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
     """
     zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
-    given = {key: count for key, count in zones.items() if count is not None}
-    return _two_sided("layer_swap", task, language, task_weight, language_weight, num_layers, base_model, **given)
+    chosen = {key: count for key, count in zones.items() if count is not None}
+    return _two_sided("layer_swap", task, language, task_weight, language_weight, num_layers, base_model, **chosen)
 
 
 def soup(
@@ -94,7 +94,7 @@ def soup(
     language_weight: float = 1.0,
     base_model: str | None = None,
 ) -> Plan:
-    """The weighted average of two experts' ΔW in every module; arguments and errors as for `layer_swap`."""
+    """Average two experts' ΔW in every module, by their weights. Arguments and errors as for `layer_swap`."""
     return _two_sided("soup", task, language, task_weight, language_weight, num_layers, base_model)
 
 
@@ -109,7 +109,7 @@ def task_arithmetic(
     allow_negative: bool = False,
     base_model: str | None = None,
 ) -> Plan:
-    """λ·(w_task·ΔW_task + w_lang·ΔW_lang) in every module, with λ = `scale` (Ilharco et al. 2023).
+    """Compute λ·(w_task·ΔW_task + w_lang·ΔW_lang) in every module, with λ = `scale` (Ilharco et al. 2023).
 
     Arguments and errors as for `layer_swap`; negative weights (unlearning) need `allow_negative`.
     """
@@ -128,10 +128,10 @@ def slerp(
     language_weight: float = 1.0,
     base_model: str | None = None,
 ) -> Plan:
-    """Spherical interpolation between two experts' ΔW, module by module (Shoemake 1985).
+    """Interpolate spherically between two experts' ΔW, module by module (Shoemake 1985).
 
-    The share of the way from the task to the language is w_lang / (w_task + w_lang). Arguments and errors as for
-    `layer_swap`.
+    The interpolation parameter is t = w_lang / (w_task + w_lang): 0 is the task expert, 1 the language expert.
+    Arguments and errors as for `layer_swap`.
     """
     return _two_sided("slerp", task, language, task_weight, language_weight, num_layers, base_model)
 
@@ -148,19 +148,19 @@ def ties(
     allow_negative: bool = False,
     base_model: str | None = None,
 ) -> Plan:
-    """Trim each ΔW, elect a sign for each entry, and add up what agrees with it (TIES; Yadav et al. 2023).
+    """Trim each ΔW, elect a sign for each entry, and add the entries that agree with it (TIES; Yadav et al. 2023).
 
-    Full weights are exact; writing an adapter needs `max_rank` or `max_error`.
+    Merging into full weights is exact. Writing an adapter needs `max_rank` or `max_error`.
 
     Args:
         task, language: see `layer_swap`.
-        density: the share of the entries of each ΔW that is kept, those of the largest size.
+        density: the share of entries of each ΔW to keep, those with the largest absolute value.
         scale: λ, the factor of the result.
         num_layers, task_weight, language_weight, base_model: see `layer_swap`.
         allow_negative: weights and λ may be negative (unlearning).
 
     Returns:
-        The plan; one of full weights where an expert is a full checkpoint.
+        The plan. If an expert is a full checkpoint, it is a plan of full weights.
 
     Raises:
         AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
@@ -187,19 +187,19 @@ def dare(
 ) -> Plan:
     """Drop entries of each ΔW at random, rescale the others by 1 / density, and add them up (DARE; Yu et al. 2024).
 
-    Full weights are exact; writing an adapter needs `max_rank` or `max_error`.
+    Merging into full weights is exact. Writing an adapter needs `max_rank` or `max_error`.
 
     Args:
         task, language: see `layer_swap`.
-        density: the share of the entries of each ΔW that is kept.
-        seed: of what is dropped.
+        density: the share of entries of each ΔW to keep.
+        seed: decides which entries are dropped.
         method: `dare_linear` adds up what is left; `dare_ties` elects signs first, as `ties` does.
         scale: λ, the factor of the result.
         num_layers, task_weight, language_weight, base_model: see `layer_swap`.
         allow_negative: weights and λ may be negative (unlearning).
 
     Returns:
-        The plan; one of full weights where an expert is a full checkpoint.
+        The plan. If an expert is a full checkpoint, it is a plan of full weights.
 
     Raises:
         ArgumentError: `method` is not one of the two.
@@ -207,7 +207,7 @@ def dare(
     """
     if method not in ("dare_linear", "dare_ties"):
         raise ArgumentError(
-            f"`method` is {method!r}, which is not a form of DARE", "Pass dare_linear or dare_ties", parameter="method"
+            f"`method` is {method!r}, which is not a DARE method", "Pass dare_linear or dare_ties", parameter="method"
         )
     return _two_sided(
         method, task, language, task_weight, language_weight, num_layers, base_model,
@@ -216,14 +216,14 @@ def dare(
 
 
 def compose(composition: Composition | str, experts: Mapping[str, Expert] | None = None) -> Plan:
-    """Open the experts that a composition names and apply it to them.
+    """Open the experts that a composition names, and apply the composition to them.
 
     Args:
         composition: the composition, or its short name such as `math+swahili`.
-        experts: by name, where they are not (all) in `composition.experts`; these win.
+        experts: name → expert. They override those of the same name in `composition.experts`.
 
     Returns:
-        The plan; one of full weights where an expert is a full checkpoint.
+        The plan. If an expert is a full checkpoint, it is a plan of full weights.
 
     Raises:
         AdapterswapError: see `open_expert` (the parameter is `experts`) and `make_plan`.
@@ -234,7 +234,7 @@ def compose(composition: Composition | str, experts: Mapping[str, Expert] | None
 def _compose(
     composition: Composition | str, experts: Mapping[str, Expert] | None, parameters: Mapping[str, str]
 ) -> Plan:
-    """See `compose`; `parameters` are those that name an expert, by the expert's name; by default `experts`."""
+    """See `compose`; `parameters` maps an expert's name to the parameter to blame for it, by default `experts`."""
     composition = as_composition(composition)
     check_type(
         experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders, Hub ids or opened experts"
@@ -252,16 +252,16 @@ def _compose(
 
 
 def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None) -> Plan:
-    """The plan that gives everything to one adapter.
+    """The plan that takes every module from one adapter.
 
     Raises:
-        UnsupportedError: it is a full checkpoint.
+        UnsupportedError: `reference` is a full checkpoint.
         AdapterswapError: see `open_expert` and `make_plan`.
     """
     adapter = reference if isinstance(reference, Adapter) else open_expert(reference)
     if isinstance(adapter, Checkpoint):
         raise UnsupportedError(
-            f"{reference} is a full checkpoint, and holds no LoRA", "Give an adapter, or two experts", parameter="plan"
+            f"{reference} is a full checkpoint, not an adapter", "Pass an adapter, or two experts", parameter="plan"
         )
     name = expert_name(adapter, {}, "expert")
     composition = Composition(allocation=(Rule(expert=name),), base_model=base_model)
@@ -269,34 +269,34 @@ def adapter_plan(reference: Adapter | str | Path, base_model: str | None = None)
 
 
 def read_composition(recipe: str | Path) -> Composition:
-    """Read a recipe of a composition. Experts that are next to the recipe are found there.
+    """Read the recipe of a composition. Relative paths of experts may be relative to the recipe's folder.
 
     Args:
-        recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`. A mergekit YAML
-            is read too; see `read_mergekit`.
+        recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`. The file may be a
+            mergekit YAML; see `read_mergekit`.
 
     Returns:
         The composition, for `compose`.
 
     Raises:
-        NotFoundError: there is no such recipe.
-        FieldError: with every mistake in it.
-        UnsupportedError: a mergekit YAML says a dtype, which a composition does not hold, or what has no meaning here.
+        NotFoundError: the recipe does not exist.
+        FieldError: the recipe has mistakes; all of them are listed.
+        UnsupportedError: a mergekit YAML sets a dtype, which a composition cannot hold, or uses an unsupported feature.
     """
     check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
     path = find_recipe(recipe, "compose")
     if is_mergekit(path):
-        found = read_mergekit(path)
-        if found.dtype is not None:
+        merge = read_mergekit(path)
+        if merge.dtype is not None:
             raise UnsupportedError(
-                f"{path}: dtype is {found.dtype}, and a composition does not say how its weights are stored",
+                f"{path}: dtype is {merge.dtype}, but a composition does not say how its weights are stored",
                 "Remove it from the file and pass `dtype` to `merge`, or call `read_mergekit`, which returns both",
                 parameter="dtype",
             )
-        return found.composition
+        return merge.composition
     composition = read_recipe(path, Composition, paths=["experts.*"])
     experts = {
-        name: str(beside) if is_folder(beside := path.parent / expand(place)) else place
+        name: str(sibling) if is_folder(sibling := path.parent / expand(place)) else place
         for name, place in composition.experts.items()
     }
     return composition.model_copy(update={"experts": experts})

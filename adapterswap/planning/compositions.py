@@ -1,6 +1,6 @@
-"""Compositions: what the user asks for, as pure data that can be written in YAML and read back.
+"""Compositions: the user's request, as pure data that can be written as YAML and read back.
 
-Every method here becomes allocation rules once the number of layers is known. Experts are names; nothing is opened.
+Every method becomes allocation rules once the number of layers is known. Experts are only names; nothing is opened.
 Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and"). Partitions: Bandarkar & Peng 2025.
 """
 
@@ -27,12 +27,12 @@ from adapterswap.planning.rule_text import mean_label
 __all__ = ["ZONES", "Composition", "Method", "Outside", "Partition", "scaled_default"]
 
 Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
-"""The name of a method that a composition may have."""
+"""The name of a method for a whole composition."""
 Partition = Literal["A", "B", "C", "Z"]
 Outside = Literal["average", "task", "language"]
 Stacks = Literal["both", "encoder", "decoder"]
 _Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-_Depths = Annotated[  # one of the two is tried, so that a mistake is reported once
+_Depths = Annotated[  # the discriminator picks one form, so that a mistake is reported once
     Annotated[_Depth, Tag(f"{MEMBER}one")] | Annotated[dict[Stack, _Depth], Tag(f"{MEMBER}stacks")],
     Discriminator(lambda value: MEMBER + ("stacks" if isinstance(value, Mapping) else "one")),
 ]
@@ -60,7 +60,7 @@ def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) 
 
 
 class Composition(MethodFields):
-    """A method and what it needs, over named experts. Everything but the experts has a default.
+    """A method with its settings, applied to named experts. Everything but the experts has a default.
 
     The parameters of the method are keys of the composition: {method: ties, density: 0.5}, and in Python
     `Composition(method="ties", density=0.5)`. `adapterswap methods` lists them; `parameters` holds their values.
@@ -70,10 +70,10 @@ class Composition(MethodFields):
         default_factory=dict, description="Name → folder or Hub id. The name `base` is reserved: no change."
     )
     base_model: str | None = Field(
-        default=None, description="The experts' base: folder or Hub id. Declares a local copy of a Hub base."
+        default=None, description="The experts' base: a folder or Hub id, such as a local copy of their Hub base."
     )
     task_type: TaskType | None = Field(
-        default=None, description="PEFT's task type of the result, where the experts' is wrong or differs."
+        default=None, description="PEFT's task type of the result, if the experts' task types are wrong or differ."
     )
     num_layers: _Depths | None = Field(
         default=None,
@@ -94,22 +94,24 @@ class Composition(MethodFields):
         default="equal", description="magnitude: weights are divided by each side's mean absolute ΔW."
     )
     parameters: dict[str, Any] = Field(
-        default={}, validate_default=True, description="Those of the method, such as density, with their defaults."
+        default={}, validate_default=True, description="The method's parameters, such as density. Absent: its defaults."
     )
-    seed: int = Field(default=0, ge=0, description="Seed of what methods such as dare_* drop.")
+    seed: int = Field(default=0, ge=0, description="Seed of random methods such as dare_linear.")
     row_threshold: float | None = Field(
-        default=None, gt=0, description="Rows of each expert's ΔW whose mean absolute value is below this become zero."
+        default=None, gt=0, description="Rows of an expert's ΔW with a mean absolute value below this become zero."
     )
-    partition: Partition | None = Field(default=None, description="Layers and modules as in the second paper.")
+    partition: Partition | None = Field(
+        default=None, description="A division of layers and modules of the second paper: A, B, C or Z."
+    )
     norms: Literal["average", "layer"] = Field(
         default="average",
-        description="Full checkpoints: norms, and all else in a layer that is neither attention nor MLP, are averaged, "
-        "as the first paper's Algorithm 1 has it, or go with their layer.",
+        description="Full checkpoints: norms, and everything else in a layer that is neither attention nor MLP, are "
+        "averaged as in the first paper's Algorithm 1, or go with their layer.",
     )
     outside: Outside = Field(
         default="average",
-        description="Layer swaps: what lies outside the language model's layers (embeddings, heads, vision and audio "
-        "towers) is averaged, or a side's. Beside `-l base`, average leaves it to the task.",
+        description="Layer swaps: modules outside the language model's layers (embeddings, heads, vision and audio "
+        "towers) are averaged, or come from one side. With `language: base`, average takes them from the task.",
     )
     stack: Stacks = Field(
         default="both",
@@ -119,10 +121,10 @@ class Composition(MethodFields):
     allocation: tuple[Rule, ...] | None = Field(
         default=None,
         validation_alias=AliasChoices("allocation", "rules"),
-        description="Rules, the first match wins; `rules` is another name of it. Mappings, or lines such as "
+        description="Rules; the first match wins. Also called `rules`. Each is a mapping or a line such as "
         "`swahili: 0-4,30-31`.",
     )
-    allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
+    allow_negative: bool = Field(default=False, description="Allow negative weights (unlearning).")
 
     if TYPE_CHECKING:  # the registry says which parameters there are
 
@@ -136,13 +138,13 @@ class Composition(MethodFields):
     @classmethod
     def _one_allocation(cls, content: Any) -> Any:
         if isinstance(content, Mapping) and {"allocation", "rules"} <= content.keys():
-            raise FieldMistake("`rules` and `allocation` are two names for one thing, and both are set", "rules")
+            raise FieldMistake("`rules` is another name for `allocation`, and both are set: remove one", "rules")
         return content
 
     @field_validator("base_model")
     @classmethod
     def _home(cls, value: str | None) -> str | None:
-        """PEFT and others who read the output's config do not expand `~`."""
+        """Expand `~`, since PEFT and other readers of the output's config do not."""
         return value and expand_text(value)
 
     @field_validator("num_layers")
@@ -150,7 +152,7 @@ class Composition(MethodFields):
     def _both_stacks(cls, value: NumLayers | None) -> NumLayers | None:
         if not isinstance(value, int | None) and set(value) != set(STACKS):
             raise FieldMistake(
-                "`num_layers` names the layers of one stack: write {encoder: N, decoder: M}", "num_layers"
+                "`num_layers` has the depth of only one stack: write {encoder: N, decoder: M}", "num_layers"
             )
         return value
 
@@ -161,46 +163,47 @@ class Composition(MethodFields):
 
     @model_validator(mode="after")
     def _check(self) -> Composition:
-        given = self.model_fields_set
+        set_fields = self.model_fields_set
         for name in self.experts:
             if reason := why_no_name(name):
                 raise FieldMistake(reason, "experts")
         for side, names in (("task", self.task), ("language", self.language)):
             if not names:
-                raise FieldMistake("`task` and `language` name at least one expert each", side)
+                raise FieldMistake(f"`{side}` is empty: name at least one expert", side)
             if twice := [name for name in names if names.count(name) > 1]:
                 raise FieldMistake(f"`{side}` names {twice[0]!r} twice: list each expert once", side)
         if self.allocation is not None:
-            extra = sorted(given & _SIDED)
+            extra = sorted(set_fields & _SIDED)
             if extra:
                 raise FieldMistake(
-                    f"`allocation` says everything, so {', '.join(extra)} cannot be set beside it", extra[0]
+                    f"`allocation` decides every module, so {', '.join(extra)} cannot be set with it", extra[0]
                 )
             if self.method != "layer_swap":
                 raise FieldMistake(
-                    f"`allocation` is a layer swap written out, and the method is {self.method}", "method"
+                    f"`allocation` cannot be used with method {self.method}: set the method in its rules", "method"
                 )
             if not self.allocation:
-                raise FieldMistake("`allocation` holds no rule", "allocation")
+                raise FieldMistake("`allocation` is empty: add a rule", "allocation")
         elif self.method != "layer_swap" or self.partition:
-            extra = sorted(given & set(ZONES))
+            extra = sorted(set_fields & set(ZONES))
             if extra:
                 what = f"partition {self.partition}" if self.partition else self.method
-                belong = "belongs" if len(extra) == 1 else "belong"
-                raise FieldMistake(f"{', '.join(extra)} {belong} to a layer swap by zones, not to {what}", extra[0])
+                raise FieldMistake(f"{', '.join(extra)} can only be set for a layer swap, not for {what}", extra[0])
         if self.partition and self.method != "layer_swap":
-            raise FieldMistake(f"a partition is a layer swap, and the method is {self.method}", "partition")
-        if self.method != "layer_swap" and "norms" in given:
             raise FieldMistake(
-                f"norms belong to a layer swap, not to {self.method}, which treats all tensors alike", "norms"
+                f"a partition can only be set for a layer swap, but the method is {self.method}", "partition"
             )
-        if self.method != "layer_swap" and "outside" in given:
+        if self.method != "layer_swap" and "norms" in set_fields:
             raise FieldMistake(
-                f"outside belongs to a layer swap, not to {self.method}, which treats all modules alike", "outside"
+                f"norms can only be set for a layer swap: {self.method} treats all tensors in the same way", "norms"
             )
-        if self.method != "layer_swap" and "stack" in given:
+        if self.method != "layer_swap" and "outside" in set_fields:
             raise FieldMistake(
-                f"stack belongs to a layer swap, not to {self.method}, which treats all layers alike", "stack"
+                f"outside can only be set for a layer swap: {self.method} treats all modules in the same way", "outside"
+            )
+        if self.method != "layer_swap" and "stack" in set_fields:
+            raise FieldMistake(
+                f"stack can only be set for a layer swap: {self.method} treats all layers in the same way", "stack"
             )
         for parameter in own_parameters(self.method):
             if parameter.name not in self.parameters:
@@ -208,14 +211,14 @@ class Composition(MethodFields):
                 raise FieldMistake(f"{self.method} needs a value for {parameter.name} ({what})", parameter.name)
         if self.weights == "magnitude" and self.method not in ("layer_swap", "soup"):
             raise FieldMistake(
-                f"magnitude weights belong to averages (layer_swap, soup), not to {self.method}", "weights"
+                f"magnitude weights work with averages (layer_swap, soup), not with {self.method}", "weights"
             )
         self._check_weights()
         self._check_rules()
         return self
 
     def _check_rules(self) -> None:
-        """Whether the rules can be made, as far as that does not depend on the number of layers."""
+        """Check that rules can be made, as far as that does not depend on the number of layers."""
         rules = self.allocation or ()
         averages = {name for rule in rules for name in rule.averages}
         if self.allocation is None:
@@ -232,15 +235,15 @@ class Composition(MethodFields):
             )
         if find_method(self.method).sides == (2, 2) and len(self._combined()) != 2:
             raise ValueError(
-                f"{self.method} goes from one expert to another: name a task and a language expert that differ "
-                "(several on a side are averaged first), or two experts on one side and `base` on the other"
+                f"{self.method} interpolates between two experts: name different task and language experts (several on "
+                "a side are averaged first), or two experts on one side and `base` on the other"
             )
         if self.method == "adamergex":
             self._check_adamergex()
         if self.method != "layer_swap":
             try:
                 self.rules(1)
-            except FieldError as error:  # so that it is reported with the composition's other mistakes
+            except FieldError as error:  # reported with the composition's other mistakes
                 raise ValueError(
                     "; ".join(problem.message.removeprefix("Rule: ") for problem in error.problems)
                 ) from None
@@ -248,13 +251,15 @@ class Composition(MethodFields):
     def _check_adamergex(self) -> None:
         if len(self.language) != 2 or BASE in (*self.task, *self.language) or {*self.task} & {*self.language}:
             raise FieldMistake(
-                "adamergex adds what a language changes: name a task expert, and two other experts on the language's "
-                "side, those of the reference task in the target language and in the source language, in this order",
+                "adamergex adds the difference between two languages: name a task expert, and as `language` two other "
+                "experts, trained on the reference task in the target language and in the source language, in this "
+                "order",
                 "language",
             )
         if self.language_weight != 1:
             raise FieldMistake(
-                "adamergex weighs the languages' difference by `scale`, so language_weight must be 1", "language_weight"
+                "adamergex multiplies the languages' difference by `scale`, so language_weight must be 1",
+                "language_weight",
             )
 
     def _check_weights(self) -> None:
@@ -263,7 +268,7 @@ class Composition(MethodFields):
         check_weights(weights, normalize=method.normalizes and not method.has(SCALE), fields=_WEIGHTS)
         scale = self.parameters.get(SCALE.name, 1.0)
         if scale == 0:
-            raise FieldMistake("scale is 0, and must be a number other than 0", "scale")
+            raise FieldMistake("scale must not be 0", "scale")
         if self.allow_negative:
             return
         for rule in self.allocation or ():
@@ -272,14 +277,14 @@ class Composition(MethodFields):
         for name, weight in weights.items():
             if weight < 0:
                 raise FieldMistake(
-                    f"the weight of {name} is {weight:g}, and negative weights subtract an expert: "
-                    "pass `allow_negative=True` if that is meant",
+                    f"the weight of {name} is {weight:g}, and a negative weight subtracts an expert: "
+                    "pass `allow_negative=True` if you mean that",
                     _WEIGHTS.get(name, "allocation"),
                 )
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """The experts that the rules speak of, in order, without `base`."""
+        """The experts that the rules name, in order, without `base`."""
         if self.allocation is not None:
             named = [name for rule in self.allocation for name in rule.experts]
         else:
@@ -293,10 +298,10 @@ class Composition(MethodFields):
         return STACKS if self.stack == "both" else (self.stack,)
 
     def zones(self, num_layers: NumLayers, stack: Stack | None = None) -> tuple[int, int, int, int]:
-        """(b, u, t_b, t_u) for a model of `num_layers` layers, or for one of its stacks, defaults filled in.
+        """(b, u, t_b, t_u) for a model of `num_layers` layers, or for one of its stacks, with defaults filled in.
 
         Raises:
-            CompositionError: the zones need more layers than there are.
+            CompositionError: the zones need more layers than the model has.
         """
         count = depth_of(stack, num_layers)
         model = f"the {stack}" if stack else "the model"
@@ -306,33 +311,33 @@ class Composition(MethodFields):
         if sum(zones) > count:
             terms = " + ".join(f"{name} {size}" for name, size in zip(ZONES, zones, strict=True) if size)
             raise CompositionError(
-                f"the zones overlap: {terms} = {sum(zones)} layers, and {model} has {count}",
-                "Lower them so that together they fit",
+                f"the zones overlap: {terms} = {sum(zones)} layers, but {model} has {count}",
+                "Make the zones smaller",
                 parameter=next((name for name in ZONES if getattr(self, name)), None),
             )
         if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
             raise CompositionError(
-                f"the paper's defaults, scaled to {count} layers, give the language expert no layer",
+                f"scaled to {count} layers, the paper's defaults leave no layer to the language expert",
                 "Pass `bottom` and `top`",
                 parameter="bottom",
             )
         return zones
 
     def rules(self, num_layers: NumLayers, *, full: bool = False) -> tuple[Rule, ...]:
-        """The allocation that this composition means for a model of `num_layers` layers.
+        """The allocation rules of this composition for a model of `num_layers` layers.
 
         Args:
-            num_layers: L, or that of each stack.
-            full: for full checkpoints, which have norms; `norms` says what becomes of them.
+            num_layers: L, or the number of each stack.
+            full: whether an expert is a full checkpoint, so that `norms` applies.
 
         Raises:
-            CompositionError: see `zones`; a stack is chosen, and the model has no encoder and decoder.
-            FieldError: the weights make no blend.
+            CompositionError: see `zones`; or `stack` is set, but the model does not have an encoder and a decoder.
+            FieldError: the weights cannot be blended.
         """
         if isinstance(num_layers, int) and self.stack != "both":
             raise CompositionError(
-                f"`stack` is {self.stack!r}, and the base does not have both an encoder and a decoder",
-                "Leave `stack` out",
+                f"`stack` is {self.stack!r}, but the base does not have both an encoder and a decoder",
+                "Remove `stack`",
                 parameter="stack",
             )
         if self.allocation is not None:
@@ -363,7 +368,7 @@ class Composition(MethodFields):
         return (*rules, self._non_layer_rule(), Rule(**_Side(self.task).owning, optional=True))
 
     def _zone_rules(self, num_layers: NumLayers, stack: Stack | None) -> list[Rule]:
-        """What the language has a part in, of one list of layers."""
+        """The rules of the layers, in one stack, that go to the language expert or are blended."""
         count = depth_of(stack, num_layers)
         bottom, top, bottom_transition, top_transition = self.zones(num_layers, stack)
         outer = [*range(bottom), *range(count - top, count)]
@@ -375,14 +380,14 @@ class Composition(MethodFields):
         return rules
 
     def settled(self, num_layers: NumLayers, *, full: bool = False) -> dict[str, Any]:
-        """What decides the result for a model of `num_layers` layers, defaults filled in, as plain data.
+        """All settings that decide the result for a model of `num_layers` layers, with defaults filled in, as data.
 
-        It reads back as a composition with the same rules; the experts' places, the base and the depth are left out.
-        So are defaults of zones that differ between stacks.
+        It reads back as a composition with the same rules. It leaves out the experts' places, the base, the depth, and
+        default zones that differ between stacks.
 
         Args:
-            num_layers: L, or that of each stack.
-            full: an expert is a full checkpoint, so `norms` counts.
+            num_layers: L, or the number of each stack.
+            full: whether an expert is a full checkpoint, so that `norms` applies.
 
         Raises:
             CompositionError: see `zones`.
@@ -402,13 +407,13 @@ class Composition(MethodFields):
         fields |= {"task_type"} if self.task_type else set()
         fields |= {"allow_negative"} if self.allow_negative else set()
         content = self.model_dump(mode="json", include=fields, by_alias=True, exclude_none=True)
-        if self.allocation is not None:  # a rule says what it says: the defaults of its fields belong to its other form
+        if self.allocation is not None:  # without defaults, which may belong to the rule's other form (expert or blend)
             content["allocation"] = [rule.as_data() for rule in self.allocation]
         return {**content, **zones}
 
     def _settled_zones(self, num_layers: NumLayers) -> dict[str, int]:
-        found = [self.zones(num_layers, stack) for stack in self.stacks(num_layers)]
-        values = zip(ZONES, zip(*found, strict=True), strict=True)
+        by_stack = [self.zones(num_layers, stack) for stack in self.stacks(num_layers)]
+        values = zip(ZONES, zip(*by_stack, strict=True), strict=True)
         return {name: counts[0] for name, counts in values if len(set(counts)) == 1}
 
     @property
@@ -426,7 +431,7 @@ class Composition(MethodFields):
             if count < _PARTITION_LAYERS:
                 first = scaled_default(first, count, _PARTITION_LAYERS)
                 last = scaled_default(last, count, _PARTITION_LAYERS)
-            # Experts may adapt attention alone, or some layers: then a rule not written by the user matches nothing.
+            # Optional: experts may adapt attention only, or some layers only, so that a rule matches nothing.
             if self.partition == "A":
                 only = {"stack": stack} if stack else {}
                 rules.append(Rule(modules=("attention",), **only, **_Side(self.language).owning, optional=True))
@@ -438,14 +443,14 @@ class Composition(MethodFields):
         return (*rules, within, Rule(**_Side(self.task).owning, optional=True))
 
     def _non_layer_rule(self) -> Rule:
-        """What becomes of embeddings, heads and towers."""
+        """The rule for embeddings, heads and towers."""
         if self.outside == "average":
             return self._average_rule()
         side = self.task if self.outside == "task" else self.language
         return Rule(layers=NO_LAYER, **_Side(side).owning, optional=True)
 
     def _average_rule(self) -> Rule:
-        """Embeddings and heads are averaged, as the first paper found best; a reset leaves them to the expert."""
+        """Embeddings and heads are averaged, which the first paper found best; in a reset they come from the expert."""
         if self.language == (BASE,):
             return Rule(layers=NO_LAYER, **_Side(self.task).owning, optional=True)
         return self._blend(layers=NO_LAYER, optional=True)
@@ -464,7 +469,7 @@ class Composition(MethodFields):
         return {task: self.task_weight, language: self.language_weight}
 
     def _combined(self) -> dict[_Side, float]:
-        """What a method combines: the sides. Where one of them is the base: the other's experts, one by one."""
+        """What a method combines: the two sides or, if one of them is the base, the other's experts one by one."""
         if self.language == (BASE,):
             return {_Side((name,)): self.task_weight for name in self.task}
         if self.task == (BASE,):
@@ -479,7 +484,7 @@ class _Side(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What rules call it."""
+        """Its name in rules."""
         return self.experts[0] if len(self.experts) == 1 else mean_label(self.experts)
 
     @property
@@ -488,12 +493,12 @@ class _Side(NamedTuple):
 
     @property
     def owning(self) -> dict[str, Any]:
-        """The fields of a rule that gives modules to it."""
+        """The fields of a rule that gives modules to this side."""
         return {"expert": self.label, **({"averages": self.averages} if self.averages else {})}
 
 
 def _within(stack: Stack | None, layers: Iterable[int]) -> dict[str, Any]:
-    """The fields of a rule that takes these layers, of a stack where the model has two."""
+    """The fields of a rule for these layers, in this stack if the model has two."""
     return {"layers": format_layers(layers), **({"stack": stack} if stack else {})}
 
 

@@ -1,6 +1,6 @@
 """The number of layers of the experts' base: from its config, never from the experts' modules.
 
-Knows configs of bases; knows nothing of plans.
+Reads configs of bases; knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Depth", "find_num_layers", "outside_the_layers", "settle_depth"]
 
 @dataclass(frozen=True)
 class Depth:
-    """The base's number of layers, the base itself (see `Plan.base_source`), and a note where it was not checked."""
+    """The base's number of layers, the base itself (see `Plan.base_source`), and a note if it could not be checked."""
 
     num_layers: NumLayers
     base: Source | None = None
@@ -36,29 +36,31 @@ class Depth:
 
 
 def settle_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
-    """See `Depth`; `known` is what the model itself says.
+    """The number of layers to use; `known` is the model's own, if a model is loaded.
 
     Raises:
-        CompositionError: the composition's is not the base's.
+        CompositionError: the composition's `num_layers` differs from the base's.
         NotFoundError, BaseModelError, UnsupportedError: see `find_num_layers`.
     """
     requested: NumLayers | None = composition.num_layers
     declared = composition.base_model
     if requested is None:
         return Depth(known) if known else Depth(*find_num_layers(experts, declared))
-    base, found = ("the model", known) if known else _depth_on_this_machine(experts, declared)
+    base, actual = ("the model", known) if known else _depth_on_this_machine(experts, declared)
     is_local = declared is not None and not known and is_folder(expand(declared))
     source = find_source(declared, [], what="base model") if declared and is_local else None
-    if found is None:
-        reach = f"This machine does not have the depth of {public_name(base)}" if base else "The experts name no base"
-        return Depth(requested, source, (f"{reach}, so num_layers {format_depth(requested)} could not be checked",))
-    if not same_depth(found, requested):
+    if actual is None:
+        reason = (
+            f"The config of {public_name(base)} is not on this machine" if base else "The experts do not name a base"
+        )
+        return Depth(requested, source, (f"{reason}, so num_layers {format_depth(requested)} could not be checked",))
+    if not same_depth(actual, requested):
         raise CompositionError(
-            f"num_layers is {format_depth(requested)}, and {base} has {format_depth(found)} layers",
-            "Leave `num_layers` out; pass `base_model` if that is another base than the experts'",
+            f"num_layers is {format_depth(requested)}, but {base} has {format_depth(actual)} layers",
+            "Remove `num_layers`, or pass `base_model` if you mean another base",
             parameter="num_layers",
         )
-    return Depth(found, source)
+    return Depth(actual, source)
 
 
 def outside_the_layers(
@@ -68,17 +70,17 @@ def outside_the_layers(
     base_model: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, Adapter]:
-    """The experts with those layers outside the language model's that predict further tokens: see `layers_ahead`.
+    """The experts, with layers that predict further tokens (see `layers_ahead`) counted as outside the layers.
 
     Args:
-        experts: as they were opened, by names alone.
-        num_layers: the language model's; nothing else is outside where that is one number for each stack.
-        base_model: the declared base, whose config is asked where it is on this machine; by default the experts' own.
-        config: the base's, where it is at hand.
+        experts: as opened, with layers counted from module names alone.
+        num_layers: the language model's. If it has one number for each stack, nothing changes.
+        base_model: the declared base, whose config is read if it is on this machine; by default the experts' own.
+        config: the base's config, if it is already loaded.
     """
     if not isinstance(num_layers, int):
         return dict(experts)
-    found = {}
+    adapters = {}
     for name, adapter in experts.items():
         deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
         if deepest >= num_layers:
@@ -86,12 +88,12 @@ def outside_the_layers(
             known = config or (cached_base_config(reference) if reference else None)
             if known is not None and deepest < num_layers + layers_ahead(known):
                 adapter = _cut_off(adapter, num_layers)
-        found[name] = adapter
-    return found
+        adapters[name] = adapter
+    return adapters
 
 
 def _cut_off(adapter: Adapter, num_layers: int) -> Adapter:
-    """The adapter whose modules from layer `num_layers` on are in no layer."""
+    """The adapter, with its modules from layer `num_layers` on counted as outside the layers."""
 
     def lora(module: LoraModule) -> LoraModule:
         return replace(module, layer=None) if (module.layer or 0) >= num_layers else module
@@ -115,7 +117,7 @@ def _cut_off(adapter: Adapter, num_layers: int) -> Adapter:
 def _depth_on_this_machine(
     experts: Mapping[str, Adapter], base_model: str | None
 ) -> tuple[str | None, NumLayers | None]:
-    """The base and its number of layers; None for what is not known without the network."""
+    """The base and its number of layers; each is None if it cannot be known without the network."""
     base = base_model or next((_reference(adapter) for adapter in experts.values() if adapter.config.base_model), None)
     config = cached_base_config(base) if base else None
     return base, None if config is None else stacked_layers_in_config(config)
@@ -128,12 +130,12 @@ def _reference(adapter: Adapter) -> str | None:
 
 
 def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[NumLayers, Source]:
-    """The base's number of layers, from its config.json, never from the experts' modules; and the base.
+    """The base's number of layers, from its config.json and never from the experts' modules, and the base.
 
     Raises:
-        NotFoundError: the base does not exist, here or on the Hub.
-        BaseModelError: no base is named, or its config is damaged or does not say.
-        UnsupportedError: it has an encoder and a decoder, and does not say how deep both are.
+        NotFoundError: the base exists neither on this machine nor on the Hub.
+        BaseModelError: no base is named, or its config is damaged or has no number of layers.
+        UnsupportedError: the base has an encoder and a decoder, but its config lacks the depth of one of them.
     """
     named: dict[str, str] = {}
     for name, adapter in experts.items():
@@ -155,11 +157,13 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
     except AdapterswapError as error:
         reason = error.problems[0].message
         raise type(error)(
-            f"the number of layers comes from the base that {namer} names: {reason}", remedy, parameter="base_model"
+            f"cannot read the number of layers from the base that {namer} names: {reason}",
+            remedy,
+            parameter="base_model",
         ) from None
-    found = stacked_layers_in_config(config)
-    if found is None:
+    num_layers = stacked_layers_in_config(config)
+    if num_layers is None:
         raise BaseModelError(
             f"the config of {base} does not say how many layers it has", "Pass `num_layers`", parameter="num_layers"
         )
-    return found, source
+    return num_layers, source

@@ -1,7 +1,7 @@
-"""Make plans: a composition applied to opened experts, and checked.
+"""Make plans: apply a composition to opened experts, and check it.
 
-Made from headers alone: no tensors, no torch. What rules apply to are the modules that adapters change or, where an
-expert is a full checkpoint, the stored tensors of the base. Knows nothing of files to write.
+Plans are made from headers alone: no tensors, no torch. Rules apply to the modules that adapters change or, if an
+expert is a full checkpoint, to the stored tensors of the base. Knows nothing of output files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = ["base_of", "make_plan", "merge_plan"]
 
 Expert = Adapter | Checkpoint
 
-_GIVE_BASE = "Give the base's folder or Hub id with `base_model`"
+_PASS_BASE = "Pass the base's folder or Hub id as `base_model`"
 
 
 def make_plan(
@@ -74,23 +74,23 @@ def make_plan(
 
     Args:
         composition: the composition, or its short name such as `math+swahili`.
-        experts: by the names that the composition uses; others are ignored. If one of them is a full checkpoint, the
-            plan is one of full weights.
-        num_layers: the base's number of layers, or that of each stack, where you know it from the model itself. By
-            default it comes from the base's config; the composition's own is compared with that where the base is on
-            this machine.
-        recorded: the composition and the order of the experts come from a record. Experts that give nothing to the
-            result were allowed then.
-        base_at_hand: the plan is for a running model, which holds the base's weights: `base_model` need not be declared
-            where they enter.
+        experts: name → expert. Names that the composition does not use are ignored. If one of the experts is a full
+            checkpoint, the result is a plan of full weights.
+        num_layers: the base's number of layers, or that of each stack, if you know it from the model itself. By
+            default it comes from the base's config, and the composition's own number is compared with it if the base
+            is on this machine.
+        recorded: the composition and the order of the experts come from a record, so experts that contribute nothing
+            are allowed.
+        base_at_hand: the plan is for a running model, which holds the base's weights, so `base_model` is not needed
+            for them.
 
     Raises:
-        ArgumentError: an argument is of another type.
+        ArgumentError: an argument has the wrong type.
         CompositionError: an expert is missing or never used; a rule matches nothing or names layers out of range; no
             rule covers a module or tensor; the zones overlap; `num_layers` is not the base's.
-        ExpertError: experts are of different bases, shapes, architectures or vocabularies.
-        NotFoundError, BaseModelError: the base is needed, and is not known, damaged or another one.
-        UnsupportedError: what the composition wants cannot be computed from these tensors.
+        ExpertError: experts differ in their base, shapes, architecture or vocabulary.
+        NotFoundError, BaseModelError: the base is needed, but is unknown, damaged or a different model.
+        UnsupportedError: the composition cannot be computed from these tensors.
         AdapterswapError: several of these, reported together.
     """
     composition = as_composition(composition)
@@ -98,7 +98,7 @@ def make_plan(
     check_type(num_layers, (Integral, Mapping, type(None)), "num_layers", "Pass a whole number such as 32")
     problems = Problems(ExpertError)
     names: Sequence[str] = composition.expert_names
-    if recorded:  # in the order of the record: the first expert gives the result what no rule decides
+    if recorded:  # in the order of the record: the first expert decides what no rule does
         names = sorted(names, key=[*experts, *names].index)
     for name in names:
         if not isinstance(experts.get(name), Adapter | Checkpoint | None):
@@ -165,7 +165,7 @@ def _plan_of_modules(
     }
     apart = composition.row_threshold is not None
     modules = _filled(rules, slots, changes, problems, apart=apart)
-    if whole.keys() & others.keys():  # some experts adapt it and others hold it in full: the owner decides what it is
+    if whole.keys() & others.keys():  # some experts adapt a module that others hold in full: its owner decides
         modules = [replace(slot, in_full=bool(slot.whole) and len(slot.whole) == len(slot.terms)) for slot in modules]
     filled = [*modules, *_filled(rules, saved, changes, problems)]
     vocabularies = settle_vocabulary(filled, adapters, composition, problems)
@@ -193,8 +193,8 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     full = {name: expert for name, expert in experts.items() if isinstance(expert, Checkpoint)}
     if composition.row_threshold:
         problems.add(
-            "row_threshold is for rows of adapters' ΔW, and an expert is a full checkpoint",
-            "Leave it out",
+            "row_threshold applies to rows of adapters' ΔW, but an expert is a full checkpoint",
+            "Remove it",
             parameter="row_threshold",
             kind=CompositionError,
         )
@@ -214,7 +214,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     located = locate_all(adapters, stored, skeleton_name, skeleton, problems)
     problems.raise_if_any()
     changes: dict[str, Mapping[str, Change]] = {
-        name: {key: found.change for key, found in parts.items()} for name, parts in located.items()
+        name: {key: place.change for key, place in parts.items()} for name, parts in located.items()
     }
     for name, checkpoint in full.items():
         changes[name] = {key: _whole(checkpoint, key, tied) for key in stored}
@@ -228,38 +228,38 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     check_numbers(filled, problems)
     check_opaque(list(filled.values()), adapters, composition, problems)
     if base is None and (needing := [slot.name for slot in filled.values() if slot.needs_base or not slot.terms]):
-        more = f", like {len(needing) - 1} more" * (len(needing) > 1)
-        message = f"{needing[0]} has a part of the base's own weights{more}"
-        problems.add(message, _GIVE_BASE, parameter="base_model", kind=BaseModelError)
+        more = f", and so do {len(needing) - 1} more" * (len(needing) > 1)
+        message = f"{needing[0]} needs the base's own weights{more}"
+        problems.add(message, _PASS_BASE, parameter="base_model", kind=BaseModelError)
     return Plan(composition, rules, experts, num_layers, filled, is_model=True, base=base, untied=untied)
 
 
 def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint, problems: Problems) -> NumLayers:
-    """The number of layers of full weights: by their config, or by the composition where that does not say."""
-    found = stacked_layers_in_config(skeleton.config)
+    """The number of layers of full weights, from their config or, if that does not say, from the composition."""
+    in_config = stacked_layers_in_config(skeleton.config)
     stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=-1)
-    num_layers = composition.num_layers or found
-    if same_depth(found, num_layers):
-        num_layers = found
+    num_layers = composition.num_layers or in_config
+    if same_depth(in_config, num_layers):
+        num_layers = in_config
     if isinstance(num_layers, int) and has_both_stacks(skeleton.container):
         problems.add(
-            f"{name} stores an encoder and a decoder ({skeleton.container}), and its config says nothing of both",
-            "Give a folder with the config.json of these weights",
+            f"{name} stores an encoder and a decoder ({skeleton.container}), but its config does not mention both",
+            "Use a folder with the config.json of these weights",
             parameter="base_model",
             kind=BaseModelError,
         )
     if num_layers is None:
         message, remedy = f"the config of {name} does not say how many layers it has", "Pass `num_layers`"
         problems.add(message, remedy, parameter="num_layers", kind=BaseModelError)
-    elif found not in (None, num_layers):
+    elif in_config not in (None, num_layers):
         message, remedy = (
-            (f"num_layers is {format_depth(num_layers)}, and {name} has {format_depth(found or 0)} layers"),
-            "Leave `num_layers` out",
+            (f"num_layers is {format_depth(num_layers)}, but {name} has {format_depth(in_config or 0)} layers"),
+            "Remove `num_layers`",
         )
         problems.add(message, remedy, parameter="num_layers", kind=CompositionError)
-    elif found is None and num_layers != stored_layers:
+    elif in_config is None and num_layers != stored_layers:
         message, remedy = (
-            f"num_layers is {format_depth(num_layers)}, and {name} stores {stored_layers} layers",
+            f"num_layers is {format_depth(num_layers)}, but {name} stores {stored_layers} layers",
             "Correct `num_layers`",
         )
         problems.add(message, remedy, parameter="num_layers", kind=CompositionError)
@@ -276,14 +276,14 @@ def _filled(
     *,
     apart: bool = False,
 ) -> list[Slot]:
-    """The slots with what the first rule that matches makes of them.
+    """The slots, filled with the terms of the first rule that matches.
 
     Args:
         rules: in order.
         slots: without terms.
-        changes: by expert, and by the name of the slot.
+        changes: by expert, then by the slot's name.
         problems: collects slots that no rule covers.
-        apart: keep averages apart where coefficients alone do not, as a row threshold needs it.
+        apart: keep a term for each average that an expert is in, as a row threshold needs.
     """
     weights_of = [rule.side_weights() for rule in rules]
     parts_of = [
@@ -308,7 +308,7 @@ def _filled(
         more = f" and {len(uncovered) - 1} more" if len(uncovered) > 1 else ""
         problems.add(
             f"no rule covers {uncovered[0]}{more}",
-            "End the allocation with a rule for all, such as {expert: NAME}",
+            "End the allocation with a rule that matches everything, such as {expert: NAME}",
             parameter="allocation",
             kind=CompositionError,
         )
@@ -316,9 +316,9 @@ def _filled(
 
 
 def _stored_slot(parameter: StoredTensor, located: Iterable[Mapping[str, Located]], base: Checkpoint | None) -> Slot:
-    """A stored tensor, which no rule has been applied to."""
+    """A slot for a stored tensor, before any rule is applied."""
     key = parameter.name
-    module = next((found[key].module for found in located if key in found), parameter.module)
+    module = next((parts[key].module for parts in located if key in parts), parameter.module)
     own = Whole.of(parameter.path, parameter.tensor) if base else None
     return Slot(
         key, module, parameter.layer, parameter.kind, (), {}, None,
@@ -327,7 +327,7 @@ def _stored_slot(parameter: StoredTensor, located: Iterable[Mapping[str, Located
 
 
 def _whole(checkpoint: Checkpoint, key: str, tied: TiedHead | None) -> Whole:
-    """A full expert's tensor; for a head that it does not store, that of the embedding to which the head is tied."""
+    """A full expert's tensor; for a tied head that it does not store, the embedding's tensor."""
     source = tied.embedding if tied and key == tied.head and key not in checkpoint.parameters else key
     parameter = checkpoint.parameters[source]
     return Whole.of(parameter.path, parameter.tensor)
@@ -337,17 +337,17 @@ def base_of(plan: Plan, base_model: str | None = None) -> Checkpoint:
     """The base of a plan of adapters: `base_model`, or the one that the experts or the composition name.
 
     Raises:
-        BaseModelError: none is named.
+        BaseModelError: none of them names a base.
         NotFoundError, BaseModelError, UnsupportedError: see `open_checkpoint`.
     """
     reference = base_model or plan.base_reference
     if reference is None:
-        raise BaseModelError("the experts do not say which base model they adapt", _GIVE_BASE, parameter="base_model")
+        raise BaseModelError("the experts do not say which base model they adapt", _PASS_BASE, parameter="base_model")
     return open_checkpoint(reference)
 
 
 def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
-    """The full weights that a plan of adapters means for its base.
+    """Turn a plan of adapters into a plan of full weights: the adapters merged into their base.
 
     Args:
         plan: with its final coefficients; see `arithmetic.resolving.resolve`.
@@ -355,15 +355,15 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
 
     Raises:
         BaseModelError: the base lacks a module, or has it in another shape.
-        UnsupportedError: it is quantised, or a weight is not in floating point numbers.
+        UnsupportedError: the base is quantised, or a weight is not a floating point tensor.
         AdapterswapError: several of these, reported together.
     """
     problems = Problems(BaseModelError)
     check_architecture("the base", base, "the base", base, problems)
-    found = stacked_layers_in_config(base.config)
-    if found is not None and found != plan.num_layers:
-        message = f"the plan is for {format_depth(plan.num_layers)} layers, and the base has {format_depth(found)}"
-        problems.add(message, "Give the experts' base", parameter="base_model")
+    depth = stacked_layers_in_config(base.config)
+    if depth is not None and depth != plan.num_layers:
+        message = f"the plan is for {format_depth(plan.num_layers)} layers, but the base has {format_depth(depth)}"
+        problems.add(message, "Pass the experts' base", parameter="base_model")
     tied = find_tied_head(base, plan.adapters)
     stored = with_head(base.parameters, tied)
     located = locate_all(plan.adapters, stored, "the base", base, problems, resized=True)
@@ -376,7 +376,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         if planned is not None:
             entering = _entering(plan, having, problems)
             terms = tuple(replace(t, change=having[t.expert].change) for t in entering)
-            factors = len(planned.low_rank) == len(planned.terms)  # then `resolve` has found the coefficients
+            factors = len(planned.low_rank) == len(planned.terms)  # then `resolve` has computed the coefficients
             method = "linear" if planned.is_linear and (factors or planned.in_full) else planned.method
             slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
             slot = _resized(slot, planned, having, problems)
@@ -385,7 +385,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     ends = {name: slot.shape[0] for name, slot in filled.items() if is_vocabulary(slot.module, slot.layer)}
     if any(
         size != stored[name].tensor.shape[0] for name, size in ends.items() if name in stored
-    ):  # a base's own may differ
+    ):  # a base's own embedding and head may differ in size
         check_sizes(ends, problems)
     check_matrices(filled, problems)
     check_numbers(filled, problems)
@@ -405,7 +405,7 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
     odd = next((term for term in slot.whole if term.whole.tensor.shape != slot.shape), None)
     if odd is not None:
         problems.add(
-            f"{odd.expert} holds {slot.name} with {odd.whole.tensor.shape[0]} rows, and the base has {slot.shape[0]}, "
+            f"{odd.expert} holds {slot.name} with {odd.whole.tensor.shape[0]} rows, but the base has {slot.shape[0]}, "
             "which was not known when the experts were composed",
             "Pass `base_model` when you compose them",
             parameter="base_model",
@@ -414,16 +414,17 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
 
 
 def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> list[Term]:
-    """The terms of a stored tensor, each from its expert's own module: one may adapt a mixture's experts singly, and
-    another all of them as one parameter."""
+    """The terms of a stored tensor, each from its expert's own module.
+
+    One expert may adapt the experts of a mixture one by one, and another all of them as one parameter.
+    """
     modules = dict.fromkeys(located.module for located in having.values())
     slots = [plan.slots[module] for module in modules if module in plan.slots]
     if len(modules) > 1 and (odd := next((slot for slot in slots if not slot.is_linear), None)) is not None:
-        one, other, *_ = modules
+        first, second, *_ = modules
         problems.add(
-            f"{one} and {other} are names of one weight in different experts, and {odd.method} combines modules of "
-            "one name",
-            "Use weighted sums, such as layer_swap, soup or task_arithmetic",
+            f"{first} and {second} are names of the same weight in different experts, but {odd.method} needs one name",
+            "Use a weighted sum: layer_swap, soup or task_arithmetic",
             parameter="method",
             kind=UnsupportedError,
         )
@@ -434,7 +435,7 @@ def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Che
     reference = reference_of(adapters, composition.base_model)
     if reference is None and adapters:
         raise BaseModelError(
-            f"{next(iter(adapters))} does not say which base model it adapts", _GIVE_BASE, parameter="base_model"
+            f"{next(iter(adapters))} does not say which base model it adapts", _PASS_BASE, parameter="base_model"
         )
     return open_checkpoint(reference) if reference else None
 
@@ -442,8 +443,10 @@ def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Che
 def _settle_head(
     slots: dict[str, Slot], tied: TiedHead | None, adapters: Mapping[str, Adapter], skeleton: Checkpoint
 ) -> tuple[dict[str, Slot], bool]:
-    """Whether the head comes apart from its embedding: not where every adapter in both ties them (PEFT's
-    `ensure_weight_tying`) with the same coefficients."""
+    """The slots without a head that stays tied, and whether the head is untied from the embedding.
+
+    They stay tied if all adapters in both tie them (PEFT's `ensure_weight_tying`) with the same coefficients.
+    """
     if tied is None:
         return slots, False
     head, embedding = slots[tied.head], slots[tied.embedding]
@@ -452,9 +455,9 @@ def _settle_head(
         rows = slot.rows or [Rows(0, 0, slot.terms, slot.rest)]
         return {(term.side, term.expert, part.start): term.coefficient for part in rows for term in part.terms}
 
-    together = entering(head) == entering(embedding) and all(
+    stays_tied = entering(head) == entering(embedding) and all(
         adapters[name].config.tied for _, name, _ in entering(head) if name in adapters
     )
-    if together and tied.head not in skeleton.parameters:
+    if stays_tied and tied.head not in skeleton.parameters:
         return {name: slot for name, slot in slots.items() if name != tied.head}, False
-    return slots, not together
+    return slots, not stays_tied

@@ -57,8 +57,8 @@ REFUSALS = [
     Refusal("fused experts (target_parameters)", UnsupportedError, "LoRA on (the )?parameter", _FUSED, ["linear"],
             ["merge", "live", *METHODS]),
     # Experts of attention alone leave the task nothing in partition A, and some hybrids have no attention in a zone.
-    Refusal("a side or a zone has no module", CompositionError, "gives no module", operations=["partition_a"]),
-    Refusal("a side or a zone has no module", CompositionError, "gives no module", _HYBRID, ["mixed"], ["copied"]),
+    Refusal("a side or a zone has no module", CompositionError, "contributes no module", operations=["partition_a"]),
+    Refusal("a side or a zone has no module", CompositionError, "contributes no mod", _HYBRID, ["mixed"], ["copied"]),
     Refusal("a side or a zone has no module", CompositionError, "matches no module", _HYBRID),
     # In memory the experts of a layer are one module.
     Refusal("the running model lacks the names", AdapterswapError, "does not have", _MOE, _V4, ["live"]),

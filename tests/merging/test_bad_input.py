@@ -115,7 +115,7 @@ def test_a_vocabulary_of_another_size(run: Run, pair: tuple[Path, Path], tmp_pat
 
 def test_a_tensor_that_only_one_has(run: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
     change(pair[1], "model.norm.weight", None)
-    assert "holds model.norm.weight, and own does not" in stderr_of(run, pair, tmp_path)
+    assert "holds model.norm.weight, but own does not" in stderr_of(run, pair, tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -167,7 +167,7 @@ def test_a_header_of_another_size(run: Run, pair: tuple[Path, Path], tmp_path: P
         (["--max-shard-size", "much"], "'much' is not a size"),
         (["--device", "nonsense"], "the device 'nonsense' cannot be used"),
         (["--num-layers", 4], "num_layers is 4"),
-        (["--row-threshold", 0.1], "row_threshold is for rows of adapters"),
+        (["--row-threshold", 0.1], "row_threshold applies to rows of adapters"),
         (["--method", "ties", "--density", 0.5], "--base-model"),
         (["--weights", "magnitude"], "--base-model"),
     ],
@@ -241,9 +241,9 @@ def test_only_adapters_are_written_as_adapters_or_run_live(
 
 def test_norms_belong_to_zones() -> None:
     rules = (adapterswap.Rule(expert="math"),)
-    with refused(FieldError, "norms", match="norms cannot be set beside it"):
+    with refused(FieldError, "norms", match="norms cannot be set with it"):
         adapterswap.Composition(allocation=rules, norms="layer")
-    with refused(FieldError, "norms", match="norms belong to a layer swap"):
+    with refused(FieldError, "norms", match="norms can only be set for a layer swap"):
         adapterswap.Composition(method="soup", norms="layer")
 
 

@@ -366,7 +366,7 @@ def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[.
     for language, remedy in ((both[1], None), (plain, "--base-model")):
         if remedy:
             with refused(
-                BaseModelError, "base_model", match=r"lm_head is to be averaged .* Give the base's folder with `base"
+                BaseModelError, "base_model", match=r"Averaging lm_head with .* Pass the base's folder as `base"
             ):
                 adapterswap.layer_swap(both[0], language, bottom=2, top=1)
         plan = adapterswap.layer_swap(both[0], language, bottom=2, top=1, base_model=str(base("llama")))

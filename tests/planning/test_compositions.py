@@ -61,7 +61,7 @@ def test_zones_are_algorithm_1(data: st.DataObject) -> None:
 
 def test_zones_that_overlap_are_refused() -> None:
     with refused(
-        CompositionError, "bottom", match=r"bottom 4 \+ top 2 \+ top_transition 1 = 7 layers, and the model has 6"
+        CompositionError, "bottom", match=r"bottom 4 \+ top 2 \+ top_transition 1 = 7 layers, but the model has 6"
     ):
         Composition(bottom=4, top=2, top_transition=1).rules(6)
 
@@ -90,15 +90,15 @@ def test_souped_sides_share_their_weight() -> None:
         ({"task_weight": 1, "language_weight": -1, "allow_negative": True}, "task_weight", "sum to 0"),
         ({"task_weight": -2}, "task_weight", "negative"),
         ({"method": "task_arithmetic", "scale": -1}, "scale", "negative"),
-        ({"method": "task_arithmetic", "scale": 0}, "scale", "other than 0"),
-        ({"method": "soup", "bottom": 3}, "bottom", "belongs to a layer swap"),
-        ({"partition": "A", "top": 3}, "top", "belongs to a layer swap"),
-        ({"partition": "A", "method": "soup"}, "partition", "a partition is a layer swap"),
+        ({"method": "task_arithmetic", "scale": 0}, "scale", "scale must not be 0"),
+        ({"method": "soup", "bottom": 3}, "bottom", "can only be set for a layer swap"),
+        ({"partition": "A", "top": 3}, "top", "can only be set for a layer swap"),
+        ({"partition": "A", "method": "soup"}, "partition", "a partition can only be set for a layer swap"),
         ({"scale": 0.5}, "scale", "belongs to task_arithmetic"),
         ({"bottom": -1}, "bottom", "greater than or equal to 0"),
         ({"experts": {"base": "x"}}, "experts", "reserved"),
-        ({"allocation": []}, "allocation", "no rule"),
-        ({"allocation": [{"expert": "a"}], "bottom": 1}, "bottom", "cannot be set beside it"),
+        ({"allocation": []}, "allocation", "is empty"),
+        ({"allocation": [{"expert": "a"}], "bottom": 1}, "bottom", "cannot be set with it"),
         ({"allocation": [{"layers": 0}]}, "allocation.0", "exactly one"),
         ({"allocation": [{"expert": "a", "blend": {"a": 1}}]}, "allocation.0", "exactly one"),
         ({"allocation": [{"blend": {"a": 1, "b": -1}}], "allow_negative": True}, "allocation.0.blend", "sum to 0"),

@@ -194,7 +194,7 @@ def test_adapters_of_layers_that_predict_further_tokens(
 def test_a_layer_after_the_last_that_no_config_speaks_of(tmp_path: Path) -> None:
     base = checkpoint(tmp_path / "base", 0, LAYERS[:2], num_nextn_predict_layers=0)
     task, language = lora(tmp_path / "task", base, 1), lora(tmp_path / "language", base, 2)
-    with refused(ExpertError, match="task adapts layer 2, and the base has 2 layers"):
+    with refused(ExpertError, match="task adapts layer 2, but the base has 2 layers"):
         adapterswap.compose("task+language@bottom=1,top=0", {"task": task, "language": language})
     unnamed = {name: lora(tmp_path / f"unnamed-{name}", None, 1) for name in ("task", "language")}
     with refused(ExpertError, match="num_nextn_predict_layers"):

@@ -67,10 +67,10 @@ def test_a_general_allocation(math: Path, swahili: Path, expert: Callable[..., P
 @pytest.mark.parametrize(
     ("rules", "told"),
     [
-        ([{"layers": "0-9", "expert": "math"}, {"expert": "swahili"}], "names layer 6, and the base has 6"),
+        ([{"layers": "0-9", "expert": "math"}, {"expert": "swahili"}], "names layer 6, but the base has 6"),
         ([{"modules": "lm_head", "expert": "math"}, {"expert": "swahili"}], "matches no module"),
         ([{"layers": "none", "expert": "math"}, {"expert": "swahili"}], "matches no module"),
-        ([{"expert": "math"}, {"layers": 3, "expert": "swahili"}], "Earlier rules took them all"),
+        ([{"expert": "math"}, {"layers": 3, "expert": "swahili"}], "Earlier rules match all of its modules"),
         (
             [{"layers": "0-4", "expert": "math"}, {"layers": 5, "modules": ["mlp"], "expert": "swahili"}],
             "no rule covers",
@@ -99,12 +99,12 @@ def test_all_mistakes_are_told_together(math: Path, swahili: Path) -> None:
     assert "names layer 7" in told
     assert "modules w1" in told
     assert "no rule covers" in told
-    assert "'swahili' gives no module" in told
+    assert "'swahili' contributes no module" in told
 
 
 def test_experts_of_two_bases_are_refused(math: Path, swahili: Path, tmp_path: Path) -> None:
     other = rewritten(swahili, tmp_path / "other", base_model_name_or_path="org/other-base")
-    with refused(ExpertError, match=r"and other adapts org/other-base.*`base_model`"):
+    with refused(ExpertError, match=r"but other adapts org/other-base.*`base_model`"):
         adapterswap.layer_swap(math, other, bottom=1, top=1, num_layers=6)
     declared = adapterswap.layer_swap(math, other, bottom=1, top=1, num_layers=6, base_model="org/other-base")
     assert declared.base_model == "org/other-base"
@@ -153,7 +153,7 @@ def test_the_number_of_layers_is_never_guessed(math: Path, swahili: Path, tmp_pa
     with refused(NotFoundError, "base_model", match=told):
         adapterswap.layer_swap(*unknown, bottom=1, top=1, base_model="/lost")
     assert adapterswap.layer_swap(*unknown, bottom=1, top=1, num_layers=6).num_layers == 6
-    with refused(ExpertError, match="adapts layer 5, and the base has 4 layers"):
+    with refused(ExpertError, match="adapts layer 5, but the base has 4 layers"):
         adapterswap.layer_swap(*unknown, bottom=1, top=1, num_layers=4)
 
 

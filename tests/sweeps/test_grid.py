@@ -290,7 +290,7 @@ def test_mistakes_of_the_grid_are_reported_together() -> None:
     with pytest.raises(FieldError) as error:
         grid_of(compositions=families)
     assert "max_rank" in {problem.parameter for problem in error.value.problems}
-    for part in ("it belongs to ties", "belongs to a layer swap by zones", "negative"):
+    for part in ("it belongs to ties", "can only be set for a layer swap", "negative"):
         assert part in str(error.value)
     assert grid_of(compositions=[{"task_weight": [1, -2], "allow_negative": True}]).cells
 

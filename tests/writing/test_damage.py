@@ -180,7 +180,7 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "trainable tokens": (
         with_tensor(f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"), {}, "trainable tokens"
     ),
-    "a whole weight": (with_tensor(f"{PREFIX}lm_head.weight"), {}, "lm_head is to be averaged with"),
+    "a whole weight": (with_tensor(f"{PREFIX}lm_head.weight"), {}, "Averaging lm_head with"),
     "the base's weight without LoRA": (
         with_tensor(f"{PREFIX}lm_head.base_layer.weight"), {}, "lm_head.base_layer.weight is a copy that PEFT saved"
     ),
@@ -435,7 +435,7 @@ def test_references_that_lead_nowhere(reference: str, told: str, refused: Callab
         ({"num_hidden_layers": "4"}, "does not say how many layers it has"),
         ({"is_encoder_decoder": True, "model_type": "\x1b[31mt5"}, r"(\x1b[31mt5) has an encoder"),
         ([1], "is not a JSON object"),
-        ({"text_config": {"text_config": {"num_hidden_layers": 2}}}, "adapts layer 3, and the base has 2 layers"),
+        ({"text_config": {"text_config": {"num_hidden_layers": 2}}}, "adapts layer 3, but the base has 2 layers"),
     ],
 )
 def test_a_base_config_that_is_none(
