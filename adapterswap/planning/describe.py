@@ -1,4 +1,4 @@
-"""A plan in words and characters: the strip of layers, its legend, and what is unusual.
+"""A plan as text: the strip of layers, its legend, and remarks on what is unusual.
 
 Plain text only, for terminals, logs and model cards. Decides nothing.
 """
@@ -49,9 +49,9 @@ _LEGEND = 200  # characters of a summary's legend
 
 @dataclass(frozen=True)
 class Mark:
-    """What the strip shows of one module: its place, and its owner or the blend that it holds.
+    """What the strip shows of one module: its place, and its owner or blend.
 
-    The average of several experts is an owner like one expert. The stack is that of a model with two.
+    The average of several experts counts as an owner. `stack` is set only for models with an encoder and a decoder.
     """
 
     layer: int
@@ -62,43 +62,43 @@ class Mark:
 
 
 def marks(plan: Plan) -> list[Mark]:
-    """A mark for each module that lies in a layer.
+    """A mark for each module in a layer.
 
-    Of full weights, tensors that no expert changes are left out where another of their kind in the layer is changed.
+    For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
     """
     stacks = {slot.name: stack_in(slot.name, plan.num_layers) for slot in plan}
     changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in plan if slot.terms}
-    found = []
+    result = []
     for slot in plan:
         place = stacks[slot.name], slot.layer, slot.kind
         hidden = slot.in_full or (plan.is_model and not slot.terms and place in changed)
         if slot.layer is not None and not hidden:
             owner = owner_label(slot)
-            found.append(Mark(slot.layer, slot.kind, owner, "" if owner else blend_of(slot), stacks[slot.name]))
-    return found
+            result.append(Mark(slot.layer, slot.kind, owner, "" if owner else blend_of(slot), stacks[slot.name]))
+    return result
 
 
 def owner_label(slot: Slot) -> str | None:
-    """What the strip calls the owner: an expert, `base`, or the average that the rule names; None for a blend."""
+    """The owner's name in the strip: an expert, `base`, or the average that the rule names; None for a blend."""
     return slot.owner or (slot.rule.average_owner if slot.rule else None)
 
 
 def strip(plan: Plan) -> str:
-    """The layers from left (bottom) to right (top), a character each, and a legend."""
+    """The layers from left (bottom) to right (top), one character each, and a legend."""
     return draw_strip(marks(plan), plan.num_layers, tuple(plan.experts))
 
 
 def headline(plan: Plan) -> str:
     """The method and the size of a plan: `layer_swap, 42 modules, 6 layers`."""
-    asked = plan.composition
-    method: str = "allocation" if asked.allocation is not None else asked.method
-    method = f"partition {asked.partition}" if asked.partition else method
+    composition = plan.composition
+    method: str = "allocation" if composition.allocation is not None else composition.method
+    method = f"partition {composition.partition}" if composition.partition else method
     what = "tensors" if plan.is_model else "modules"
     return f"{method}, {len(plan.slots)} {what}, {format_depth(plan.num_layers)} layers"
 
 
 def summary(plan: Plan) -> str:
-    """A plan in a few lines: its headline, experts, base and strip. Names are escaped where they are not printable."""
+    """A plan in a few lines: its headline, experts, base and strip. Unprintable characters are escaped."""
     experts = [f"{name}: {expert!r}" for name, expert in list(plan.experts.items())[:_SHOWN]]
     more = len(plan.experts) - len(experts)
     lines = [f"Plan: {headline(plan)}", *experts, *([f"and {more} more experts"] if more else [])]
@@ -107,7 +107,7 @@ def summary(plan: Plan) -> str:
 
 
 def _shortened(text: str) -> list[str]:
-    """The lines of a strip; the legend of many different blends is cut."""
+    """The lines of a strip; a long legend is cut."""
     *rows, legend = text.split("\n")
     return [*rows, legend if len(legend) <= _LEGEND else f"{legend[: _LEGEND - 1]}…"]
 
@@ -117,10 +117,10 @@ class Picture:
     """The strip of layers.
 
     Attributes:
-        rows: kind of module, or `layers` where all kinds agree → a character for each layer. Of a model with two
-            stacks, a stack, or a stack and a kind: `decoder mlp`.
-        legend: what the characters that occur mean.
-        owners: of them, those of experts and of averages of several.
+        rows: the kind of module, or `layers` if all kinds agree → one character for each layer. For a model with two
+            stacks, the key is a stack, or a stack and a kind such as `decoder mlp`.
+        legend: character → its meaning.
+        owners: the characters that stand for experts or averages of several.
     """
 
     rows: Mapping[str, str]
@@ -128,22 +128,22 @@ class Picture:
     owners: tuple[str, ...]
 
 
-def draw(found: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> Picture:
-    """The strip as data. One row where attention and MLP agree in every layer, else a row for each."""
-    names = {mark.owner: None for mark in found if mark.owner not in (None, BASE)}
+def draw(drawn: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> Picture:
+    """The strip as data: one row if attention and MLP agree in every layer, else a row for each kind."""
+    names = {mark.owner: None for mark in drawn if mark.owner not in (None, BASE)}
     averages = [name for name in names if name is not None and name not in set(experts)]
     letters = _letters([*averages, *experts])
     rows: dict[str, str] = {}
     for stack in (None,) if isinstance(num_layers, int) else STACKS:
-        rows |= _rows([mark for mark in found if mark.stack == stack], stack, depth_of(stack, num_layers), letters)
+        rows |= _rows([mark for mark in drawn if mark.stack == stack], stack, depth_of(stack, num_layers), letters)
     used = "".join(rows.values())
     owners = tuple(letter for letter in letters.values() if letter in used)
-    return Picture(rows, _legend(found, used, letters), owners)
+    return Picture(rows, _legend(drawn, used, letters), owners)
 
 
-def draw_strip(found: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> str:
+def draw_strip(drawn: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> str:
     """See `strip`."""
-    picture = draw(found, num_layers, experts)
+    picture = draw(drawn, num_layers, experts)
     rows = picture.rows
     width = max(map(len, rows), default=0)
     columns = range(deepest(num_layers))
@@ -156,7 +156,7 @@ def draw_strip(found: Sequence[Mark], num_layers: NumLayers, experts: Collection
 
 
 def unusual(plan: Plan) -> list[str]:
-    """What a reader should know beside the strip: what lies outside the layers, and experts that lack a part."""
+    """Remarks that go with the strip: modules outside the layers, experts that lack modules, warnings."""
     lines = [
         *differing_bases(plan.adapters, plan.composition.base_model),
         *ignored_modules(plan.adapters),
@@ -185,7 +185,7 @@ def unusual(plan: Plan) -> list[str]:
             where = f"{_of_stack(stack)}layers {format_layers(empty)}"
             lines.append(f"{where}: no expert adapts them, so they stay as in the base")
     if plan.untied:
-        lines.append("the head and the embedding were tied, and are not any more: tie_word_embeddings is false")
+        lines.append("the head and the embedding are no longer tied: tie_word_embeddings becomes false")
     return lines
 
 
@@ -196,7 +196,7 @@ def _of_stack(stack: Stack | None) -> str:
 def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
     """A line for each expert with modules in its file that PEFT would not load."""
     return [
-        f"{name}: {len(adapter.ignored)} modules in its file are left out, since its config does not target them and "
+        f"{name}: {len(adapter.ignored)} modules in its file are left out, because its config does not target them and "
         f"PEFT would not load them ({adapter.ignored[0]}{', …' * (len(adapter.ignored) > 1)})"
         for name, adapter in experts.items()
         if adapter.ignored
@@ -206,15 +206,15 @@ def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
 def unknown_keys(experts: Mapping[str, Adapter]) -> list[str]:
     """A line for each expert whose config has keys that PEFT does not know."""
     return [
-        f"Warning: {name}: adapter_config.json has {', '.join(adapter.config.unknown)}, which PEFT does not know and "
-        "ignores, and so does the result"
+        f"Warning: {name}: adapter_config.json has {', '.join(adapter.config.unknown)}, which PEFT does not know; "
+        "PEFT ignores it, and so does the result"
         for name, adapter in experts.items()
         if adapter.config.unknown
     ]
 
 
 def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> list[str]:
-    """A line where adapters name different bases, or revisions of one, and are composed since one base is declared."""
+    """A warning if the adapters name different bases or revisions, and `base_model` declares that they share one."""
     configs = [adapter.config for adapter in experts.values()]
     if declared is None or all(
         same_base(config.base_model, configs[0].base_model) and config.revision == configs[0].revision
@@ -226,16 +226,16 @@ def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> lis
         + (f"@{adapter.config.revision}" if adapter.config.revision else "")
         for name, adapter in experts.items()
     ]
-    return [f"Warning: the experts name different bases ({', '.join(named)}); base_model declares them to be one"]
+    return [f"Warning: the experts name different bases ({', '.join(named)}), but base_model says that they share one"]
 
 
 def blend_text(coefficients: Mapping[str, float]) -> str:
-    """A blend in words: `0.5·math + 0.5·swahili`."""
+    """A blend as text: `0.5·math + 0.5·swahili`."""
     return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
 
 
 def blend_of(slot: Slot) -> str:
-    """A slot's blend of sides in words, with its method and what its weights wait for."""
+    """A slot's blend of sides as text, with its method and whether its weights depend on magnitudes."""
     text, rule = blend_text(slot.weights), slot.rule
     if rule is None:
         return text
@@ -245,7 +245,7 @@ def blend_of(slot: Slot) -> str:
 
 
 def _parameters_text(rule: Rule) -> str:
-    """The density, and every other parameter that is not λ and differs from its default: ` at density 0.5`."""
+    """The parameters that are required or differ from their defaults, except λ: ` at density 0.5`."""
     own = [parameter for parameter in own_parameters(rule.method) if parameter.name != SCALE.name]
     values = [(p, rule.parameters[p.name]) for p in own if p.required or rule.parameters[p.name] != p.default]
     listed = [f"{p.name} {value:g}" if p.kind is float else f"{p.name} {value}" for p, value in values]
@@ -253,21 +253,21 @@ def _parameters_text(rule: Rule) -> str:
 
 
 def error_text(error: float) -> str:
-    """A relative error with three decimals, or `< 0.001` where these would hide it."""
+    """A relative error with three decimals, or `< 0.001` if it would be rounded to 0."""
     return "< 0.001" if 0 < error < 0.0005 else f"{error:.3f}"
 
 
 def _remark(slot: Slot) -> str:
-    """What the rule asked for, and the experts that do not change the slot, if there are such."""
+    """What the rule requests, if some of its experts do not change the slot; else an empty string."""
     if not slot.absent:
         return ""
-    wanted = blend_text(slot.weights) if len(slot.weights) > 1 else next(iter(slot.weights))
+    requested = blend_text(slot.weights) if len(slot.weights) > 1 else next(iter(slot.weights))
     rest = "its ΔW counts as zero" if slot.terms else "it stays as in the base"
-    return f"{wanted}, but {' and '.join(slot.absent)} does not adapt it: {rest}"
+    return f"{requested}, but {' and '.join(slot.absent)} does not adapt it: {rest}"
 
 
 def _letters(names: Iterable[str]) -> dict[str, str]:
-    """A letter for each expert, from its own name as long as one is free."""
+    """A letter for each expert, taken from its name if one of those is free."""
     letters: dict[str, str] = {}
     for name in names:
         plain = name.removeprefix("mean(")  # as compositions call the average of a side
@@ -283,26 +283,26 @@ def _mark(mark: Mark, letters: Mapping[str, str]) -> str:
     return _UNCHANGED if mark.owner == BASE else letters[mark.owner]
 
 
-def _rows(found: Sequence[Mark], stack: Stack | None, num_layers: int, letters: Mapping[str, str]) -> dict[str, str]:
-    """One row where attention and MLP agree in every layer, else a row for each."""
+def _rows(drawn: Sequence[Mark], stack: Stack | None, num_layers: int, letters: Mapping[str, str]) -> dict[str, str]:
+    """One row if attention and MLP agree in every layer, else a row for each kind."""
     kinds: tuple[Kind, ...] = ("attention", "mlp", "other")
     rows = {
-        f"{_of_stack(stack)}{kind}": _row([mark for mark in found if mark.kind == kind], num_layers, letters)
+        f"{_of_stack(stack)}{kind}": _row([mark for mark in drawn if mark.kind == kind], num_layers, letters)
         for kind in kinds
     }
     rows = {kind: row for kind, row in rows.items() if row.strip()}
     return {stack or "layers": next(iter(rows.values()))} if len(set(rows.values())) == 1 else rows
 
 
-def _row(found: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:
+def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:
     cells: list[set[str]] = [set() for _ in range(num_layers)]
-    for mark in found:
+    for mark in drawn:
         cells[mark.layer].add(_mark(mark, letters))
     return "".join(_SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING) for cell in cells)
 
 
-def _legend(found: Sequence[Mark], used: str, letters: Mapping[str, str]) -> dict[str, str]:
-    blends = sorted({mark.blend for mark in found if mark.owner is None})
+def _legend(drawn: Sequence[Mark], used: str, letters: Mapping[str, str]) -> dict[str, str]:
+    blends = sorted({mark.blend for mark in drawn if mark.owner is None})
     meanings = {letter: name for name, letter in letters.items() if letter in used}
     meanings |= {_BLEND: " or ".join(blends), _UNCHANGED: "base", _SEVERAL: "differs by module"}
     return {mark: meaning for mark, meaning in meanings.items() if mark in used}

@@ -1,9 +1,9 @@
-"""A mergekit YAML as a composition of full checkpoints, where its meaning exists here; all else is refused by its key.
+"""Read a mergekit YAML as a composition of full checkpoints; keys that have no equivalent here are refused by name.
 
-What mergekit 0.1.5 makes of its keys: parameters are looked up in a source, its slice and the file, in this order; a
-list is a gradient over the layers of a slice; a filter is a part of a tensor's name; what is before the layers goes
-with the first slice and what is after them with the last, at the start of a gradient. Own work after its
-documentation and behaviour; nothing of it is imported.
+How mergekit 0.1.5 reads its keys: parameters are looked up in a source, its slice and the file, in this order; a list
+is a gradient over the layers of a slice; a filter is a part of a tensor's name; tensors before the layers belong to the
+first slice and those after them to the last, at the start of a gradient. This module was written from mergekit's
+documentation and behaviour; it imports nothing from mergekit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from adapterswap.planning.names import expert_name
 
 __all__ = ["MergekitMerge", "is_mergekit", "mergekit_dtype", "read_mergekit"]
 
-_MARK = "merge_method"  # the key that every mergekit YAML has, and no recipe of ours
+_MARK = "merge_method"  # a key that every mergekit YAML has, and none of our recipes
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
@@ -40,9 +40,9 @@ _SHARED = {
 }
 """Method → the parameters of a slice or of the file."""
 _OWN = {"linear": ("weight",), "passthrough": ("scale",), "task_arithmetic": ("weight",), "ties": ("weight", "density")}
-"""Method → those that each model has; a slice or the file may give one to all."""
+"""Method → the parameters of a model; a slice or the file may set them for all models."""
 _NORMALIZES = {"linear": True, "task_arithmetic": False, "ties": True}
-_AFTER = HEADS | {"norm", "ln_f", "final_layer_norm", "final_layernorm"}  # what follows the layers
+_AFTER = HEADS | {"norm", "ln_f", "final_layer_norm", "final_layernorm"}  # modules after the layers
 
 
 class _Model(StrictModel):
@@ -51,17 +51,17 @@ class _Model(StrictModel):
 
 
 class _Source(_Model):
-    layer_range: tuple[int, int] = Field(description="The first layer, and the one after the last.")
+    layer_range: tuple[int, int] = Field(description="The first layer, and the layer after the last.")
 
 
 class _Slice(StrictModel):
-    sources: list[_Source] = Field(min_length=1, description="What is merged in these layers.")
-    parameters: dict[str, Any] = Field(default={}, description="For all of its sources.")
+    sources: list[_Source] = Field(min_length=1, description="The models that are merged in these layers.")
+    parameters: dict[str, Any] = Field(default={}, description="Parameters of all its sources.")
 
 
 class _MergekitRecipe(StrictModel):
     merge_method: Literal["linear", "passthrough", "task_arithmetic", "ties"] = Field(
-        description="Others are methods of their own here: see `adapterswap methods`."
+        description="For other methods, write a recipe: see `adapterswap methods`."
     )
     slices: list[_Slice] | None = Field(default=None, min_length=1)
     models: list[_Model] | None = Field(default=None, min_length=1)
@@ -78,12 +78,12 @@ class _MergekitRecipe(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> _MergekitRecipe:
         if (self.slices is None) == (self.models is None):
-            raise FieldMistake("exactly one of `slices` and `models` says what is merged", "models")
+            raise FieldMistake("exactly one of `slices` and `models` must be set", "models")
         if self.dtype in ("float16", "bfloat16") and self.out_dtype not in (None, self.dtype):
             raise FieldMistake(
-                f"out_dtype {self.out_dtype} after computing in {self.dtype} rounds twice; sums are rounded once here",
+                f"out_dtype {self.out_dtype} after dtype {self.dtype} would round twice; sums are rounded once here",
                 "out_dtype",
-                remedy="Leave `dtype` or `out_dtype` out",
+                remedy="Remove `dtype` or `out_dtype`",
             )
         for place, own in self._settings():
             for key, setting in own.items():
@@ -98,20 +98,20 @@ class _MergekitRecipe(StrictModel):
         if key not in known:
             level = "a model's parameter" if in_model else "a parameter"
             raise FieldMistake(
-                f"{key!r} is not {level} of {self.merge_method}, and mergekit would ignore it",
+                f"{key!r} is not {level} of {self.merge_method}; mergekit would ignore it",
                 where,
                 remedy=did_you_mean(key, known, f"Use {', '.join(known) or 'none'}, or remove it"),
             )
         if key in ("normalize", "rescale", "int8_mask"):
             if not isinstance(setting, bool):
-                raise FieldMistake(f"{key} is true or false for all tensors", where)
+                raise FieldMistake(f"{key} must be true or false", where)
             if key == "rescale" and setting:
-                raise FieldMistake("rescale: true scales what is left to its L1 norm, which no method does here", where)
+                raise FieldMistake("rescale: true (rescaling to the L1 norm) is not supported here", where)
         elif not _is_setting(setting):
-            raise FieldMistake(f"{key} is neither a number, a list of numbers, nor a list of filters and values", where)
+            raise FieldMistake(f"{key} must be a number, a list of numbers, or a list of filters and values", where)
 
     def _settings(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Every `parameters`, and where it is."""
+        """Every `parameters` mapping, with its place in the file."""
         yield "parameters", self.parameters
         for number, model in enumerate(self.models or ()):
             yield f"models.{number}.parameters", model.parameters
@@ -123,11 +123,11 @@ class _MergekitRecipe(StrictModel):
 
 @dataclass(frozen=True)
 class MergekitMerge:
-    """What a mergekit YAML means.
+    """A mergekit YAML, translated.
 
     Attributes:
-        composition: of its checkpoints, with a rule for every tensor.
-        dtype: of the result; None where each tensor keeps its own.
+        composition: a composition of its checkpoints, with a rule for every tensor.
+        dtype: the result's dtype; None if each tensor keeps its own.
     """
 
     composition: Composition
@@ -135,16 +135,16 @@ class MergekitMerge:
 
 
 def is_mergekit(path: str | Path) -> bool:
-    """Whether the YAML file at `path` is mergekit's.
+    """Whether the YAML file at `path` is a mergekit YAML.
 
     Raises:
-        AdapterswapError: it cannot be read; see `read_content`.
+        AdapterswapError: the file cannot be read; see `read_content`.
     """
     return _MARK in read_content(path)[0]
 
 
 def mergekit_dtype(path: str | Path) -> Dtype | None:
-    """The dtype that a mergekit YAML says its result has; None for other recipes, and where it says none.
+    """The dtype that a mergekit YAML sets for its result; None for other recipes, or if it sets none.
 
     Raises:
         AdapterswapError: see `read_content`; and the YAML's mistakes, see `read_mergekit`.
@@ -153,13 +153,13 @@ def mergekit_dtype(path: str | Path) -> Dtype | None:
 
 
 def read_mergekit(path: str | Path) -> MergekitMerge:
-    """Read a mergekit YAML. Its checkpoints are opened (their headers), since filters speak of tensors by their names.
+    """Read a mergekit YAML. The headers of its checkpoints are read too, because filters match names of tensors.
 
-    Checkpoints that are next to the file are found there.
+    Relative paths of checkpoints may be relative to the file's folder.
 
     Raises:
-        FieldError: a key or value that has no meaning here, a filter that matches no tensor, a missing parameter.
-        UnsupportedError: it moves layers, or a model is not a full checkpoint.
+        FieldError: a key or value is not supported, a filter matches no tensor, or a parameter is missing.
+        UnsupportedError: the file moves layers, or a model is not a full checkpoint.
         AdapterswapError: see `open_expert`.
     """
     check_type(path, (str, Path), "path", "Pass a YAML file")
@@ -195,7 +195,7 @@ class _Reading:
     recipe: _MergekitRecipe
     path: Path
     names: dict[str, str] = field(default_factory=dict)
-    """Reference → what the expert is called."""
+    """Reference → the expert's name."""
     opened: dict[str, Checkpoint] = field(default_factory=dict)
     filters: dict[str, bool] = field(default_factory=dict)
     """Filter → whether it matched a tensor."""
@@ -217,7 +217,7 @@ class _Reading:
         outcomes = {tensor: self._outcome(tensor, slices) for tensor in skeleton.parameters.values()}
         if unmatched := [text for text, matched in self.filters.items() if not matched]:
             raise FieldError(
-                f"{self.path}: the filter {unmatched[0]!r} matches no tensor's name, and mergekit would ignore it",
+                f"{self.path}: the filter {unmatched[0]!r} matches no tensor's name; mergekit would ignore it",
                 "Write a part of a tensor's name, such as self_attn or mlp",
                 parameter="parameters",
             )
@@ -240,29 +240,29 @@ class _Reading:
         return [*models, *([recipe.base_model] if recipe.base_model else [])]
 
     def _place(self, reference: str) -> str:
-        beside = self.path.parent / expand(reference)
-        return str(beside) if is_folder(beside) else reference
+        sibling = self.path.parent / expand(reference)
+        return str(sibling) if is_folder(sibling) else reference
 
     def _open(self, reference: str) -> None:
         place = self._place(reference)
         if "+" in reference and not is_folder(expand(place)):
             raise UnsupportedError(
-                f"{self.path}: {reference} is a base with LoRA on it, which mergekit merges first",
-                "Name the adapters as experts of a recipe of ours, and compose them without the base's weights",
+                f"{self.path}: {reference} is a base with LoRA, which mergekit would merge first",
+                "Write an adapterswap recipe with the adapters as `experts`; it does not need the base's weights",
                 parameter="model",
             )
         checkpoint = open_expert(place)
         if not isinstance(checkpoint, Checkpoint):
             raise UnsupportedError(
-                f"{self.path}: {reference} is an adapter, and mergekit merges full checkpoints",
-                "Use a recipe of ours, with `experts` and `rules`",
+                f"{self.path}: {reference} is an adapter, but mergekit merges full checkpoints",
+                "Write an adapterswap recipe with `experts` and `rules`",
                 parameter="model",
             )
         self.opened[reference] = checkpoint
         self.names[reference] = expert_name(checkpoint, self.names.values(), "model")
 
     def _slices(self, num_layers: int) -> list[_Slice]:
-        """What is merged where, from the first layer to the last; all models in one slice where there are none."""
+        """The slices from the first layer to the last; if the file has none, one slice with all models."""
         recipe, base = self.recipe, self.recipe.base_model
         if recipe.slices is None:
             whole = (0, num_layers)
@@ -270,8 +270,8 @@ class _Reading:
             if base and base not in [source.model for source in sources]:
                 if recipe.merge_method in ("linear", "passthrough"):
                     raise FieldError(
-                        f"{self.path}: base_model is not among the models: {recipe.merge_method} has no weight for it",
-                        "Leave `base_model` out, or name it in `models` with a weight",
+                        f"{self.path}: base_model is not in `models`, so {recipe.merge_method} has no weight for it",
+                        "Remove `base_model`, or add it to `models` with a weight",
                         parameter="base_model",
                     )
                 sources.append(_Source(model=base, layer_range=whole))
@@ -283,45 +283,44 @@ class _Reading:
                 key = f"slices.{number}.sources.{index}.layer_range"
                 if begin != at or end <= begin or end > num_layers or end != part.sources[0].layer_range[1]:
                     raise UnsupportedError(
-                        f"{self.path}: {key} is [{begin}, {end}], and layers keep their places here: [{at}, END] comes "
-                        f"next, one range in all sources of a slice, up to {num_layers}",
-                        "Give each layer to models' own layers of that number; mergekit can move or drop layers",
+                        f"{self.path}: {key} is [{begin}, {end}], but layers cannot be moved or dropped here",
+                        f"Write [{at}, END] with END at most {num_layers}, the same in all sources of the slice",
                         parameter=key,
                     )
             at = part.sources[0].layer_range[1]
         if at != num_layers:
             raise UnsupportedError(
-                f"{self.path}: the slices end at layer {at}, and the models have {num_layers}",
+                f"{self.path}: the slices end at layer {at}, but the models have {num_layers} layers",
                 "Add a slice for the other layers",
                 parameter="slices",
             )
         if len(recipe.slices[0].sources) != len(recipe.slices[-1].sources):
             raise UnsupportedError(
-                f"{self.path}: the first and the last slice have different numbers of sources, of which mergekit drops "
-                "some for the head and the last norm",
-                "Give both slices the same models, with a weight of 0 where one takes no part",
+                f"{self.path}: the first and the last slice have different numbers of sources, and mergekit would drop "
+                "some of them for the head and the last norm",
+                "List the same models in both slices, with a weight of 0 for those that should not take part",
                 parameter="slices",
             )
         return list(recipe.slices)
 
     def _check_tokenizers(self, first: str) -> None:
-        """`tokenizer_source` has a meaning here where all tokenizers are one: mergekit sorts embeddings by it."""
+        """Accept `tokenizer_source` only if all tokenizers are equal: mergekit reorders embeddings by it."""
         source = self.recipe.tokenizer_source
         if source is None:
             return
-        wanted = first if source == "base" and self.recipe.base_model else source
+        tokenizer_of = first if source == "base" and self.recipe.base_model else source
         places = {name: checkpoint.source.folder / "tokenizer.json" for name, checkpoint in self.opened.items()}
         hashes = {sha256_of(place) if place.is_file() else None for place in places.values()}
-        if wanted != first or len(hashes) != 1:
+        if tokenizer_of != first or len(hashes) != 1:
             raise UnsupportedError(
-                f"{self.path}: tokenizer_source is {source}, and the result has the tokenizer of {first}, by which "
-                "embeddings are not sorted here",
-                "Leave it out, or use checkpoints with one tokenizer",
+                f"{self.path}: tokenizer_source is {source}, but the result has the tokenizer of {first}, and "
+                "embeddings are not reordered here",
+                "Remove it, or use checkpoints that share one tokenizer",
                 parameter="tokenizer_source",
             )
 
     def _outcome(self, tensor: StoredTensor, slices: Sequence[_Slice]) -> Rule:
-        """What becomes of a tensor, as a rule for all modules."""
+        """The rule for a tensor, without layers and modules."""
         if tensor.layer is not None:
             part = next(part for part in slices if tensor.layer < part.sources[0].layer_range[1])
             begin, end = part.sources[0].layer_range
@@ -337,8 +336,8 @@ class _Reading:
         if end_of_name in _AFTER:
             return after
         raise UnsupportedError(
-            f"{self.path}: {tensor.name} lies outside the layers, and the first and the last slice differ in it",
-            "Give both the same models and weights",
+            f"{self.path}: {tensor.name} is outside the layers, and the first and the last slice treat it differently",
+            "Use the same models and weights in both",
             parameter="slices",
         )
 
@@ -351,17 +350,17 @@ class _Reading:
                 None, 1,
             ):  # fmt: skip
                 raise UnsupportedError(
-                    f"{self.path}: passthrough copies from one source in each slice, and scales nothing here",
-                    "Use `linear` for several sources",
+                    f"{self.path}: passthrough needs one source in each slice, and cannot scale it here",
+                    "Use `linear` for several sources, and remove `scale`",
                     parameter="slices",
                 )
             return Rule(expert=self.names[part.sources[0].model])
         is_linear = method == "linear"
         if not is_linear and (base is None or base not in [source.model for source in part.sources]):
             raise FieldError(
-                f"{self.path}: {method} changes the base model, which is not named"
-                + (" among the sources of every slice" if base else ""),
-                "Set `base_model`, and name it in `sources`",
+                f"{self.path}: {method} needs the base model, which is not named"
+                + (" in the sources of every slice" if base else ""),
+                "Set `base_model`, and add it to `sources`",
                 parameter="base_model",
             )
         weights: dict[str, float] = {}
@@ -378,7 +377,7 @@ class _Reading:
             name = self.names[source.model]
             if name in weights:
                 raise FieldError(
-                    f"{self.path}: {source.model} is merged with itself", "Name each model once", parameter="model"
+                    f"{self.path}: {source.model} is listed twice", "List each model once", parameter="model"
                 )
             weights[name] = weight
             density = self._value("density", tensor, t, own) if method == "ties" else None
@@ -393,7 +392,7 @@ class _Reading:
         method, total = self.recipe.merge_method, sum(weights.values())
         if normalize and abs(total) < 1e-8:
             raise FieldError(
-                f"{self.path}: the weights for {tensor} sum to 0, and are divided by their sum",
+                f"{self.path}: the weights for {tensor} sum to 0, so they cannot be divided by their sum",
                 "Change them, or set normalize: false",
                 parameter="weight",
             )
@@ -409,8 +408,8 @@ class _Reading:
         if method == "ties":
             if len(set(densities.values())) > 1:
                 raise UnsupportedError(
-                    f"{self.path}: the models have different densities for {tensor}, and TIES has one here",
-                    "Give all models one `density`",
+                    f"{self.path}: the models have different densities for {tensor}, but TIES takes one density here",
+                    "Set the same `density` for all models",
                     parameter="density",
                 )
             own = {"density": next(iter(densities.values())), "lambda": factor}
@@ -421,7 +420,7 @@ class _Reading:
         return Rule(blend=shares, normalize=False)
 
     def _value(self, key: str, tensor: str, t: float, scopes: Sequence[Mapping[str, Any]]) -> float | None:
-        """A parameter's value for a tensor: of the first scope that has one."""
+        """A parameter's value for a tensor, from the first scope that has one."""
         for scope in scopes:
             if key in scope and (value := self._evaluated(scope[key], tensor, t)) is not None:
                 return value
@@ -446,7 +445,7 @@ class _Reading:
 
 
 def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
-    """Few rules that give each tensor its outcome."""
+    """A short list of rules that give each tensor its outcome."""
     by_rule: dict[str, list[StoredTensor]] = {}
     rules: dict[str, Rule] = {}
     everything: dict[int | None, set[str]] = {}
@@ -456,7 +455,7 @@ def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
         everything.setdefault(tensor.layer, set()).add(_within(tensor))
     if len(rules) == 1:
         return tuple(rules.values())
-    found: list[Rule] = []
+    compressed: list[Rule] = []
     for text, tensors in by_rule.items():
         names: dict[int | None, set[str]] = {}
         for tensor in tensors:
@@ -467,14 +466,14 @@ def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
         for modules, layers in places.items():
             inside = [layer for layer in layers if layer is not None]
             for selection in ([format_layers(inside)] if inside else []) + [NO_LAYER] * (None in layers):
-                found.append(rules[text].model_copy(update={"layers": selection, "modules": modules}))
+                compressed.append(rules[text].model_copy(update={"layers": selection, "modules": modules}))
     for tensor, rule in outcomes.items():
-        first = next((one for one in found if one.matches(tensor.name, tensor.layer, tensor.kind)), None)
+        first = next((r for r in compressed if r.matches(tensor.name, tensor.layer, tensor.kind)), None)
         if first is None or first.model_copy(update={"layers": None, "modules": None}) != rule:
-            raise ExpertError(f"no rule can name the tensor {tensor.name} alone", "Write a recipe of ours")
-    return tuple(found)
+            raise ExpertError(f"no rule can match only the tensor {tensor.name}", "Write an adapterswap recipe instead")
+    return tuple(compressed)
 
 
 def _within(tensor: StoredTensor) -> str:
-    """A tensor's name below its layer, which selects it there."""
+    """A tensor's name within its layer, as a rule's `modules` selects it."""
     return tensor.name if tensor.layer is None else tensor.name.partition(f".{tensor.layer}.")[2]

@@ -1,7 +1,7 @@
 """A plan in a notebook: the strip of layers as a table with inline colours, without scripts or style sheets.
 
-Every cell holds its letter too, so that nothing depends on colours: they are Okabe and Ito's (2008), which people who
-are colour-blind can tell apart. Decides nothing.
+The colours are Okabe and Ito's (2008), which colour-blind readers can tell apart. Every cell also holds its letter, so
+nothing depends on the colours. Decides nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from adapterswap.planning.plan import Plan
 
 __all__ = ["COLOURS", "plan_html"]
 
-# Background and text, in the order of the experts; the first two differ in grey too. What is no expert's has no colour.
+# (background, text), in the order of the experts; the first two also differ in grey. Only experts have colours.
 COLOURS = (
     ("#0072B2", "#FFFFFF"), ("#E69F00", "#000000"), ("#009E73", "#000000"), ("#F0E442", "#000000"),
     ("#56B4E9", "#000000"), ("#D55E00", "#000000"), ("#CC79A7", "#000000"),

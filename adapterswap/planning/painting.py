@@ -1,4 +1,4 @@
-"""A composition with single layers given to others: what a click on a picture of layers means.
+"""Give single layers of a composition to other experts, as a click on the picture of layers does.
 
 Knows compositions and rules; opens nothing.
 """
@@ -23,11 +23,11 @@ _KEPT = {"experts", "base_model", "task_type", "num_layers", "row_threshold", "a
 
 
 def paint(composition: Composition, painted: Painted, num_layers: int) -> Composition:
-    """The composition as an allocation in which the painted modules go to their owners, and all others as before.
+    """The composition as an allocation in which the painted modules have new owners and all others stay as before.
 
     Args:
-        composition: any.
-        painted: the owner of each module that changes hands, by layer and kind; none leaves the composition as it is.
+        composition: any composition.
+        painted: the new owners, by layer and kind. If it is empty, the composition is returned unchanged.
         num_layers: L.
 
     Raises:
@@ -37,8 +37,8 @@ def paint(composition: Composition, painted: Painted, num_layers: int) -> Compos
         return composition
     if odd := sorted(layer for layer, _ in painted if not 0 <= layer < num_layers):
         raise CompositionError(
-            f"there is no layer {odd[0]}: the model has {num_layers}, counted from 0",
-            "Leave it out",
+            f"layer {odd[0]} does not exist: the model has {num_layers} layers, counted from 0",
+            f"Choose a layer from 0 to {num_layers - 1}",
             parameter="layers",
         )
     layers = {layer for layer, _ in painted}
@@ -49,13 +49,13 @@ def paint(composition: Composition, painted: Painted, num_layers: int) -> Compos
 
 
 def _lenient(rule: Rule, layers: set[int]) -> Rule:
-    """The rule, which may match nothing once these layers are painted over."""
+    """The rule, made optional if painting these layers may leave it without a module."""
     shrinks = rule.layers not in (None, NO_LAYER) and not layers.isdisjoint(parse_layers(rule.layers or ""))
     return rule.model_copy(update={"optional": True}) if shrinks or rule.layers is None else rule
 
 
 def _painted_rules(painted: Painted) -> list[Rule]:
-    """A rule for each owner and set of kinds: whole layers where attention and MLP go together."""
+    """A rule for each owner and set of kinds."""
     by_layer: dict[tuple[int, str], set[Kind]] = {}
     for (layer, kind), owner in painted.items():
         by_layer.setdefault((layer, owner), set()).add(kind)

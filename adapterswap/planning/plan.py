@@ -1,8 +1,8 @@
-"""A plan: a composition applied to real experts, and checked. One kind, for adapters and for full weights.
+"""A plan: a composition applied to real experts and checked. The same class serves adapters and full weights.
 
-Made from headers alone (see `making`): no tensors, no torch. It says for every module of an adapter, or for every
-stored tensor of a model, which experts' changes enter with which coefficients; executors (`writing`, `merging`, `live`)
-carry it out. Its `write`, `merge` and `export` call them; how a plan is shown, `describe` and `notebook` know.
+Plans are made from headers alone (see `making`): no tensors, no torch. A plan says, for every module of an adapter or
+every stored tensor of a model, which experts' changes enter with which coefficients. The executors (`writing`,
+`merging`, `live`) carry it out; `write`, `merge` and `export` call them. `describe` and `notebook` show it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked composition: every module or tensor that there is, with what becomes of it.
+    """A checked composition: every module or tensor of the result, and how it is computed.
 
-    Where all experts are adapters, the slots are the modules that any of them adapts, and the result is an adapter.
-    Where one is a full checkpoint, or the adapters were merged into their base, they are the base's stored tensors, and
-    the result is full weights.
+    If all experts are adapters, the slots are the modules that any of them adapts, and the result is an adapter. If one
+    is a full checkpoint, or the adapters were merged into their base, the slots are the base's stored tensors, and the
+    result is full weights.
 
     Attributes:
-        composition: what was asked for.
+        composition: the request.
         rules: its allocation for this number of layers.
         experts: the opened experts by name, in the order in which the rules name them.
-        num_layers: the base's layers, or those of each of its stacks.
+        num_layers: the base's number of layers, or that of each of its stacks.
         slots: modules by full name (those without a layer first, then by layer and name; those trained in full last),
-            or tensors by key, in the order of the skeleton's shards and of the bytes in them.
-        is_model: the slots are stored tensors.
-        base: the base whose weights enter; None where none of its bytes are needed.
-        base_source: the base of an adapter, where it was declared as a local folder, or its config told the depth.
-        untied: the result holds a head of its own, where the skeleton's is tied to the embedding.
-        notes: what could not be checked on this machine. It changes no byte of a result.
+            or tensors by key, in the order in which the skeleton's shards store them.
+        is_model: whether the slots are stored tensors.
+        base: the base whose weights enter; None if none of them are needed.
+        base_source: the base of an adapter, if it was declared as a local folder or its config gave the depth.
+        untied: whether the result has its own head although the skeleton's is tied to the embedding.
+        notes: what could not be checked on this machine. Notes change nothing in the result.
     """
 
     composition: Composition
@@ -71,7 +71,7 @@ class Plan:
         return f"<{summary(self)}>"
 
     def _repr_html_(self) -> str:
-        """The same in a notebook, in colours."""
+        """The same for a notebook, with colours."""
         from adapterswap.planning.notebook import plan_html
 
         return plan_html(self)
@@ -150,7 +150,7 @@ class Plan:
             out_path, base_model, outtype, pieces, max_rank, max_error, overwrite: see `export`.
 
         Returns:
-            What was written.
+            The files that were written, and their errors.
 
         Raises:
             AdapterswapError: see `export`.
@@ -164,12 +164,12 @@ class Plan:
 
     @cached_property
     def modules(self) -> dict[str, Slot]:
-        """Of an adapter: the modules with LoRA, by full name."""
+        """The modules of an adapter with LoRA or another kind of factors, by full name."""
         return {name: slot for name, slot in self.slots.items() if not slot.in_full}
 
     @cached_property
     def saved(self) -> dict[str, Slot]:
-        """Of an adapter: the modules that experts hold in full (`modules_to_save`), by full name."""
+        """The modules of an adapter that experts hold in full (`modules_to_save`), by full name."""
         return {name: slot for name, slot in self.slots.items() if slot.in_full}
 
     @cached_property
@@ -182,11 +182,11 @@ class Plan:
 
     @property
     def skeleton(self) -> Checkpoint:
-        """Whose shards, config and tokenizer full weights have: the base's, or the first full expert's without one."""
+        """Where full weights take shards, config and tokenizer from: the base, or else the first full expert."""
         return self.base or next(iter(self.checkpoints.values()))
 
     def one_depth(self, what: str) -> int:
-        """The number of layers, for what knows one list of them; `what` it is, such as `suggest`.
+        """The number of layers, for a feature (`what`, such as `suggest`) that supports only one list of layers.
 
         Raises:
             UnsupportedError: the base has an encoder and a decoder.
@@ -194,23 +194,23 @@ class Plan:
         if isinstance(self.num_layers, int):
             return self.num_layers
         raise UnsupportedError(
-            f"the base has an encoder and a decoder, and {what} knows models with one list of layers",
+            f"the base has an encoder and a decoder, but {what} supports only models with one list of layers",
             "Use experts of a decoder-only model",
         )
 
     def check_adapter(self) -> None:
-        """Raise an `UnsupportedError` if the result is full weights, which are not written or loaded as an adapter."""
+        """Raise an `UnsupportedError` if the result is full weights, which cannot be written as an adapter."""
         if not self.is_model:
             return
         raise UnsupportedError(
-            f"{next(iter(self.checkpoints))} is a full checkpoint, and only adapters can be written as one, loaded or "
-            "served",
-            "Write full weights with `merge`, or cut an adapter out of it first with `extract`",
+            f"{next(iter(self.checkpoints))} is a full checkpoint, but only compositions of adapters can be written as "
+            "an adapter, loaded or served",
+            "Write full weights with `merge`, or extract an adapter from it first with `extract`",
         )
 
     @property
     def base_model(self) -> str | None:
-        """The base as the adapters name it, or as the composition declares it where they name none or differ."""
+        """The base that the adapters name or, if they name none or differ, the one that the composition declares."""
         name = _named_by_all(self.adapters)
         declared = self.composition.base_model
         return name if name is not None or declared is None else split_revision(declared)[0]
@@ -234,7 +234,7 @@ class Plan:
 
     @property
     def task_type(self) -> str | None:
-        """The declared task type, or the adapters'; those that have none take the others'."""
+        """The declared task type, or the first that an adapter has."""
         if self.composition.task_type is not None:
             return self.composition.task_type
         return next((adapter.config.task_type for adapter in self.adapters.values() if adapter.config.task_type), None)
@@ -246,10 +246,8 @@ class Plan:
 
     @property
     def inputs(self) -> list[str | Path | None]:
-        """What no output may touch: the experts, the base, the bases that they name, the recipe and what it extends.
-
-        As `check_inputs` takes them: Hub ids are passed over there.
-        """
+        """Files that no output may overwrite: the experts, the base, the bases that they name, the recipe and the
+        recipes that it extends. `check_inputs` ignores Hub ids among them."""
         return [
             *(expert.source.folder for expert in self.experts.values()),
             *(adapter.config.base_model for adapter in self.adapters.values()),
@@ -260,6 +258,6 @@ class Plan:
 
 
 def _named_by_all(adapters: Mapping[str, Adapter]) -> str | None:
-    """The base that all adapters name, as the first one writes it; None where they differ."""
+    """The base that all adapters name, as the first one writes it; None if they differ."""
     names = [adapter.config.base_model for adapter in adapters.values()]
     return names[0] if names and all(same_base(names[0], name) for name in names) else None
