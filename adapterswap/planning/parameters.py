@@ -1,7 +1,7 @@
-"""The parameters of methods as keys of recipes: they are next to `method`, and their method says what they may be.
+"""The parameters of methods as keys of recipes: they stand next to `method`, and the method checks their values.
 
-Compositions, rules and the families of a sweep are `MethodFields`. The registry (`methods`) is the table that their
-keys come from, so no parameter is named here. Knows nothing of what parameters mean.
+Compositions, rules and the families of a sweep are `MethodFields`. Their keys come from the registry of methods, so no
+parameter is named here.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ __all__ = ["MethodFields", "kind_of", "parameter_keys"]
 
 
 def parameter_keys(*, in_rules: bool = False) -> list[str]:
-    """The keys that our own methods' parameters have in rules, or in compositions."""
+    """The keys of the built-in methods' parameters in rules, or in compositions."""
     return [parameter.called(in_rules=in_rules) for parameter in PARAMETERS.values() if not parameter.shared]
 
 
 class MethodFields(StrictModel):
     """A model with a field `parameters`, whose items are read and written as keys of the model itself.
 
-    Once read, they have the names that the method gives them, whatever rules call them.
+    Once read, they have the method's own names (`scale`), not those of rules (`lambda`).
     """
 
     in_rules: ClassVar[bool] = False
     as_lists: ClassVar[bool] = False
-    """Each parameter that is given has a list of values, and the others have no default."""
+    """Each parameter that is set has a list of values; the others have no default."""
 
     @classmethod
     def known_keys(cls) -> list[str]:
@@ -56,37 +56,37 @@ class MethodFields(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, content: Any) -> Any:
-        """Every key that is no field is a parameter until its method says otherwise."""
+        """Move every key that is not a field to `parameters`, where the method checks it."""
         if not isinstance(content, Mapping):
             return content
         fields = {key for name, field in cls.model_fields.items() for key in (name, *_aliases(field))}
-        beside = {_plain(key): value for key, value in content.items() if key not in fields}
+        others = {_plain(key): value for key, value in content.items() if key not in fields}
         nested = content.get("parameters", {})
-        if not beside or not isinstance(nested, Mapping):
+        if not others or not isinstance(nested, Mapping):
             return content
         kept = {key: value for key, value in content.items() if key in fields}
-        return {**kept, "parameters": {**nested, **beside}}
+        return {**kept, "parameters": {**nested, **others}}
 
     @field_validator("parameters", mode="before", check_fields=False)
     @classmethod
     def _check_parameters(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, Mapping):
             return value
-        if "method" not in info.data:  # it is reported itself; any method's keys may be meant
+        if "method" not in info.data:  # the method is invalid and reported itself, so accept any method's keys
             return cls._checked(value, list(BUILT_IN))
-        named = info.data["method"]
-        if cls.as_lists:  # whether all go together is a question of each composition
-            return cls._checked(value, [*BUILT_IN, *named])
-        return cls._checked(value, [named])
+        method = info.data["method"]
+        if cls.as_lists:  # each composition checks whether its values go together
+            return cls._checked(value, [*BUILT_IN, *method])
+        return cls._checked(value, [method])
 
     @classmethod
-    def _checked(cls, given: Mapping[Any, Any], methods: list[str]) -> dict[str, Any]:
-        """The values by name, checked; with defaults for those that are not given."""
+    def _checked(cls, content: Mapping[Any, Any], methods: list[str]) -> dict[str, Any]:
+        """The checked values by name, with defaults for those that are absent."""
         own = {p.name: p for method in methods for p in own_parameters(method)}
         names = {p.called(in_rules=cls.in_rules): p.name for p in own.values()}
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         mistakes: list[InitErrorDetails] = []
-        for key, value in given.items():
+        for key, value in content.items():
             if value is None:
                 continue
             if key not in names:
@@ -94,32 +94,37 @@ class MethodFields(StrictModel):
                     mistakes.append({"type": mistake, "loc": (key,), "input": value})
                 continue
             try:
-                found[names[key]] = cls._read(own[names[key]], value)
+                values[names[key]] = cls._read(own[names[key]], value)
             except ValidationError as error:
                 mistakes += [
-                    {"type": one["type"], "loc": (key, *one["loc"]), "input": one["input"], "ctx": one.get("ctx", {})}
-                    for one in error.errors(include_url=False)
+                    {
+                        "type": detail["type"],
+                        "loc": (key, *detail["loc"]),
+                        "input": detail["input"],
+                        "ctx": detail.get("ctx", {}),
+                    }
+                    for detail in error.errors(include_url=False)
                 ]
         if mistakes:
             raise ValidationError.from_exception_data(cls.__name__, mistakes)
         if cls.as_lists:
-            return {name: found[name] for name in own if name in found}
+            return {name: values[name] for name in own if name in values}
         return {
-            name: found.get(name, parameter.default)
+            name: values.get(name, parameter.default)
             for name, parameter in own.items()
-            if name in found or cls.in_rules or not parameter.required
+            if name in values or cls.in_rules or not parameter.required
         }
 
     @classmethod
     def _read(cls, parameter: Parameter, value: Any) -> Any:
-        """The value, if the parameter may have it; raises a ValidationError that says why not."""
-        return _one(parameter).validate_python(value)
+        """The checked value; raises a ValidationError if the parameter does not allow it."""
+        return _adapter_of(parameter).validate_python(value)
 
     @classmethod
     def _not_own(
         cls, key: Any, value: Any, methods: list[str], own: Mapping[str, Parameter]
     ) -> PydanticCustomError | None:
-        """What is wrong with a key that is no parameter of the methods; None for another's default, which is vain."""
+        """The mistake in a key that is not a parameter of these methods; None if it is another's, at its default."""
         other = next((p for p in PARAMETERS.values() if key == p.called(in_rules=cls.in_rules)), None)
         if other is None:
             keys = [*cls.known_keys(), *(p.called(in_rules=cls.in_rules) for p in own.values())]
@@ -130,8 +135,8 @@ class MethodFields(StrictModel):
         return PydanticCustomError("foreign_parameter", f"it belongs to {belongs}, not to {' or '.join(methods)}")
 
     @model_serializer(mode="wrap")
-    def _beside(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """The parameters as keys of their own, in the place of the field."""
+    def _spread(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Write the parameters as keys of the model, in place of the field."""
         written: dict[str, Any] = {}
         for key, value in handler(self).items():
             if key == "parameters":
@@ -153,18 +158,18 @@ class MethodFields(StrictModel):
 
 
 def _aliases(field: FieldInfo) -> Iterable[Any]:
-    """The other names under which a field is read."""
+    """The aliases under which a field can be read."""
     alias = field.validation_alias
     return alias.choices if isinstance(alias, AliasChoices) else [alias]
 
 
 def _plain(key: Any) -> Any:
-    """`lambda_`, as Python has to write it, is `lambda`."""
+    """`lambda` for `lambda_`, which Python users have to write."""
     return key[:-1] if isinstance(key, str) and key.endswith("_") and keyword.iskeyword(key[:-1]) else key
 
 
 def kind_of(parameter: Parameter) -> Any:
-    """The type of a parameter's values, with their bounds, as pydantic reads it."""
+    """The type of a parameter's values with its bounds, for pydantic."""
     bounds: dict[str, Any] = {"gt": parameter.gt, "ge": parameter.ge, "lt": parameter.lt, "le": parameter.le}
     if parameter.choices:
         return Literal[parameter.choices]
@@ -174,5 +179,5 @@ def kind_of(parameter: Parameter) -> Any:
 
 
 @cache
-def _one(parameter: Parameter) -> TypeAdapter[Any]:
+def _adapter_of(parameter: Parameter) -> TypeAdapter[Any]:
     return TypeAdapter(kind_of(parameter))

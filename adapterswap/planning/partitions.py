@@ -1,8 +1,7 @@
 """Which side of a partition, the task's or the language's, a module belongs to.
 
-The second paper's partitions serve two purposes: composing takes each module from its side's expert, and partial
-training changes only one side's modules. Both ask here, or the rules behind it, so they cannot come apart. Knows
-nothing of models.
+The second paper's partitions have two uses: composing takes each module from its side's expert, and partial training
+changes only one side's modules. Both use the same rules, so they cannot disagree. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SIDES: tuple[Side, Side] = ("task", "language")
 def partition_sides(partition: Partition, num_layers: int) -> Callable[[str, int | None, Kind], Side | None]:
     """A function from a module's name, layer and kind to its side; None for modules outside the layers.
 
-    Norms follow their layer, as everything in it does that is no attention.
+    Norms follow their layer, like everything in it except attention.
     """
     rules = Composition(partition=partition).rules(num_layers)
 

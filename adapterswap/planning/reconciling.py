@@ -1,7 +1,7 @@
-"""Experts of one base under different names: brought under the base's own names, or refused with the two names.
+"""Experts that use different names for one module: rename them to the base's own names, or refuse them.
 
-Names are compared from headers alone; only where two may mean one module is the base's model asked what its modules are
-called. Knows adapters and names; knows nothing of rules.
+Names are compared from headers alone. The base's model is built only if two names may mean one module. Knows nothing of
+rules.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _Modules = Mapping[str, Part]
 
 
 def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, problems: Problems) -> dict[str, Adapter]:
-    """The experts with one name for each module of their base.
+    """The experts, with one name for each module of their base.
 
-    They are returned as they are where no two of their names may mean the same module. Where experts have modules of
-    different names throughout, the base is asked if it is on this machine.
+    They are returned unchanged if no two of their names can mean the same module. If their modules have entirely
+    different names, they are compared with the base's if the base is on this machine.
 
     Args:
-        experts: of one base, by name.
-        base_model: the base, where it was declared; by default the first that an expert names.
-        problems: gets the names that could not be reconciled.
+        experts: the experts of one base, by name.
+        base_model: the declared base; by default the first that an expert names.
+        problems: collects names that could not be reconciled.
     """
     odd, reference = _differing_names(experts), reference_of(experts, base_model)
     if odd is None and not (_differ_in_kind(experts) and reference and cached_base_config(reference) is not None):
         return dict(experts)
     if reference is None:
         problems.add(
-            f"{odd}, and no base model is named to match them with",
+            f"{odd}, but no base model is named to compare them with",
             "Pass `base_model`",
             parameter="base_model",
             kind=ExpertError,
@@ -50,19 +50,19 @@ def under_one_name(experts: Mapping[str, Adapter], base_model: str | None, probl
     except AdapterswapError as error:
         if odd is not None:
             problems.add(
-                f"{odd}, and the base {reference} cannot say: {error.problems[0].message}",
-                "Pass `base_model` with the base's folder, or use experts that were saved from the same model class "
-                "with the same version of transformers",
+                f"{odd}, and the base {reference} cannot be read to decide it: {error.problems[0].message}",
+                "Pass the base's folder as `base_model`, or use experts that were saved from the same model class with "
+                "the same version of transformers",
                 parameter="base_model",
                 kind=ExpertError,
             )
         return dict(experts)
-    found = {}
+    renamed = {}
     for name, adapter in experts.items():
-        found[name] = adapter
+        renamed[name] = adapter
         with problems.collect():
-            found[name] = under_canonical_names(adapter, names, name)
-    return found
+            renamed[name] = under_canonical_names(adapter, names, name)
+    return renamed
 
 
 def reference_of(experts: Mapping[str, Adapter], base_model: str | None) -> str | None:
@@ -76,27 +76,25 @@ def reference_of(experts: Mapping[str, Adapter], base_model: str | None) -> str 
 
 
 def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
-    """Two names of two experts that may mean one module, as a sentence; None if there are none."""
+    """A sentence that names two experts' names that may mean one module; None if there are none."""
     layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
     for name, container in layered.items():
         first_name, first = next(iter(layered.items()))
         if of_any_stack(container) != of_any_stack(first):
             return (
-                f"The layers are named {first}.N in {first_name}, and {container}.N in {name}, which may be two names "
-                "of the same modules"
+                f"The layers are named {first}.N in {first_name} but {container}.N in {name}; these may be the same "
+                "modules"
             )
     held: dict[str, _Modules] = {name: adapter.parts for name, adapter in experts.items()}
     for name, modules in held.items():
         for other, others in held.items():
             if (twin := _twin(modules, others)) is not None:
-                return (
-                    f"{name} adapts {twin[0]}, and {other} adapts {twin[1]}, which may be two names of the same module"
-                )
+                return f"{name} adapts {twin[0]} and {other} adapts {twin[1]}; these may be the same module"
     return None
 
 
 def _twin(ours: _Modules, theirs: _Modules) -> tuple[str, str] | None:
-    """A name of ours alone and one of theirs alone that may mean one module."""
+    """A name that only we have and one that only they have, if the two may mean one module."""
     mine, others = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
     if not mine:
         return None
@@ -123,7 +121,10 @@ def _place(module: Part) -> tuple[str, ...]:
 
 
 def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
-    """Whether two experts each have modules that the other has in no layer: as attention and MLP, or as two names."""
+    """Whether two experts each have modules that the other has in no layer.
+
+    They may adapt different modules, such as attention and MLP, or use different names for the same ones.
+    """
     if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
         return False
     shapes = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]

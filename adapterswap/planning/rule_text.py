@@ -2,8 +2,8 @@
 
     [MODULES of] EXPERTS [: LAYERS] [with KEY=VALUE, …]
 
-The only reader and writer of this form, for the command line, recipes and Python alike. A text stands for the keys of a
-`Rule` (`allocation`), which checks their values. Knows nothing of which experts there are.
+The only reader and writer of this form; the command line, recipes and Python all use it. A text is read into the keys
+of a `Rule` (`allocation`), which checks their values. Does not know which experts exist.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _KEY = re.compile(r"[A-Za-z_]\w*")
 _VALUE = re.compile(r"[^\s,\"']+")
 _SPACE = re.compile(r"\s*")
 _MEAN = re.compile(r"mean\s*\(")
-_WORDS = ("of", "with")  # of the grammar: quoted where an expert or module is called so
-_ELSEWHERE = ("layers", "modules", "expert", "blend", "averages", "parameters")  # what the rest of the text says
+_WORDS = ("of", "with")  # keywords: an expert or module with such a name is quoted
+_ELSEWHERE = ("layers", "modules", "expert", "blend", "averages", "parameters")  # keys set before `with`
 
 
 def read_rule(text: str) -> dict[str, Any]:
-    """The keys of the rule that `text` stands for.
+    """Read the keys of a rule from its text.
 
     Raises:
-        FieldMistake: the text is not of the form; the message names the text and the character.
+        FieldMistake: the text does not have this form; the message names the character.
     """
     return _Reader(text).rule()
 
 
 def write_rule(rule: Mapping[str, Any]) -> str:
-    """The text that `read_rule` reads as these keys, those of `Rule.as_data`."""
+    """The text that `read_rule` reads as these keys, which `Rule.as_data` returns."""
     modules = rule.get("modules") or ()
     averages = rule.get("averages") or {}
     text = f"{', '.join(map(_quoted, modules))} of " if modules else ""
@@ -61,11 +61,11 @@ def write_rule(rule: Mapping[str, Any]) -> str:
 
 
 def from_pair(content: Any, keys: Collection[str]) -> Any:
-    """`content`, or the text that YAML read as a mapping: `- swahili: 0-4` without quotes is {swahili: 0-4}.
+    """Restore a rule's text that YAML read as a mapping: `- swahili: 0-4` without quotes is {swahili: 0-4}.
 
     Args:
-        content: of a rule, as it was written.
-        keys: those of a rule, which such an expert cannot be called.
+        content: a rule as YAML read it; anything else is returned unchanged.
+        keys: the keys of a rule, which are not taken for experts.
     """
     if not isinstance(content, Mapping) or len(content) != 1:
         return content
@@ -89,12 +89,12 @@ def _quoted(name: str) -> str:
 
 
 def mean_label(members: Iterable[str]) -> str:
-    """What the average of these experts is called where nothing gives it a name; their order changes nothing."""
+    """The default name of the average of these experts; their order does not matter."""
     return f"mean({', '.join(sorted(members))})"
 
 
 def _side(name: str, averages: Mapping[str, Sequence[str]]) -> str:
-    """An expert, or an average with the name that it is given."""
+    """An expert, or an average with its name."""
     if name not in averages:
         return _quoted(name)
     mean = f"mean({', '.join(map(_quoted, averages[name]))})"
@@ -128,7 +128,7 @@ class _Reader:
         rule: dict[str, Any] = {}
         self._space()
         if self._ended():
-            self._fail("it is empty", f"Write {FORM}")
+            self._fail("the rule is empty", f"Write {FORM}")
         if modules := self._modules():
             rule["modules"] = modules
         rule |= self._sides()
@@ -141,14 +141,14 @@ class _Reader:
         return rule
 
     def _modules(self) -> list[str]:
-        """What is before `of`; nothing, and nothing read, where there is no `of`."""
-        start, found = self._at, []
+        """The modules before `of`; if there is no `of`, an empty list, and nothing is consumed."""
+        start, names = self._at, []
         while (name := self._name()) is not None:
-            found.append(name)
+            names.append(name)
             if not self._take(","):
                 break
-        if found and self._word("of"):
-            return found
+        if names and self._word("of"):
+            return names
         self._at = start
         return []
 
@@ -170,7 +170,7 @@ class _Reader:
                 number = self._match(_NUMBER)
                 if number is None:
                     self._fail(
-                        "there is no weight after '*'", "Write a number with a decimal point: math*0.5", self._at
+                        "'*' is not followed by a weight", "Write a number with a decimal point: math*0.5", self._at
                     )
                 weights[name] = float(number[0])
             if not self._take("+"):
@@ -181,7 +181,7 @@ class _Reader:
         return {"blend": weights, **named}
 
     def _one_side(self) -> tuple[str, list[str]]:
-        """An expert's name and nothing; or what an average is called, and its members."""
+        """An expert's name and an empty list; or an average's name and its members."""
         start = self._at
         if self._match(_MEAN):
             members = self._members()
@@ -191,7 +191,7 @@ class _Reader:
             self.named.setdefault(name, start + 1)
             return name, []
         if not self._match(_MEAN):
-            self._fail("'=' names an average", "Write name = mean(one, other)", self._at)
+            self._fail("'=' is not followed by an average", "Write name = mean(one, other)", self._at)
         return name, self._members()
 
     def _members(self) -> list[str]:
@@ -214,15 +214,15 @@ class _Reader:
         if name is None:
             self._fail("the name of an expert is missing", self._name_remedy(), start)
         if name in _WORDS and self._text[start] not in "\"'":
-            self._fail(f"{name!r} is a word of the grammar", f'Quote it where an expert is called so: "{name}"', start)
+            self._fail(f"{name!r} is a keyword", f'If an expert has this name, quote it: "{name}"', start)
         if self._text[start] not in "\"'" and _NUMBER.fullmatch(name) and self._peek("*"):
-            self._fail("a weight is before its expert", f"Write it after the name: math*{name}", start)
+            self._fail("the weight comes before its expert", f"Write it after the name: math*{name}", start)
         return name
 
     def _name_remedy(self) -> str:
         if self._at < len(self._text) and self._text[self._at] in "\"'":
             return 'Close the quote, and write a quote within it as \\"'
-        return f"Write {FORM}; a name of other characters than letters, digits, '_', '-' and '.' needs quotes"
+        return f"Write {FORM}. Quote names with characters other than letters, digits, '_', '-' and '.'"
 
     def _layers(self) -> str:
         start = self._at
@@ -247,13 +247,13 @@ class _Reader:
                 remedy = "Write with KEY=VALUE, such as: with method=ties, density=0.5"
                 self._fail("a setting is not KEY=VALUE", remedy, start)
             value = self._match(_QUOTED)
-            text = _unquoted(value) if value else (found := self._match(_VALUE)) and found[0]
+            text = _unquoted(value) if value else (plain := self._match(_VALUE)) and plain[0]
             if not text:
                 self._fail(f"{key[0]} has no value", f"Write {key[0]}=VALUE", self._at)
             if key[0] in settings:
                 self._fail(f"{key[0]} is set twice", "Set it once", start)
             if key[0] in _ELSEWHERE:
-                self._fail(f"{key[0]} is not a setting", f"The text before `with` says it: {FORM}", start)
+                self._fail(f"{key[0]} cannot be set after `with`", f"Write it before `with`: {FORM}", start)
             settings[key[0]] = text
             if not self._take(","):
                 return settings

@@ -1,6 +1,6 @@
-"""Short names of compositions, as requests and grids have them: `math+swahili@bottom=4,top=1`.
+"""Short names of compositions, as used in requests and grids: `math+swahili@bottom=4,top=1`.
 
-Knows the settings that such a name can hold; what they mean, and which go together, `compositions` says.
+Knows which settings a short name can hold; `compositions` checks their values.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SHORT_KEYS = (
 
 
 def as_composition(composition: Composition | str) -> Composition:
-    """A `Composition` as it is, a short name parsed.
+    """Return a `Composition` unchanged, and parse a short name.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: `composition` is neither.
         ArgumentError, FieldError: see `parse_composition`.
     """
     check_type(composition, (Composition, str), "composition", "Pass a Composition or a name such as 'math+swahili'")
@@ -38,7 +38,7 @@ def parse_composition(name: str) -> Composition:
     """The composition with the short name `name`: `math+swahili` or `math+swahili@bottom=4,top=1`.
 
     Raises:
-        ArgumentError: the name is not of that form.
+        ArgumentError: the name does not have that form.
         FieldError: a setting is unknown, repeated or without a value, or its value is not allowed.
     """
     check_type(name, str, "name", "Pass a name such as 'math+swahili'")
@@ -48,10 +48,10 @@ def parse_composition(name: str) -> Composition:
         raise ArgumentError(f"{name!r} is not the short name of a composition", form, parameter="name")
     content: dict[str, Any] = {"task": match[1], "language": match[2]}
     items = [item for item in (match[3] or "").split(",") if item]
-    added = next((item for item in items if item.startswith("method=")), "").removeprefix("method=")
+    method = next((item for item in items if item.startswith("method=")), "").removeprefix("method=")
     known = {*_SHORT_KEYS}
-    if added not in names_of() and added in names_of(packages=True):
-        known |= {parameter.name for parameter in own_parameters(added)}
+    if method not in names_of() and method in names_of(packages=True):
+        known |= {parameter.name for parameter in own_parameters(method)}
     for item in items:
         key, _, value = item.partition("=")
         if key not in known:

@@ -1,9 +1,7 @@
-"""Cut an adapter to some of its layers: a shell (the outer layers of a language expert) or a core (the middle of a
-task's).
+"""Reduce an adapter to some of its layers: a shell (a language expert's outer layers) or a core (a task's middle).
 
-A slice is the plan that gives the chosen layers to the expert and the others to the base, so composing slices gives
-what composing the whole experts gives. Modules outside the layers stay, since compositions average them. Knows plans
-only.
+A slice is the plan that gives the chosen layers to the expert and the others to the base, so composing slices gives the
+same result as composing the whole experts. Modules outside the layers are kept, because compositions average them.
 """
 
 from __future__ import annotations
@@ -30,30 +28,30 @@ def slice_layers(
     num_layers: NumLayers | None = None,
     base_model: str | None = None,
 ) -> Plan:
-    """The plan that keeps `layers` of an adapter, and its modules outside the layers: a shell or a core of an expert.
+    """Plan a slice: keep `layers` of an adapter and its modules outside the layers.
 
     Args:
-        adapter: the whole expert, or a slice that still has these layers: opened, a folder or a Hub id.
-        layers: which to keep, such as `0-4,30-31`.
-        stack: of a model with an encoder and a decoder, the one whose layers are kept; the other's are cut away. By
-            default the layers of both.
-        num_layers: the base's layers, or those of each stack; by default from the base's config.
-        base_model: the base, where the adapter names none or another place.
+        adapter: the whole expert, or a slice that still has these layers: an opened adapter, a folder or a Hub id.
+        layers: the layers to keep, such as `0-4,30-31`.
+        stack: for a model with an encoder and a decoder, the stack whose layers are kept; the other's are removed. By
+            default the layers of both are kept.
+        num_layers: the base's number of layers, or that of each stack; by default from the base's config.
+        base_model: the base, if the adapter names none or names it differently.
 
     Returns:
         The plan, to be written or merged.
 
     Raises:
-        ArgumentError: the text is not a list of layers, or none of them is the adapter's; there is no such stack.
-        CompositionError: it names layers or a stack that the base, or a slice, does not have.
+        ArgumentError: `layers` is not a list of layers, or the adapter has none of them; `stack` is unknown.
+        CompositionError: the base, or the slice, does not have these layers or this stack.
         NotFoundError, ExpertError, UnsupportedError: see `open_adapter`.
         AdapterswapError: see `make_plan`.
     """
     check_type(adapter, (Adapter, str, Path), "adapter", "Pass a local folder, a Hub id or an opened adapter")
-    check_type(layers, str, "layers", "Write for instance `layers=0-4,30-31`")
+    check_type(layers, str, "layers", "Pass layers such as `layers=0-4,30-31`")
     if not isinstance(adapter, Adapter):
         adapter = open_adapter(adapter)
-    remedy = "Write for instance `layers=0-4,30-31`"
+    remedy = "Pass layers such as `layers=0-4,30-31`"
     try:
         kept = KeptLayers.of(layers)
     except ValueError as error:
@@ -70,7 +68,7 @@ def slice_layers(
         held = format_layers(layer for part, layer in parts if stack is None or stack_of(part) == stack)
         raise ArgumentError(
             f"{name} adapts none of the {kept}",
-            f"It adapts {held}: choose among them",
+            f"Choose from those that it adapts: {held}",
             parameter="layers",
         )
     rules = (

@@ -1,10 +1,12 @@
-"""What becomes of one module of an adapter, or of one stored tensor of a model: which changes enter, and how.
+"""A slot: one module of an adapter, or one stored tensor of a model, and the changes that enter it.
+
+The linear form is
 
     W' = Σ_whole c_i·W_i + (1 - Σ_whole c_i)·W_base + Σ_lora c_i·s_i·B_i·A_i
 
-is the linear form, since ΔW_i is W_i - W_base for weights trained in full, and s_i·B_i·A_i for LoRA. Where an expert's
-change is opaque (DoRA, OFT, …), W_i is what PEFT makes of the base's weight. Pure data. Knows changes and rules; knows
-nothing of whole plans, nor of how a slot is computed.
+because ΔW_i is W_i - W_base for weights trained in full and s_i·B_i·A_i for LoRA. For an opaque change (DoRA, OFT, …),
+W_i is the weight that PEFT computes from the base's. Pure data: knows changes and rules, but not whole plans, nor how a
+slot is computed.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from adapterswap.planning.allocation import BASE, BlendMethod, Rule
 
 __all__ = ["Rows", "Slot", "Term", "reweighted"]
 
-_NOTHING = 1e-12  # a coefficient of the base below this is a rounding of the experts' coefficients
+_NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the experts' coefficients
 
 
 @dataclass(frozen=True)
 class Term:
-    """One expert's part in a slot: its coefficient c, and the change.
+    """One expert's part in a slot: its coefficient c, and its change.
 
-    `side` is the average that the expert enters through, where the rule treats averages as wholes; else the expert.
+    `side` is the average through which the expert enters, if the rule treats averages as wholes; else the expert.
     """
 
     expert: str
@@ -37,7 +39,7 @@ class Term:
 
     @property
     def low_rank(self) -> LowRank:
-        """The change, where it is known to be low-rank."""
+        """The change, which must be low-rank."""
         assert isinstance(self.change, LowRank)
         return self.change
 
@@ -56,25 +58,25 @@ class Term:
 
     @property
     def method(self) -> str:
-        """What an opaque change is called, such as DoRA; else empty."""
+        """The name of an opaque change's method, such as DoRA; else empty."""
         return "" if self.opaque is None else self.opaque.part.method
 
     @property
     def whole(self) -> Whole:
-        """The change, where it is known to be one of whole weights."""
+        """The change, which must be a whole weight."""
         assert isinstance(self.change, Whole)
         return self.change
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of an embedding or head that are made alike, where not all of them are: the vocabulary was resized.
+    """A range of rows with the same terms, in an embedding or head whose vocabulary was resized.
 
     Attributes:
-        start, stop: which rows; `stop` is the one after the last.
-        terms: as a slot's, all of whole weights.
+        start, stop: the first row, and the row after the last.
+        terms: like a slot's terms; all are whole weights.
         rest: the base's coefficient.
-        is_new: they are rows of tokens that the base does not have.
+        is_new: whether the base lacks the tokens of these rows.
     """
 
     start: int
@@ -93,21 +95,21 @@ class Rows:
 
 @dataclass(frozen=True)
 class Slot:
-    """What becomes of one module, or of one stored tensor.
+    """One module or one stored tensor, and how its result is computed.
 
     Attributes:
         name: the module's full name, or the tensor's key in the output.
-        module: the module that it is, or belongs to, as adapters name it where one adapts it.
+        module: the module that the slot is or belongs to, under the adapters' name if one adapts it.
         layer, kind: the module's.
-        terms: none leaves the base unchanged; a single one with coefficient 1 is a copy; all others are a blend.
-        weights: of the sides that the rule combines, before experts that do not change it were left out.
-        rule: the rule that matched. It says how a blend is computed, and whether coefficients still wait for tensors.
-            None where no expert changes a stored tensor.
-        method: how the terms are combined; linear where SLERP's coefficients are already known.
-        in_full: experts hold the module's weights whole (`modules_to_save`).
-        dtype, shape: as the model stores the tensor; empty for a module of an adapter.
-        base: the base's own tensor; None where the plan has none.
-        rows: of an embedding or head with rows that the base or an expert lacks: all rows, in order; else empty.
+        terms: none leaves the base unchanged; a single one with coefficient 1 is a copy; anything else is a blend.
+        weights: the weight of each side that the rule combines, including experts that do not change the slot.
+        rule: the rule that matched. It says how a blend is computed, and whether coefficients still depend on tensors.
+            None if no expert changes a stored tensor.
+        method: how the terms are combined; linear if SLERP's coefficients are already known.
+        in_full: whether experts hold the module's whole weights (`modules_to_save`).
+        dtype, shape: how the model stores the tensor; empty for a module of an adapter.
+        base: the base's own tensor; None if the plan has no base.
+        rows: all rows in order, for an embedding or head with rows that the base or an expert lacks; else empty.
     """
 
     name: str
@@ -126,41 +128,41 @@ class Slot:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it is a stored tensor of a model, and not a module of an adapter."""
+        """Whether the slot is a stored tensor of a model, not a module of an adapter."""
         return bool(self.dtype)
 
     @property
     def is_linear(self) -> bool:
         """Whether the result is a weighted sum of changes.
 
-        SLERP and its like are where all changes are low-rank, with coefficients that `resolve` finds; of stored tensors
-        they are computed whole.
+        SLERP and similar methods are linear if all changes are low-rank: `resolve` computes their coefficients. For
+        stored tensors they are computed on whole weights.
         """
         return self.method == "linear" or self.has_span
 
     @property
     def has_low_rank(self) -> bool:
-        """Whether the result of low-rank changes has a low rank itself, however it is computed."""
+        """Whether the result of low-rank changes has a low rank itself."""
         return self.is_linear or (self.rule is not None and self.rule.on_cores)
 
     @property
     def has_span(self) -> bool:
-        """Whether coefficients are found from the inner products of low-rank changes."""
+        """Whether the coefficients are computed from inner products of low-rank changes."""
         return self.method != "linear" and not self.is_stored and self.rule is not None and self.rule.spans
 
     @property
     def matrices(self) -> int:
-        """How many matrices the tensor holds one after the other, where low-rank changes are of each by itself."""
+        """How many matrices the tensor holds, if low-rank changes apply to each of them separately; else 1."""
         return max((term.low_rank.matrices for term in self.low_rank), default=1) if self.is_stored else 1
 
     @property
     def is_held_whole(self) -> bool:
-        """Whether it is computed with whole tensors in memory: a nonlinear method, or an opaque change, needs that."""
+        """Whether computing it needs whole tensors in memory, as a nonlinear method or an opaque change does."""
         return not self.is_linear or bool(self.opaque)
 
     @property
     def requested(self) -> Mapping[str, float]:
-        """Each expert's coefficient by the rule, summed over its sides, before experts that lack it were left out."""
+        """Each expert's coefficient in the rule, summed over its sides, including experts that lack the module."""
         coefficients: dict[str, float] = {}
         if self.rule is not None:
             for (_, expert), coefficient in self.rule.split(self.weights, apart=self.rule.combines_sides).items():
@@ -169,13 +171,13 @@ class Slot:
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """The experts that the rule asked for and that do not change it (their ΔW is zero)."""
+        """The experts that the rule requests but that do not change the slot (their ΔW is zero)."""
         present = {term.expert for term in self.terms}
         return tuple(name for name in self.requested if name not in present)
 
     @property
     def owner(self) -> str | None:
-        """The expert whose change it gets as it is, `base` for no change, None for a blend."""
+        """The expert whose change the slot gets unaltered, `base` for no change, None for a blend."""
         if not self.terms:
             return BASE
         alone = self.is_linear and len(self.terms) == 1 and self.terms[0].coefficient == 1
@@ -183,13 +185,13 @@ class Slot:
 
     @property
     def coefficients(self) -> str | dict[str, float]:
-        """What becomes of it as plain data: the owner's name, `base`, or each expert's coefficient."""
+        """The owner's name, `base`, or each expert's coefficient, as plain data."""
         if self.owner is not None:
             return self.owner
-        found: dict[str, float] = {}
+        summed: dict[str, float] = {}
         for term in self.terms:
-            found[term.expert] = found.get(term.expert, 0.0) + term.coefficient
-        return found
+            summed[term.expert] = summed.get(term.expert, 0.0) + term.coefficient
+        return summed
 
     @property
     def whole(self) -> tuple[Term, ...]:
@@ -219,7 +221,7 @@ class Slot:
 
     @property
     def whole_shares(self) -> dict[str, float]:
-        """How much of each side is experts' whole weights: the rest of 1 is the base's."""
+        """The share of each side that is experts' whole weights; the rest, up to 1, is the base's."""
         sides = self.rule.sides if self.rule is not None else {}
         shares = dict.fromkeys(sides, 0.0)
         for term in (*self.whole, *self.opaque):
@@ -228,7 +230,7 @@ class Slot:
 
     @property
     def copied(self) -> Whole | None:
-        """The tensor whose numbers are the result, unchanged; None where something is computed."""
+        """The tensor that is copied as the result; None if the result is computed."""
         if self.rows:
             return None
         if not self.terms:
@@ -237,7 +239,7 @@ class Slot:
 
 
 def reweighted(terms: Sequence[Term], rule: Rule, weights: Mapping[str, float], *, apart: bool) -> tuple[Term, ...]:
-    """The terms with the coefficients that these weights of the sides give; experts without a term are left out."""
+    """The terms with the coefficients that follow from these weights; experts without a term are left out."""
     known = {term.expert: term for term in terms}
     return tuple(
         replace(known[expert], side=side, coefficient=coefficient)

@@ -1,8 +1,8 @@
-"""Embeddings and heads of experts whose vocabularies differ: which rows are made of what.
+"""Embeddings and heads of experts whose vocabularies differ: how each row is computed.
 
-A row whose token the base has follows the rule for its module, as any weight outside the layers does. The row of a new
-token is its owner's: averaging it with weights that never stood for the token would spoil it. Tokenizers say which rows
-are new. Knows plans and tokenizers; reads no tensor.
+A row whose token the base has follows the rule for its module, like any weight outside the layers. The row of a new
+token is copied from its owner: averaging it with weights that were never trained for the token would spoil it.
+Tokenizers say which rows are new. Knows plans and tokenizers; reads no tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrai
 
 
 class Vocabularies(NamedTuple):
-    """The slots with their rows settled, and what the user should know of them."""
+    """The slots with their rows settled, and notes for the user."""
 
     slots: list[Slot]
     notes: tuple[str, ...] = ()
@@ -37,12 +37,12 @@ class Vocabularies(NamedTuple):
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of the vocabularies.
+    """The vocabularies of the base and the experts, as far as they are known.
 
     Attributes:
-        size: the base's number of rows; None where its config is not on this machine.
-        base: the base's tokens, or those that every expert has.
-        tokens: each expert's; experts without a tokenizer are left out.
+        size: the base's number of rows; None if its config is not on this machine.
+        base: the base's tokens or, if unknown, those that every expert has.
+        tokens: expert → its tokens; experts without a tokenizer are left out.
     """
 
     size: int | None
@@ -50,23 +50,23 @@ class _Known:
     tokens: Mapping[str, Tokens]
 
     def new(self, expert: str, rows: int) -> dict[int, str | None]:
-        """The ids below `rows` of the expert's tokens that the base lacks; None for a token of no known text."""
+        """The expert's tokens that the base lacks, by id, for ids below `rows`; None if a token's text is unknown."""
         if expert in self.tokens:
-            found = {i: t for i, t in self.tokens[expert].items() if i < rows and self.base.get(i) != t}
-            return dict(sorted(found.items()))
+            added = {i: t for i, t in self.tokens[expert].items() if i < rows and self.base.get(i) != t}
+            return dict(sorted(added.items()))
         return dict.fromkeys(range(rows if self.size is None else self.size, rows))
 
 
 def settle_vocabulary(
     slots: Sequence[Slot], adapters: Mapping[str, Adapter], composition: Composition, problems: Problems
 ) -> Vocabularies:
-    """Settle the rows of embeddings and heads where an expert has tokens that the base, or another expert, does not.
+    """Settle the rows of embeddings and heads if an expert has tokens that the base or another expert lacks.
 
     Args:
-        slots: with their terms.
+        slots: the slots with their terms.
         adapters: the experts.
-        composition: what is asked for.
-        problems: collects clashes of tokens, and new tokens that would get no row, or half of one.
+        composition: the request.
+        problems: collects clashes of tokens, and new tokens that would get no row, or only part of one.
     """
     if not any(adapter.vocabulary for adapter in adapters.values()):
         return Vocabularies(list(slots))
@@ -93,13 +93,13 @@ def settle_vocabulary(
 
 
 def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
-    """Whether the embeddings and heads of a result, by name, all have the same number of rows."""
+    """Check that all embeddings and heads of a result have the same number of rows (`sizes`, by name)."""
     if len(set(sizes.values())) > 1:
         few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
         problems.add(
-            f"{many} would have {sizes[many]} rows and {few} {sizes[few]}: an expert resized the vocabulary, and holds "
+            f"{many} would have {sizes[many]} rows and {few} {sizes[few]}: an expert resized the vocabulary but holds "
             "only one of the two",
-            "Save it again with both in modules_to_save, or with save_embedding_layers=True",
+            "Save that expert again with both in modules_to_save, or with save_embedding_layers=True",
             kind=UnsupportedError,
         )
 
@@ -113,7 +113,7 @@ def _rows_of(part: FullModule | LoraModule) -> int:
 def _known(
     adapters: Mapping[str, Adapter], composition: Composition, slots: Sequence[Slot], problems: Problems
 ) -> _Known:
-    """See `_Known`; two experts that give an id different tokens are a problem."""
+    """See `_Known`. Experts that have different tokens under one id are reported."""
     config: Mapping[str, Any] | None = None
     folder: Path | None = None
     named = (at_revision(a.config.base_model, a.config.revision) for a in adapters.values() if a.config.base_model)
@@ -129,14 +129,14 @@ def _known(
     tokens: dict[str, Tokens] = {}
     for name, adapter in adapters.items():
         with problems.collect():
-            found = read_tokens(adapter.source.folder)
-            if found is not None:
-                tokens[name] = found
+            own_tokens = read_tokens(adapter.source.folder)
+            if own_tokens is not None:
+                tokens[name] = own_tokens
     base = None
     with problems.collect():
         base = None if folder is None else read_tokens(folder)
-    if base is None:  # what all agree on, as far as it can be the base's
-        everywhere = set.intersection(*(set(found.items()) for found in tokens.values())) if tokens else set()
+    if base is None:  # assume the tokens that all experts share
+        everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
         held = [_rows_of(part) for adapter in adapters.values() for part in adapter.vocabulary.values()]
         base = {i: token for i, token in everywhere if i < (size or min(held))}
     names = list(tokens)
@@ -159,14 +159,14 @@ def _settled(
     known: _Known,
     problems: Problems,
 ) -> tuple[Slot, int | None]:
-    """The slot with its rows, and their number; None where it is the base's."""
+    """The slot with its rows, and their number; None if it stays the base's."""
     new = {name: known.new(name, _rows_of(part)) for name, part in held.items()}
-    every = {i for found in new.values() for i in found}
-    if every and not slot.terms:
+    new_ids = {i for tokens in new.values() for i in tokens}
+    if new_ids and not slot.terms:
         problems.add(
-            f"the rule `{slot.rule}` gives {slot.name} to the base, and the new tokens of {_owners(new)} "
-            f"({_tokens(new)}) have no row there",
-            "Average it (`outside=average`), or give it to that expert in a rule of its own: "
+            f"the rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
+            f"{_owners(new)} ({_tokens(new)})",
+            "Average it (`outside=average`), or give it to that expert in its own rule: "
             f"{{modules: [{slot.name}], expert: {_owners(new)}}}",
             kind=CompositionError,
         )
@@ -175,30 +175,31 @@ def _settled(
         return slot, None
     if not slot.in_full or not all(isinstance(part, FullModule) for part in held.values()):
         return _with_factors(slot, held, new, problems)
-    if len(unknown := [name for name, found in new.items() if None in found.values()]) and len(new) > 1:
-        shared = {i for i in new[unknown[0]] if any(i in found for name, found in new.items() if name != unknown[0])}
+    if len(unknown := [name for name, tokens in new.items() if None in tokens.values()]) and len(new) > 1:
+        shared = {i for i in new[unknown[0]] if any(i in tokens for name, tokens in new.items() if name != unknown[0])}
         if shared:
             problems.add(
-                f"{' and '.join(new)} hold rows for new tokens ({_ids(shared)}) in {slot.name}, and {unknown[0]} has "
+                f"{' and '.join(new)} hold rows for new tokens ({_ids(shared)}) in {slot.name}, but {unknown[0]} has "
                 "no tokenizer.json that says which tokens they are",
                 _SAVE,
                 kind=ExpertError,
             )
             return slot, None
     sizes = {name: _rows_of(part) for name, part in held.items()}
-    entering = {term.expert for term in slot.terms} | {name for name, found in new.items() if found}
+    entering = {term.expert for term in slot.terms} | {name for name, tokens in new.items() if tokens}
     total = max(sizes[name] for name in entering)
-    edges = {0, total, *sizes.values(), *every, *(i + 1 for i in every), *(() if known.size is None else (known.size,))}
+    edges = {0, total, *sizes.values(), *new_ids, *(i + 1 for i in new_ids)}
+    edges |= set() if known.size is None else {known.size}
     rows: list[Rows] = []
     ordered = sorted(edge for edge in edges if edge <= total)
     for start, stop in pairwise(ordered):
-        owners = [name for name, found in new.items() if start in found]
+        owners = [name for name, tokens in new.items() if start in tokens]
         made = _made(slot, start, stop, owners, sizes, known, adapters)
         if made is None:
             problems.add(
-                f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, and the rule "
+                f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
                 f"`{slot.rule}` gives it to neither",
-                f"Give it to one of them, in a rule of its own: {{modules: [{slot.name}], expert: {owners[0]}}}",
+                f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {owners[0]}}}",
                 kind=CompositionError,
             )
             return slot, None
@@ -210,7 +211,7 @@ def _settled(
     ordinary = all((part.terms, part.rest) == (slot.terms, slot.rest) for part in rows)
     ordinary = ordinary and all(sizes[term.expert] == total for term in slot.terms)
     if ordinary and (known.size in (None, total) or not slot.rest):
-        # Nothing differs between the rows; merging still has to know where the base's end.
+        # All rows have the same terms, but merging has to know where the base's rows end.
         rows = rows if known.size is not None and known.size != total else []
     return replace(slot, rows=tuple(rows)), total
 
@@ -224,7 +225,7 @@ def _made(
     known: _Known,
     adapters: Mapping[str, Adapter],
 ) -> Rows | None:
-    """What rows are made of; None where several own them, and the rule names none of them."""
+    """A range of rows with its terms; None if several experts own the rows and the rule names none of them."""
     if owners:
         entering = [term for term in slot.terms if term.expert in owners]
         if not entering and len(owners) > 1:
@@ -250,36 +251,36 @@ def _with_factors(
     new: Mapping[str, Mapping[int, str | None]],
     problems: Problems,
 ) -> tuple[Slot, int | None]:
-    """An embedding or head with LoRA. A blend multiplies ΔW of every row, and a new token needs all of its own."""
+    """An embedding or head with LoRA. A blend scales ΔW in every row, but a new token needs its own ΔW unscaled."""
     size = max(_rows_of(held[term.expert]) for term in slot.terms)
-    owner = next((name for name, found in new.items() if found), None)
-    every = {i for found in new.values() for i in found}
-    kept = slot.owner is not None and every <= new.get(slot.owner, {}).keys()
+    owner = next((name for name, tokens in new.items() if tokens), None)
+    new_ids = {i for tokens in new.values() for i in tokens}
+    kept = slot.owner is not None and new_ids <= new.get(slot.owner, {}).keys()
     if owner is not None and not kept and not _all_own(slot, new):
         problems.add(
-            f"{owner} has new tokens ({_tokens(new)}) and LoRA on {slot.name}, and the rule `{slot.rule}` does not "
-            "leave these rows to it alone",
-            f"Give it to that expert, in a rule of its own: {{modules: [{slot.name}], expert: {owner}}}",
+            f"{owner} has new tokens ({_tokens(new)}) and LoRA on {slot.name}, but the rule `{slot.rule}` does not "
+            f"give these rows to {owner} alone",
+            f"Give it to {owner} in its own rule: {{modules: [{slot.name}], expert: {owner}}}",
             kind=UnsupportedError,
         )
     return slot, size
 
 
 def _all_own(slot: Slot, new: Mapping[str, Mapping[int, str | None]]) -> bool:
-    """Whether all experts that a rule names have the same known new tokens, which it may then average."""
-    found = [new.get(name, {}) for name in slot.requested]
-    return all(one == found[0] and None not in one.values() for one in found) and all(
+    """Whether all experts that a rule names have the same known new tokens, so that it can average them."""
+    added = [new.get(name, {}) for name in slot.requested]
+    return all(tokens == added[0] and None not in tokens.values() for tokens in added) and all(
         isinstance(term.change, LowRank) for term in slot.terms
     )
 
 
 def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:
-    return " and ".join(name for name, found in new.items() if found)
+    return " and ".join(name for name, tokens in new.items() if tokens)
 
 
 def _tokens(new: Mapping[str, Mapping[int, str | None]]) -> str:
-    found = {i: token for tokens in new.values() for i, token in tokens.items()}
-    return and_more([f"{i}" if found[i] is None else f"{i} {found[i]!r}" for i in sorted(found)])
+    texts = {i: token for tokens in new.values() for i, token in tokens.items()}
+    return and_more([f"{i}" if texts[i] is None else f"{i} {texts[i]!r}" for i in sorted(texts)])
 
 
 def _ids(numbers: set[int]) -> str:
@@ -295,8 +296,8 @@ def _notes(known: _Known, new: Mapping[int, tuple[str, str | None]], sizes: Mapp
         f"{and_more([repr(token) if token else str(i) for i, (o, token) in new.items() if o == owner])} of {owner}"
         for owner in owners
     ]
-    told = f" ({'; '.join(which)})" if which else ""
+    listed = f" ({'; '.join(which)})" if which else ""
     return (
-        f"the vocabulary grows from {known.size} to {size} rows{told}: before PEFT loads the adapter, call "
-        f"model.resize_token_embeddings({size})",
+        f"the vocabulary grows from {known.size} to {size} rows{listed}: call model.resize_token_embeddings({size}) "
+        "before PEFT loads the adapter",
     )

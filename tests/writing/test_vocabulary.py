@@ -207,7 +207,7 @@ def test_a_clash_names_the_ids_and_the_tokens(trained: Make, bases: Callable[[bo
 
 
 def test_new_rows_need_an_owner(trained: Make, bases: Callable[[bool], Path]) -> None:
-    with refused(CompositionError, match="to the base, and the new tokens of t"):
+    with refused(CompositionError, match="to the base, which has no row for the new tokens of t"):
         plan_of(trained("both+2"), trained("plain"), bases(False), outside="language")
 
 
