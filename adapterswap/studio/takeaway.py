@@ -34,10 +34,10 @@ class Lines:
     """What makes one composition.
 
     Attributes:
-        command: for a shell; it may need `yaml` in the file composition.yaml.
+        command: for a shell; if `needs_recipe`, it reads `yaml` from the file composition.yaml.
         python: lines for a script.
         yaml: a recipe for `adapterswap compose`.
-        needs_recipe: the command reads the recipe, since options cannot say all of it.
+        needs_recipe: the options of the command cannot express the composition.
     """
 
     command: str
@@ -97,10 +97,12 @@ def write_file(
 
 
 def _content(composition: Composition) -> dict[str, Any]:
-    """The composition as plain data, without what is a default."""
+    """The composition as plain data without its defaults; rules are lines of text."""
     content = composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
     if composition.allocation is not None:
-        return {**content, "allocation": [rule.as_data() for rule in composition.allocation]}
+        experts = {name: place for name, place in composition.experts.items() if name in composition.expert_names}
+        del content["allocation"]
+        return {**content, "experts": experts, "rules": [rule.text for rule in composition.allocation]}
     sides = {"task": composition.task, "language": composition.language}
     named = {side: names[0] if len(names) == 1 else list(names) for side, names in sides.items()}
     places: dict[str, Any] = {key: content.pop(key) for key in ("experts", "base_model") if key in content}
@@ -108,18 +110,10 @@ def _content(composition: Composition) -> dict[str, Any]:
 
 
 def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] | None:
-    """The composition as options of `compose`; None where only a recipe can say it.
-
-    Options name experts by their folders, each mention anew: other names, and an expert on both sides, need the recipe.
-    """
-    experts = composition.experts
-    twice = {*composition.task} & {*composition.language}
-    if composition.allocation is not None or twice or any(own_name(place) != name for name, place in experts.items()):
+    """The composition as options of `compose`; None if only a recipe can say it."""
+    words = _sides(composition) if composition.allocation is None else _rules(content)
+    if words is None:
         return None
-    words: list[str] = []
-    for option, names in (("-t", composition.task), ("-l", composition.language)):
-        for name in names:
-            words += [option, experts.get(name, name)]
     words += ["--base-model", composition.base_model] if composition.base_model else []
     for key in FIELDS:
         if key == "allow_negative":
@@ -130,10 +124,31 @@ def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] 
     return words
 
 
+def _sides(composition: Composition) -> list[str] | None:
+    """`-t` and `-l`, which name experts by their folders: other names, and an expert on both sides, need a recipe."""
+    experts = composition.experts
+    if {*composition.task} & {*composition.language} or any(own_name(place) != name for name, place in experts.items()):
+        return None
+    words: list[str] = []
+    for option, names in (("-t", composition.task), ("-l", composition.language)):
+        for name in names:
+            words += [option, experts.get(name, name)]
+    return words
+
+
+def _rules(content: Mapping[str, Any]) -> list[str] | None:
+    """`--expert` and `--rule`; a name that contains '=' needs a recipe."""
+    experts: Mapping[str, str] = content["experts"]
+    if not experts or any("=" in name for name in experts):
+        return None
+    words = [word for name, place in experts.items() for word in ("--expert", f"{name}={place}")]
+    return words + [word for rule in content["rules"] for word in ("--rule", rule)]
+
+
 def _arguments(content: Mapping[str, Any]) -> str:
     written = []
     for key, value in content.items():
-        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        if key == "rules":
             items = "".join(f"        {item!r},\n" for item in value)
             written.append(f"    {key}=[\n{items}    ],\n")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,13 @@ QUERIES = [
     "?task=math&language=language&method=task_arithmetic&scale=0.7",
     "?task=math&language=language&method=slerp",
     "?task=math&language=language&bottom=1&top=1&give=mlp.0,3=base&give=attention.5=math&give=mlp.5=math",
+    "?task=math&language=language&bottom=1&top=1&bottom_transition=2&task_weight=0.3&give=mlp.1=base",
+    "?task=math&language=language&method=task_arithmetic&scale=0.7&give=attention.0-2=language",
+    "?task=math&language=language&method=soup&language_weight=-0.25&allow_negative=true&give=attention.2=math",
+    "?task=math&language=language&method=soup&weights=magnitude&give=mlp.4=language",
+    "?task=math&task=language&language=base&method=soup&give=attention.5=base",
 ]  # fmt: skip
+ON_BOTH_SIDES = QUERIES[5:6]
 
 
 @pytest.mark.parametrize("query", QUERIES)
@@ -51,8 +58,10 @@ def test_the_command_the_lines_and_the_recipe_make_the_same_bytes(
         folder.mkdir()
     archive = write_file(workspace, composition, "adapter", downloads)
     monkeypatch.chdir(by_command)
-    Path("composition.yaml").write_text(made.yaml, encoding="utf-8")
-    result = CliRunner().invoke(main, made.command.replace("'", "").split()[1:])
+    if made.needs_recipe:
+        Path("composition.yaml").write_text(made.yaml, encoding="utf-8")
+    assert made.needs_recipe == ("composition.yaml" in made.command) == (query in ON_BOTH_SIDES)
+    result = CliRunner().invoke(main, shlex.split(made.command)[1:])
     assert result.exit_code == 0, result.output
     monkeypatch.chdir(by_python)
     exec(made.python, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 import zipfile
@@ -159,16 +160,17 @@ def test_answers_are_those_of_each_composition_alone(visit: Visit, workspace: Wo
 def test_a_copied_command_makes_what_the_page_offers(
     visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a composition with a layer given away by a click: the command alone, without the YAML."""
     page = visit("?task=math&language=language&bottom=2&top=0&give=mlp.3=base")
+    page.locator("[data-cell='4.attention']").click()
+    page.wait_for_function("location.search.includes('attention.4')")
     page.get_by_role("tab", name="Take home").click()
-    copied = {}
-    for title in ("Command line", "YAML"):
-        page.get_by_role("button", name=f"Copy: {title}").click()
-        page.wait_for_function("document.querySelector('.take').textContent.includes('Copied')")
-        copied[title] = page.evaluate("navigator.clipboard.readText()")
+    page.locator("#copy-0", has_text="attention of language: 4").wait_for()
+    page.get_by_role("button", name="Copy: Command line").click()
+    page.wait_for_function("document.querySelector('.take').textContent.includes('Copied')")
+    copied = page.evaluate("navigator.clipboard.readText()")
     monkeypatch.chdir(tmp_path)
-    Path("composition.yaml").write_text(copied["YAML"], encoding="utf-8")
-    result = CliRunner().invoke(main, copied["Command line"].split()[1:])
+    result = CliRunner().invoke(main, shlex.split(copied)[1:])
     assert result.exit_code == 0, result.output
     files = {path.name: path.read_bytes() for path in Path("math+language").iterdir()}
     page.get_by_role("button", name="Make the adapter (.zip)").click()
