@@ -73,7 +73,11 @@ def shuffled_overlap(one: Vectors, other: Vectors, name: str, shuffles: int) -> 
     if not min(p, q):
         return Null(0.0, 0.0)
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    found = [float(np.sum(np.square(one.T @ other[rng.permutation(n)], dtype=np.float64))) for _ in range(shuffles)]
+    left, right = np.ascontiguousarray(one.T, np.float32), np.ascontiguousarray(other, np.float32)
+    shuffled, found = np.empty_like(right), []
+    for _ in range(shuffles):
+        np.take(right, rng.permutation(n), axis=0, out=shuffled, mode="clip")  # unlike `raise`, copies nothing twice
+        found.append(float(np.sum(np.square(left @ shuffled, dtype=np.float64))))
     uniform = 2 * p * q * (n - p) * (n - q) / (n**2 * max(1, n - 1) * (n + 2))
     smaller = min(p, q)
     return Null(float(np.mean(found)) / smaller, max(float(np.var(found, ddof=1)), uniform) / smaller**2)

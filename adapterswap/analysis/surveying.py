@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from adapterswap.analysis.shuffling import Marginals, Null, shuffled_overlap, sh
 from adapterswap.arithmetic.lowrank import cosine
 from adapterswap.arithmetic.threads import map_in_threads
 from adapterswap.changes.deltas import Delta, Factors, finite
-from adapterswap.changes.joint import Joint
+from adapterswap.changes.joint import Joint, mixed
 from adapterswap.errors import ExpertError
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.checkpoints import Checkpoint
@@ -33,12 +33,14 @@ __all__ = ["ModuleChange", "ModuleInterference", "Survey", "survey"]
 
 Expert = Adapter | Checkpoint
 Vectors = npt.NDArray[np.floating]
+Core = npt.NDArray[np.float64]
 
 # A dense ΔW has as many directions as rows; so many of the largest, or those that reach this error, stand for it.
 _DIRECTIONS, _ERROR = 16, 1e-3
 _NOTHING = 1e-6  # what a direction carries that is left out, beside the strongest
 
-_BLOCK = 2**18  # elements of ΔW that are formed at a time, which the processor's cache holds
+_BLOCK, _WIDTH = 2**19, 4096  # elements and columns of ΔW that are formed at a time: the cache holds most of them
+_COUNTED = 255  # rows at a time, so that a byte can count what is true in a column
 _STORED = 2**20  # elements of a base's weight that are read at a time
 _SHUFFLES = 24  # of a matrix, over all pairs; of each pair from 2 to 8
 
@@ -188,7 +190,7 @@ def _measure(
         found.changes[expert] = ModuleChange(matrix, dense.means.get(expert, _NONE), norms[expert], base_norm)
     if not couples:
         return found
-    mixed = len(factors) < len(deltas)
+    some_dense = len(factors) < len(deltas)
     spaces: dict[str, tuple[Vectors, Vectors]] = {}  # where some are dense, in coordinates of the matrix itself
     full: dict[str, tuple[Vectors, Vectors]] = {}  # in coordinates of the matrix itself
     for expert, delta in deltas.items():
@@ -196,8 +198,8 @@ def _measure(
             spectrum = joint.spectrum_of(place[expert])
             kept = spectrum.sigma > spectrum.sigma[:1].sum() * _NOTHING
             space = spectrum.u[:, kept], spectrum.vt[kept].T
-            full[expert] = joint.left.expand(space[0]), joint.right.expand(space[1])
-            spaces[expert] = full[expert] if mixed else space
+            full[expert] = _singular_vectors(joint, place[expert], factors[expert], space, spectrum.sigma[kept])
+            spaces[expert] = full[expert] if some_dense else space
         else:
             assert not isinstance(delta, Factors)
             spaces[expert] = full[expert] = _dense_space(delta)
@@ -265,64 +267,65 @@ def _by_blocks(
         UnsupportedError: a product of factors overflows float32.
     """
     out, width = next(iter(deltas.values())).shape
-    step = max(1, min(out, _BLOCK // max(1, width)))
+    wide = max(1, -(-width // max(1, -(-width // _WIDTH))))  # columns at a time, in parts of one size
+    step = max(1, min(out, _BLOCK // max(1, wide), _COUNTED))
     found = _Dense()
-    means: dict[str, list[npt.NDArray[np.float64]]] = {expert: [] for expert in deltas}
     whole = {expert for expert, delta in deltas.items() if not isinstance(delta, Factors)}
     found.squares = dict.fromkeys(whole, 0.0)
     found.products = {pair: 0.0 for pair in couples if whole & {*pair}}
     found.conflicts, found.elements = dict.fromkeys(couples, 0), dict.fromkeys(couples, 0)
+    absolute = {expert: np.zeros(out) for expert in deltas}
     rows_of = {(what, expert): np.zeros(out) for what in ("sum", "sign") for expert in deltas}
     columns_of = {key: np.zeros(width) for key in rows_of}
     nonzero = dict.fromkeys(deltas, 0)
-    memory = {expert: np.empty((step, width), np.float32) for expert in deltas}
-    scratch, unlike = np.empty((step, width), np.float32), np.empty((step, width), np.bool_)
-    zeros = {expert: np.empty((step, width), np.bool_) for expert in deltas}
-    for start, stop in row_ranges(out, step):
-        count = stop - start
-        blocks, has_zeros = {}, {}
+    scratch, shared = np.empty(step * wide, np.float32), np.empty(step * wide, np.float32)
+    # Only products with a full checkpoint need the blocks of two experts at once.
+    memory = {expert: np.empty(step * wide, np.float32) if whole else shared for expert in deltas}
+    true, ones = np.empty(step * wide, np.bool_), np.ones(wide, np.float32)
+    for (start, stop), (first, last) in product(row_ranges(out, step), row_ranges(width, wide)):
+        in_rows, in_columns = slice(start, stop), slice(first, last)
+        shape = stop - start, last - first
+        size = shape[0] * shape[1]
+        magnitudes, matching = scratch[:size].reshape(shape), true[:size].reshape(shape)
+        blocks, negative, zeros = {}, {}, {}
         for expert, delta in deltas.items():
-            block = memory[expert][:count]
+            block = memory[expert][:size].reshape(shape)
             with np.errstate(all="ignore"):  # what overflows is found by `finite`
                 if isinstance(delta, Factors):
-                    np.matmul(delta.b[start:stop], delta.a, out=block)
+                    np.matmul(delta.b[in_rows], delta.a[:, in_columns], out=block)
                 else:
-                    block[:] = delta[start:stop]
-                sums = np.abs(block, out=scratch[:count]).sum(axis=1)
+                    block[:] = delta[in_rows, in_columns]
+                sums = np.abs(block, out=magnitudes) @ ones[: shape[1]]
             if not np.isfinite(sums).all():  # of numbers that are not, or only the sum is too large
                 sums = np.abs(finite(block, held[expert].name)).sum(axis=1, dtype=np.float64)
-            means[expert].append(sums / np.float64(width))
+            absolute[expert][in_rows] += sums
             if expert in whole:
                 found.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))
             blocks[expert] = block
             if couples:
-                has_zeros[expert] = bool(np.equal(block, 0, out=zeros[expert][:count]).any())
                 if expert in whole:
-                    rows_of["sum", expert][start:stop] = block.sum(axis=1, dtype=np.float64)
-                    columns_of["sum", expert] += block.sum(axis=0, dtype=np.float64)
-                by_row, by_column = _counted(np.greater(block, 0, out=unlike[:count]))
-                if has_zeros[expert]:
-                    fewer_in_row, fewer_in_column = _counted(np.less(block, 0, out=unlike[:count]))
-                else:
-                    fewer_in_row, fewer_in_column = width - by_row, count - by_column
-                rows_of["sign", expert][start:stop] = by_row - fewer_in_row
-                columns_of["sign", expert] += by_column - fewer_in_column
-                nonzero[expert] += int(by_row.sum() + fewer_in_row.sum())
+                    rows_of["sum", expert][in_rows] += block.sum(axis=1, dtype=np.float64)
+                    columns_of["sum", expert][in_columns] += block.sum(axis=0, dtype=np.float64)
+                negative[expert], by_row, by_column = _counted(np.less(block, 0, out=matching))
+                row_signs, column_signs = shape[1] - 2 * by_row, shape[0] - 2 * by_column
+                nonzero[expert] += size
+                if size and not magnitudes.min():
+                    zeros[expert], by_row, by_column = _counted(np.equal(block, 0, out=matching))
+                    row_signs, column_signs = row_signs - by_row, column_signs - by_column
+                    nonzero[expert] -= int(by_row.sum())
+                rows_of["sign", expert][in_rows] += row_signs
+                columns_of["sign", expert][in_columns] += column_signs
         for one, other in couples:
-            # The sign of a float32 is its first bit.
-            x, y = blocks[one].view(np.int32), blocks[other].view(np.int32)
-            bits = np.bitwise_xor(x, y, out=scratch[:count].view(np.int32))
-            differ = np.less(bits, 0, out=unlike[:count])
-            elements = differ.size
-            if has_zeros[one] or has_zeros[other]:
-                nothing = zeros[one][:count] | zeros[other][:count]
-                elements -= int(np.count_nonzero(nothing))
-                differ &= ~nothing
-            found.conflicts[one, other] += int(np.count_nonzero(differ))
-            found.elements[one, other] += elements
+            differ = negative[one] ^ negative[other]
+            nothing = [zeros[expert] for expert in (one, other) if expert in zeros]
+            if nothing:
+                either = np.bitwise_or.reduce(nothing)
+                differ &= ~either
+            found.conflicts[one, other] += _ones(differ)
+            found.elements[one, other] += size - (_ones(either) if nothing else 0)
             if (one, other) in found.products:
-                product = np.sum(np.multiply(blocks[one], blocks[other], dtype=np.float64))
-                found.products[one, other] += float(product)
+                both = np.sum(np.multiply(blocks[one], blocks[other], dtype=np.float64))
+                found.products[one, other] += float(both)
     if couples:
         found.sums = {
             each: Marginals(rows_of["sum", each], columns_of["sum", each], found.squares[each]) for each in whole
@@ -331,21 +334,37 @@ def _by_blocks(
             each: Marginals(rows_of["sign", each], columns_of["sign", each], float(nonzero[each])) for each in deltas
         }
     if rows:
-        found.means = {expert: np.concatenate(parts) for expert, parts in means.items()}
+        found.means = {expert: sums / np.float64(width) for expert, sums in absolute.items()}
     return found
 
 
-def _counted(true: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """How many are true in each row, and in each column. Bytes are added where they cannot overflow: it is faster."""
-    in_rows = np.array([np.count_nonzero(row) for row in true], np.int64)
-    kind = np.uint8 if len(true) < 256 else np.int64
-    return in_rows, np.add.reduce(true.view(np.uint8), axis=0, dtype=kind).astype(np.int64)
+def _counted(true: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """At most `_COUNTED` rows as bits, eight columns to a byte, and how many are true in each row and each column."""
+    bits = np.packbits(true, axis=1)
+    words = bits.view(np.uint64) if bits.shape[1] % 8 == 0 else bits
+    in_rows = np.bitwise_count(words).sum(axis=1, dtype=np.int64)
+    return bits, in_rows, np.add.reduce(true.view(np.uint8), axis=0, dtype=np.uint8).astype(np.int64)
+
+
+def _ones(bits: npt.NDArray[np.uint8]) -> int:
+    return int(np.bitwise_count(bits.reshape(-1).view(np.uint64) if bits.size % 8 == 0 else bits).sum(dtype=np.int64))
 
 
 def _sums(delta: Factors, norm: float) -> Marginals:
     """Of ΔW = B·A, without forming it."""
-    b, a = delta.b.astype(np.float64), delta.a.astype(np.float64)
-    return Marginals(b @ a.sum(axis=1), b.sum(axis=0) @ a, norm**2)
+    into, out_of = delta.a.sum(axis=1, dtype=np.float64), delta.b.sum(axis=0, dtype=np.float64)
+    rows, columns = mixed([delta.b], into[:, None], 1), mixed([delta.a], out_of[:, None], 0)
+    return Marginals(rows[:, 0], columns[0], norm**2)
+
+
+def _singular_vectors(
+    joint: Joint, index: int, delta: Factors, space: tuple[Core, Core], sigma: Core
+) -> tuple[Core, Core]:
+    """U and V (as columns) in coordinates of the matrix. B·(A·V)/σ and Aᵀ·(Bᵀ·U)/σ cost less than a joint basis."""
+    left, right = joint.coordinates(index)
+    if left.shape[1] < len(delta.a):  # without columns that are multiplied by zeros
+        return joint.left.expand(space[0]), joint.right.expand(space[1])
+    return mixed([delta.b], right.T @ (space[1] / sigma), 1), mixed([delta.a], left.T @ (space[0] / sigma), 0).T
 
 
 def _shuffled_conflict(one: Marginals, other: Marginals) -> Null:
