@@ -199,15 +199,22 @@ def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
         ]
         for term, part in zip(slot.whole, block.whole, strict=True):
             weights.append((term.coefficient, decode(part.raw, part.tensor.dtype, place.shape)))
-        for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
-            a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
-            delta = Factors.scaled(a, b, term.lora.scale, term.lora.name).rows()
+        for term, parts in zip(slot.low_rank, block.factors, strict=True):
+            delta = _factors(term, parts, kept_rows).rows()
             weights.append((term.coefficient, np.asarray(delta.T if term.low_rank.transposed else delta)))
         for coefficient, weight in weights:
             weighted = weight if coefficient == 1 else np.float32(coefficient) * weight
             total = weighted if total is None else total + weighted
         assert total is not None
         return finite_bytes(total + np.float32(slot.rest) * base if slot.rest else total, place.dtype, slot.name)
+
+
+def _factors(term: Term, parts: tuple[Part, Part], kept_rows: Rows) -> Factors:
+    """A low-rank term's factors of ΔW (out×in), with zeros in the rows that do not stay."""
+    a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in parts)
+    factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
+    rows = kept_rows.get((term.side, term.lora.name))
+    return factors if rows is None else factors.masked(rows)
 
 
 def _merged(term: Term, tensors: Mapping[str, Part], base: Delta, slot: Slot) -> Delta:
@@ -252,11 +259,8 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             delta = _merged(term, tensors, base, slot)
             delta = delta if on_weights else delta - base
             enter(term, delta.T if across else delta)
-        for term, (a_part, b_part) in zip(slot.low_rank, block.factors, strict=True):
-            a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in (a_part, b_part))
-            factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
-            rows = kept_rows.get((term.side, term.lora.name))
-            factors = factors if rows is None else factors.masked(rows)
+        for term, parts in zip(slot.low_rank, block.factors, strict=True):
+            factors = _factors(term, parts, kept_rows)
             if by_factors:
                 factors_of.setdefault(term.side, []).append((rule.sides[term.side][term.expert], factors))
             else:
