@@ -19,7 +19,7 @@ from adapterswap.arithmetic.kind_layout import lay_out_kind
 from adapterswap.arithmetic.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, is_fused, most_common, written_scale
 from adapterswap.arithmetic.resolving import Resolved
-from adapterswap.arithmetic.saved_layout import saved_tensors
+from adapterswap.arithmetic.saved_layout import saved_tensors, trained_tokens
 from adapterswap.changes.kinds import Opaque
 from adapterswap.experts.adapter_keys import base_copy_key, is_bias, part_key
 from adapterswap.experts.adapters import LoraModule
@@ -110,8 +110,13 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         auto_mapping=plan.auto_mapping,
         fan_in_fan_out=_fan_in_fan_out(plan),
         tied=_tied(plan),
-        saved=[name for name, module in plan.saved.items() if module.terms and not is_bias(name)],
-        variant={**variant_of(plan.modules.values()), **trained_biases(plan), **_parameters(plan)},
+        saved=[name for name, module in plan.saved.items() if module.terms and not (is_bias(name) or module.of_tokens)],
+        variant={
+            **variant_of(plan.modules.values()),
+            **trained_biases(plan),
+            **_parameters(plan),
+            **_tokens(plan),
+        },
     )
 
 
@@ -124,6 +129,12 @@ def _parameters(plan: Plan) -> dict[str, Any]:
     versions = [adapter.config.peft_version or "" for adapter in plan.adapters.values()]
     modules = sorted(slot.name for slot in plan.modules.values() if slot.terms and slot.name not in names)
     return {"target_modules": modules, "target_parameters": names, "peft_version": min(filter(None, versions))}
+
+
+def _tokens(plan: Plan) -> dict[str, Any]:
+    """The setting for trained tokens, by the full names of their modules."""
+    tokens = {name: list(trained_tokens(module)) for name, module in plan.saved.items() if module.of_tokens}
+    return {"trainable_token_indices": tokens} if tokens else {}
 
 
 def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:

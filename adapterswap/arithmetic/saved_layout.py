@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from adapterswap.arithmetic.outputs import OutputTensor, Piece
-from adapterswap.experts.adapter_keys import is_bias, parameter_key, parameter_name
+from adapterswap.experts.adapter_keys import TOKENS, is_bias, parameter_key, parameter_name
 from adapterswap.experts.checkpoints import find_base_tensor
 from adapterswap.planning.allocation import BASE
 from adapterswap.planning.plan import Plan
 from adapterswap.planning.slots import Slot
 
-__all__ = ["saved_tensors"]
+__all__ = ["saved_tensors", "trained_tokens"]
 
 
 def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterator[OutputTensor]:
@@ -23,6 +23,9 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
     `adapted` are the modules around which PEFT puts a layer.
     """
     if not module.terms:
+        return
+    if module.of_tokens:
+        yield _tokens(module)
         return
     if any((part.terms, part.rest) != (module.terms, module.rest) for part in module.rows):
         yield from _by_rows(module, plan)
@@ -44,6 +47,35 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
         yield OutputTensor(
             parameter_key(module.name, parameter, wrapped=wrapped), dtype, tensor.shape, None, tuple(pieces)
         )
+
+
+def trained_tokens(module: Slot) -> tuple[int, ...]:
+    """The tokens whose rows a module of trained tokens holds, in the order of its tensor."""
+    if module.owner is not None:
+        return module.terms[0].whole.rows
+    return tuple(row for part in module.rows for row in range(part.start, part.stop))
+
+
+def _tokens(module: Slot) -> OutputTensor:
+    """The rows of trained tokens: their owner's tensor as it is, or the experts' rows sorted by token."""
+    first = module.terms[0].whole.tensor
+    tokens = trained_tokens(module)
+    pieces: list[Piece] = []
+    if module.owner is not None:
+        pieces.append(Piece(module.terms[0].expert, module.terms[0].whole.path, first))
+    else:
+        offset = 0
+        for part in module.rows:
+            count = part.stop - part.start
+            for term in part.terms:
+                place = term.whole.place_of(part.start)
+                cut = (place, place + count)
+                pieces.append(Piece(term.expert, term.whole.path, term.whole.tensor, term.coefficient, offset, cut=cut))
+            offset += count
+    dtypes = {piece.tensor.dtype for piece in pieces}
+    dtype = first.dtype if len(dtypes) == 1 else "F32"
+    shape = (len(tokens), *first.shape[1:])
+    return OutputTensor(parameter_key(module.name, TOKENS), dtype, shape, 0, tuple(pieces))
 
 
 def _by_rows(module: Slot, plan: Plan) -> Iterator[OutputTensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from adapterswap.experts.adapters import LoraModule, OpaqueModule
@@ -57,10 +58,12 @@ class Whole:
     Attributes:
         path: the file that holds them.
         tensors: by the name within the module, such as `weight`.
+        rows: the rows of the weight that the only tensor replaces, in its order; empty where it replaces them all.
     """
 
     path: Path
     tensors: Mapping[str, Tensor]
+    rows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, path: Path, tensor: Tensor) -> Whole:
@@ -72,6 +75,14 @@ class Whole:
         """The tensor, where there is one."""
         (tensor,) = self.tensors.values()
         return tensor
+
+    def place_of(self, row: int) -> int:
+        """Where a row of the weight lies among the tensor's rows."""
+        return self._places[row] if self.rows else row
+
+    @cached_property
+    def _places(self) -> Mapping[int, int]:
+        return {row: place for place, row in enumerate(self.rows)}
 
 
 @dataclass(frozen=True)

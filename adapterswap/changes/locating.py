@@ -224,6 +224,19 @@ def locate(
         kind=BaseModelError,
     )
     for saved in adapter.saved.values():
+        if saved.rows:
+            key, tensor = stored_name(saved.name, "weight"), next(iter(saved.tensors.values()))
+            if key is None or parameters[key].tensor.shape[1:] != saved.width:
+                stored = "no such weight" if key is None else f"it as {list(parameters[key].tensor.shape)}"
+                problems.add(
+                    f"{expert} holds rows of {saved.name} with {saved.width[0]} numbers, and {where} stores {stored}",
+                    _REMEDY,
+                    parameter="base_model",
+                    kind=BaseModelError,
+                )
+            else:
+                found[key] = Located(saved.name, Whole(adapter.file.path, {"weight": tensor}, saved.rows))
+            continue
         for parameter, tensor in saved.tensors.items():
             holder = saved.name.removesuffix(".bias") if is_bias(saved.name) else saved.name
             key = stored_name(holder, parameter)

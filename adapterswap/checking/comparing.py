@@ -245,6 +245,12 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
     with open_files([one.file, other.file]) as files:
         for name in dict.fromkeys([*one.saved, *other.saved]):
             pair = [adapter.saved.get(name) for adapter in (one, other)]
+            if len({module.rows for module in pair if module is not None}) > 1:
+                raise UnsupportedError(
+                    f"the adapters hold different rows of {name} (trainable_token_indices), which cannot be compared",
+                    "Merge both into full weights with `merge`, and compare these",
+                    parameter="other",
+                )
             _check_shapes(name, [module.shape for module in pair if module is not None])
             module = next(held for held in pair if held is not None)
             squares, apart = [0.0] * len([held for held in pair if held is not None]), 0.0

@@ -169,6 +169,7 @@ class Inspection:
                     "layer": module.layer,
                     "kind": module.kind,
                     "parameters": _saved_parameters(module),
+                    **({"tokens": list(module.rows)} if module.rows else {}),
                     "tensors": {name: _tensor(tensor) for name, tensor in module.tensors.items()},
                     **self._owner(module.name),
                 }

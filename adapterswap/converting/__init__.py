@@ -49,6 +49,8 @@ from adapterswap.writing.folder import COMPOSED
 __all__ = ["Conversion", "ConvertedModule", "convert"]
 
 # What makes a LoRA more than s·B·A, or another one.
+# Beside LoRA they are copied. Another kind's modules are merged by PEFT, and their rows would be lost.
+_TOKENS = "trainable_token_indices"
 _VARIANTS = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config")
 _RESOLUTION = 5e-8  # of errors that are computed from inner products
 _CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
@@ -135,6 +137,12 @@ def convert(
             approximated = _cut(folder, cut, form, base_model, progress)
             opened = read_adapter(replace(source, folder=cut))
             form = replace(form, max_rank=None, max_error=None)
+        if saved_rank is not None and opened.tokens:
+            raise UnsupportedError(
+                f"{next(iter(opened.tokens))} has trained tokens ({_TOKENS}), which stay as they are",
+                "Leave out `saved_rank`, or merge the adapter into its base with `merge`",
+                parameter="saved_rank",
+            )
         lowers = saved_rank is not None and bool(opened.saved)
         if saved_rank is not None and lowers:
             lowered = Path(place) / "lowered"
@@ -219,6 +227,12 @@ def _kind(folder: Path) -> str:
         raise UnsupportedError(
             f"init_lora_weights is {shown(init)}, which changed the base's weights",
             "Save it with PEFT's path_initial_model_for_weight_conversion, which turns it into a plain LoRA",
+            parameter="adapter",
+        )
+    if kind == "LORA" and config.get("use_dora") and config.get(_TOKENS):
+        raise UnsupportedError(
+            f"{_TOKENS} is set beside DoRA, and only the tokens of plain LoRA are carried over",
+            "Merge it into its base with `merge`",
             parameter="adapter",
         )
     if kind == "LORA" and config.get("use_dora"):

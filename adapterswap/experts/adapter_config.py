@@ -32,7 +32,7 @@ _HARMLESS = {
 _READ = {
     "alpha_pattern", "auto_mapping", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "modules_to_save", "r", "rank_pattern",
-    "lora_bias", "target_modules", "target_parameters", "use_dora", "use_rslora",
+    "lora_bias", "target_modules", "target_parameters", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 
 # Keys that, when set, make the adapter something else than W + s·B·A, and what they mean.
@@ -42,7 +42,6 @@ _REFUSED = {
     "kasa_config": "KaSA changes the base's weights",
     "layer_replication": "layer_replication repeats layers, so that indices no longer name the base's",
     "monteclora_config": "MonteCLoRA samples its weights",
-    "trainable_token_indices": "trainable tokens are not a low-rank change",
     "use_bdlora": "BD-LoRA's blocks are not plain A and B",
     "use_qalora": "QA-LoRA pools its inputs",
     "velora_config": "VeLoRA compresses activations",
@@ -68,10 +67,6 @@ _PEFT = (0, 21)  # the version whose keys these are
 
 _SIMPLER = "Write the patterns as plain names of modules"
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
-_REMEDIES = {
-    "trainable_token_indices": "Train the embedding in modules_to_save instead, or merge each expert into its base "
-    "with PEFT (merge_and_unload) and compose the checkpoints",
-}
 
 
 def scale(rank: int, alpha: float, rslora: bool) -> float:
@@ -99,6 +94,8 @@ class AdapterConfig:
         settings: of another kind, what its modules read in the config, apart from those in `patterns`.
         values, patterns: of another kind, what may differ from module to module: globally, and by regex.
         target_parameters: parameters that have LoRA themselves, by their name or the end of it: fused experts.
+        trained_tokens: the rows of embeddings or heads that were trained (`trainable_token_indices`), by the end of the
+            module's name; under an empty name, those of the input embedding.
         peft_version: of PEFT, as it wrote the config; None where it did not.
         unknown: keys that PEFT does not know, and ignores with a warning.
         sha256: of the file's bytes as they were read, in hexadecimal.
@@ -126,6 +123,7 @@ class AdapterConfig:
     values: Mapping[str, Any] = field(default_factory=dict)
     patterns: Mapping[str, Patterns[Any]] = field(default_factory=dict)
     target_parameters: tuple[str, ...] = ()
+    trained_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peft_version: str | None = None
     unknown: tuple[str, ...] = ()
 
@@ -144,6 +142,10 @@ class AdapterConfig:
         """Whether that version of PEFT, or a later one, wrote the config; not so where the config does not say."""
         match = re.match(r"(\d+)\.(\d+)", self.peft_version or "")
         return match is not None and (int(match[1]), int(match[2])) >= version
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """The trained rows of an embedding or head, by the first name that fits; empty if the config names none."""
+        return next((rows for end, rows in self.trained_tokens.items() if module.endswith(end)), ())
 
     def rank_of(self, module: str) -> int:
         return self.rank_pattern.get(module, self.rank)
@@ -205,7 +207,7 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
 def _refuse(content: dict[str, Any], where: str, problems: Problems) -> None:
     for key, reason in _REFUSED.items():
         if content.get(key):
-            problems.add(f"{where}: {key} is set: {reason}", _REMEDIES.get(key, _RETRAIN), kind=UnsupportedError)
+            problems.add(f"{where}: {key} is set: {reason}", _RETRAIN, kind=UnsupportedError)
     _refuse_init(content.get("init_lora_weights", True), where, problems)
     for key in _NOT_NULL:
         if key in content and content[key] is None:
@@ -307,6 +309,9 @@ def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) 
         lora_bias=value("lora_bias", False, _is_bool, "true or false"),
         bias=value("bias", "none", lambda v: v in ("none", "all", "lora_only"), "none, all or lora_only"),
         target_parameters=tuple(value("target_parameters", [], _is_texts, "a list of names")),
+        trained_tokens=_as_mapping(
+            value("trainable_token_indices", {}, _are_tokens, "a list of token ids, or a mapping from names to such")
+        ),
         peft_version=value("peft_version", None, _is_text, "a version or null"),
         unknown=_unknown(content, where, problems),
     )
@@ -385,6 +390,16 @@ def _is_text(value: Any) -> bool:
 
 def _is_auto_mapping(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(each, bool) or _is_text(each) for each in value.values())
+
+
+def _are_tokens(value: Any) -> bool:
+    lists = list(value.values()) if isinstance(value, dict) else [value]
+    return all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in lists)
+
+
+def _as_mapping(tokens: dict[str, list[int]] | list[int]) -> dict[str, tuple[int, ...]]:
+    named = tokens if isinstance(tokens, dict) else {"": tokens}
+    return {name: tuple(ids) for name, ids in named.items() if ids}
 
 
 def _is_texts(value: Any) -> bool:

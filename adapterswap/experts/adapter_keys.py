@@ -18,6 +18,7 @@ from adapterswap.files.dtypes import FLOATS
 from adapterswap.files.tensorfile import Tensor, TensorFile
 
 __all__ = [
+    "TOKENS",
     "FactorTensors",
     "SortedKeys",
     "base_copy_key",
@@ -38,6 +39,8 @@ _PREFIX = f"{_ROOT}model."
 _BASE_COPY = ".base_layer.weight"
 _WRAPPED_BIAS = ".base_layer.bias"
 
+TOKENS = "token_adapter.trainable_tokens_delta"  # the trained rows of an embedding or head, by their name within it
+
 # What torch.compile, FSDP and activation checkpointing put around modules, and DDP around the whole model.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _DISTRIBUTED = "module."
@@ -47,7 +50,7 @@ _ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$
 # What PEFT writes beside A and B, by the end of the key, and why it is refused.
 _REFUSED_KEYS = {
     "lora_A.bias": "a bias of lora_A",
-    "trainable_tokens_delta": "trainable tokens",
+    "trainable_tokens_delta": "trainable tokens, and the config names none",
     "base_layer.bias": "a trained bias of the base, and the config says that none was trained",
 }
 
@@ -77,7 +80,7 @@ class SortedKeys(NamedTuple):
         factors: of LoRA.
         saved: modules in `modules_to_save`, and the embeddings and heads that `save_embedding_layers` stores whole:
             their parameters by the name within the module. A bias of the base that was trained stands by its own full
-            name, with `bias` as its parameter.
+            name, with `bias` as its parameter; trained rows of an embedding or head have the parameter `TOKENS`.
         parts: of another kind than LoRA: tensors by what follows the module's name.
         shared: of such a kind: tensors that all modules use, by their name.
     """
@@ -159,6 +162,7 @@ def sort_keys(
     *,
     kind: PeftKind | None = None,
     biases: bool = False,
+    tokens: bool = False,
 ) -> SortedKeys:
     """What each key holds; keys that have no meaning are problems.
 
@@ -169,6 +173,7 @@ def sort_keys(
         problems: gets what is wrong.
         kind: another kind than LoRA.
         biases: biases of the base were trained.
+        tokens: rows of embeddings or heads were trained (`trainable_token_indices`).
     """
     factors: dict[str, dict[str, Tensor]] = {}
     beside: dict[str, dict[str, Tensor]] = {}
@@ -193,6 +198,9 @@ def sort_keys(
             factors.setdefault(match["name"].removeprefix(_PREFIX), {})[factor] = tensor
             continue
         if _is_copy(key):
+            continue
+        if tokens and key.startswith(_PREFIX) and key.endswith(f".{TOKENS}"):
+            saved.setdefault(key.removeprefix(_PREFIX).removesuffix(f".{TOKENS}"), {})[TOKENS] = tensor
             continue
         name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
         if key.endswith(_DOUBLES) and f"{_PREFIX}{name.rpartition('.')[0]}.{parameter}" in keys:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from adapterswap.errors import ExpertError, NotFoundError, Problems, UnsupportedError
 from adapterswap.experts.adapter_config import AdapterConfig, read_adapter_config, scale
 from adapterswap.experts.adapter_keys import (
+    TOKENS,
     FactorTensors,
     canonical_key,
     check_dtypes,
@@ -112,17 +113,29 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class FullModule:
-    """A module trained in full (PEFT's `modules_to_save`): its whole weights W, not a ΔW.
+    """A module trained in full (PEFT's `modules_to_save`): its whole weights W, not a ΔW. Or the trained rows of W.
 
     Attributes:
         name, layer, kind: as for `LoraModule`.
         tensors: where its parameters lie in the file, by their name within the module (`weight`, `bias`).
+        rows: the rows of the weight that the only tensor holds, in order (`trainable_token_indices`); empty for all.
     """
 
     name: str
     layer: int | None
     kind: Kind
     tensors: Mapping[str, Tensor]
+    rows: tuple[int, ...] = ()
+
+    @property
+    def width(self) -> tuple[int, ...]:
+        """The shape of a row of the first tensor."""
+        return next(iter(self.tensors.values())).shape[1:]
+
+    @property
+    def words(self) -> str:
+        """How it was trained."""
+        return "trained tokens" if self.rows else "trained in full"
 
     @property
     def shape(self) -> str:
@@ -218,7 +231,9 @@ class Adapter:
     def __repr__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})
         rank = [f"rank {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")] if ranks else []
-        saved = [f"{len(self.saved)} trained in full"] if self.saved else []
+        whole = sum(not part.rows for part in self.saved.values())
+        saved = [f"{whole} trained in full"] if whole else []
+        saved += [f"tokens trained in {part.name}" for part in self.saved.values() if part.rows]
         modules = [f"{len(self.modules)} modules"] if self.modules or not self.opaque else []
         opaque = [f"{len(self.opaque)} modules of {self.config.title}"] if self.opaque else []
         facts = [repr(self.name), *modules, *opaque, *rank, *saved, f"base {self.config.base_model!r}"]
@@ -251,7 +266,12 @@ class Adapter:
     def vocabulary(self) -> dict[str, LoraModule | FullModule]:
         """The embeddings and heads that it changes, by name."""
         parts: dict[str, LoraModule | FullModule] = {**self.factors, **self.saved}
-        return {name: part for name, part in parts.items() if is_vocabulary(name, part.layer)}
+        return {name: part for name, part in parts.items() if is_vocabulary(name, part.layer) or name in self.tokens}
+
+    @property
+    def tokens(self) -> dict[str, FullModule]:
+        """The embeddings and heads of which it holds single rows (`trainable_token_indices`), by name."""
+        return {name: part for name, part in self.saved.items() if part.rows}
 
     def check_low_rank(self, purpose: str, name: str | None = None) -> None:
         """Raise `UnsupportedError` if a module's change is not s·B·A, which `purpose` needs: `analyze needs`."""
@@ -293,8 +313,9 @@ def read_adapter(source: Source) -> Adapter:
     assert config is not None
     assert file is not None
     pairs, saved, parts, shared = sort_keys(
-        file, config.modules_to_save, folder, problems, kind=KINDS.get(config.peft_type), biases=config.bias != "none"
-    )
+        file, config.modules_to_save, folder, problems, kind=KINDS.get(config.peft_type), biases=config.bias != "none",
+        tokens=bool(config.trained_tokens),
+    )  # fmt: skip
     check_names(
         [*pairs, *parts, *(f"{name}.{parameter}" for name in saved for parameter in saved[name])], folder, problems
     )
@@ -328,7 +349,13 @@ def read_adapter(source: Source) -> Adapter:
     for name, tensors in parts.items():
         with problems.collect():
             opaque[name] = _opaque(name, tensors, shared, config, container, folder)
-    full = {name: FullModule(name, layer_of(name, container), kind_of(name), saved[name]) for name in saved}
+    full = {}
+    for name, tensors in saved.items():
+        with problems.collect():
+            rows = _trained_rows(name, tensors, config, folder) if TOKENS in tensors else ()
+            full[name] = FullModule(name, layer_of(name, container), kind_of(name), tensors, rows)
+    if config.trained_tokens and not any(TOKENS in tensors for tensors in saved.values()):
+        problems.add(f"{folder}: {CONFIG} has trainable_token_indices, and {WEIGHTS} holds no such rows", _MISMATCH)
     for name in sorted(pairs.keys() & full.keys()):
         problems.add(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
     if not modules and not opaque and not problems:
@@ -348,6 +375,24 @@ def read_adapter(source: Source) -> Adapter:
         renamed=any(canonical_key(key) != key for key in file.tensors),
         opaque=by_layer(opaque),
     )
+
+
+def _trained_rows(name: str, tensors: Mapping[str, Tensor], config: AdapterConfig, folder: Path) -> tuple[int, ...]:
+    """Which rows of its weight the trained tokens of an embedding or head are."""
+    rows, shape = config.tokens_of(name), tensors[TOKENS].shape
+    if len(tensors) > 1:
+        raise ExpertError(f"{folder}: {name} has both trained tokens and full weights", "Save the adapter again")
+    if len(shape) != 2 or shape[0] != len(rows):
+        raise ExpertError(
+            f"{folder}: {name} holds trained tokens as {list(shape)}, and {CONFIG} names {len(rows)} of them", _MISMATCH
+        )
+    if len(set(rows)) < len(rows):
+        twice = next(row for row in rows if rows.count(row) > 1)
+        raise UnsupportedError(
+            f"{folder}: trainable_token_indices names the token {twice} twice, so it has two rows for {name}",
+            "Remove one of them from the config and from the file",
+        )
+    return rows
 
 
 def by_layer(modules: Mapping[str, _Module]) -> dict[str, _Module]:

@@ -219,6 +219,12 @@ class Inventory:
                 "Load it under another name",
                 kind=ExpertError,
             )
+        if config.trained_tokens:
+            raise UnsupportedError(
+                f"the adapter {name!r} has trained tokens (trainable_token_indices), which the live composer cannot "
+                "switch",
+                "Write the composition with `compose` and load that",
+            )
         if config.peft_type != LORA:
             raise UnsupportedError(
                 f"the adapter {name!r} is {config.title}, and the live composer switches LoRA and its variants",

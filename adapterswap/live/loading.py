@@ -138,6 +138,12 @@ def check_loadable(adapter: Adapter, name: str) -> None:
             f"the expert {name!r} carries whole weights ({over[0]}), which PEFT would put over the base's own",
             "Load it with PEFT and save it with save_embedding_layers=False, or merge it into its base with `merge`",
         )
+    if adapter.tokens:
+        raise UnsupportedError(
+            f"the expert {name!r} trained tokens of {next(iter(adapter.tokens))} (trainable_token_indices), which the "
+            "live composer cannot switch",
+            "Write the composition with `compose` and load that, or write full weights with `merge`",
+        )
     if adapter.config.bias != "none":
         raise UnsupportedError(
             f"the expert {name!r} trained biases of the base (bias: {adapter.config.bias}"

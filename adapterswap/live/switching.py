@@ -76,6 +76,8 @@ def why_not_live(plan: Plan) -> str | None:
 
 def _why_not_one(slot: Slot) -> str | None:
     """Why one module of a plan cannot be switched."""
+    if slot.of_tokens:
+        return f"{slot.name} has trained tokens (trainable_token_indices), which the live composer cannot switch"
     if slot.rows:
         return f"{slot.name} has rows of tokens that the base or an expert lacks, which PEFT cannot switch"
     if slot.in_full:

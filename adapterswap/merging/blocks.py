@@ -188,7 +188,11 @@ def _blocks_by_rows(work: Work, reader: _Reader) -> Iterator[Block]:
         for start, stop in row_ranges(rows.stop - rows.start, max(1, _COMPUTED // columns)):
             first, last = start + rows.start, stop + rows.start
             cut = (first * columns, last * columns)
-            whole = tuple(reader.elements(term.expert, term.whole, *cut) for term in rows.terms)
+            shifts = [term.whole.place_of(rows.start) - rows.start for term in rows.terms]
+            whole = tuple(
+                reader.elements(term.expert, term.whole, (first + shift) * columns, (last + shift) * columns)
+                for term, shift in zip(rows.terms, shifts, strict=True)
+            )
             inside = base is not None and last <= base.tensor.shape[0]
             own = reader.elements(BASE, base, *cut) if base is not None and inside else None
             yield Block(part, first, last, whole, own if rows.rest else None, ())

@@ -173,6 +173,8 @@ def _comparable(one: Adapter, other: Adapter) -> Iterator[tuple[Mapping[str, Par
 
 def _is_resized(one: FullModule, other: FullModule) -> bool:
     """Whether both are the same embedding or head with different numbers of rows; `vocabulary` compares these."""
+    if one.rows or other.rows:  # single rows of it
+        return one.width == other.width
     shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (one, other)]
     return is_vocabulary(one.name, one.layer) and shapes[0] == shapes[1]
 
@@ -309,9 +311,13 @@ def check_saved(
         if not slot.in_full or slot.rule is None:
             continue
         if slot.rule.combines_sides:
+            how = (
+                "has trained tokens (trainable_token_indices)"
+                if slot.of_tokens
+                else "is trained in full (modules_to_save)"
+            )
             problems.add(
-                f"{slot.name} was trained in full (modules_to_save), so it cannot be blended by magnitude or by a "
-                "method on ΔW",
+                f"{slot.name} {how}, so it cannot be blended by magnitude or by a method on ΔW",
                 f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
                 kind=UnsupportedError,
             )

@@ -165,7 +165,8 @@ def unusual(plan: Plan) -> list[str]:
     grouped: dict[tuple[str, str, str], list[int]] = {}
     for slot in plan.saved.values():
         what = _remark(slot) or owner_label(slot) or blend_text(slot.weights)
-        lines.append(f"{slot.name} (trained in full): {what}")
+        how = next(a.saved[slot.name].words for a in plan.adapters.values() if slot.name in a.saved)
+        lines.append(f"{slot.name} ({how}): {what}")
     for slot in plan.modules.values():
         if slot.rule is None:
             continue

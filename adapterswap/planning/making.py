@@ -53,6 +53,7 @@ from adapterswap.planning.plan import Plan
 from adapterswap.planning.reconciling import reference_of, under_one_name
 from adapterswap.planning.short_names import as_composition
 from adapterswap.planning.slots import Rows, Slot, Term
+from adapterswap.planning.token_rows import with_rows_of_base
 from adapterswap.planning.vocabulary import check_sizes, settle_vocabulary
 
 __all__ = ["base_of", "make_plan", "merge_plan"]
@@ -184,7 +185,7 @@ def _change(part: Part, adapter: Adapter) -> Change:
     if isinstance(part, LoraModule):
         return LowRank(part, adapter.file.path)
     if isinstance(part, FullModule):
-        return Whole(adapter.file.path, part.tensors)
+        return Whole(adapter.file.path, part.tensors, part.rows)
     return Opaque(part, adapter.file.path)
 
 
@@ -198,6 +199,14 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
             parameter="row_threshold",
             kind=CompositionError,
         )
+    for name, adapter in adapters.items():
+        for module in adapter.tokens:
+            problems.add(
+                f"{name} trained single tokens of {module} (trainable_token_indices), and another expert is a full "
+                "checkpoint",
+                f"Merge {name} into its base first with `merge`, and compose the two checkpoints",
+                kind=UnsupportedError,
+            )
     problems.raise_if_any()
     base = _open_base(composition, adapters)
     skeleton_name, skeleton = ("the base", base) if base else next(iter(full.items()))
@@ -400,6 +409,8 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
         for part in planned.rows
         if all(term.expert in having for term in part.terms)
     )
+    if rows and planned.of_tokens:
+        return with_rows_of_base(slot, rows, problems)
     if rows:
         return replace(slot, rows=rows, shape=(rows[-1].stop, *slot.shape[1:]))
     odd = next((term for term in slot.whole if term.whole.tensor.shape != slot.shape), None)
@@ -450,6 +461,9 @@ def _settle_head(
     if tied is None:
         return slots, False
     head, embedding = slots[tied.head], slots[tied.embedding]
+    if embedding.of_tokens and not head.terms:  # PEFT ties the head to them
+        both = {**slots, tied.head: replace(embedding, name=head.name, module=head.module)}
+        return {name: slot for name, slot in both.items() if name != tied.head or name in skeleton.parameters}, False
 
     def entering(slot: Slot) -> dict[tuple[str, str, int], float]:
         rows = slot.rows or [Rows(0, 0, slot.terms, slot.rest)]

@@ -74,7 +74,7 @@ class Rows:
 
     Attributes:
         start, stop: the first row, and the row after the last.
-        terms: like a slot's terms; all are whole weights.
+        terms: like a slot's terms; all are whole weights; none leaves the base's rows.
         rest: the base's coefficient.
         is_new: whether the base lacks the tokens of these rows.
     """
@@ -109,7 +109,8 @@ class Slot:
         in_full: whether experts hold the module's whole weights (`modules_to_save`).
         dtype, shape: how the model stores the tensor; empty for a module of an adapter.
         base: the base's own tensor; None if the plan has no base.
-        rows: all rows in order, for an embedding or head with rows that the base or an expert lacks; else empty.
+        rows: all rows in order, for an embedding or head with rows that the base or an expert lacks. If experts trained
+            single tokens: their rows and, of a stored tensor, the base's rows between them. Else empty.
     """
 
     name: str
@@ -159,6 +160,11 @@ class Slot:
     def is_held_whole(self) -> bool:
         """Whether computing it needs whole tensors in memory, as a nonlinear method or an opaque change does."""
         return not self.is_linear or bool(self.opaque)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether what enters are single rows of an embedding or head (`trainable_token_indices`)."""
+        return any(term.whole.rows for term in self.whole)
 
     @property
     def requested(self) -> Mapping[str, float]:
@@ -217,7 +223,7 @@ class Slot:
         waits = self.rule is not None and self.rule.weights is not None and bool(self.terms)
         if self.rule is not None and self.rule.acts_on_weights and self.terms:
             return bool(self.low_rank or self.opaque) or any(share < 1 for share in self.whole_shares.values())
-        return not self.is_linear or waits or self.rest != 0 or bool(self.opaque)
+        return not self.is_linear or waits or self.rest != 0 or bool(self.opaque) or any(r.rest for r in self.rows)
 
     @property
     def whole_shares(self) -> dict[str, float]:

@@ -22,6 +22,7 @@ from adapterswap.experts.sources import at_revision, base_config, cached_base_co
 from adapterswap.experts.tokenizers import Tokens, clashes, read_tokens
 from adapterswap.planning.compositions import Composition
 from adapterswap.planning.slots import Rows, Slot, Term
+from adapterswap.planning.token_rows import check_ties, settle_tokens
 
 __all__ = ["Vocabularies", "check_sizes", "settle_vocabulary"]
 
@@ -40,11 +41,13 @@ class _Known:
     """The vocabularies of the base and the experts, as far as they are known.
 
     Attributes:
-        size: the base's number of rows; None if its config is not on this machine.
+        config: the base's; None if it is not on this machine.
+        size: the base's number of rows; None if it is not known.
         base: the base's tokens or, if unknown, those that every expert has.
         tokens: expert → its tokens; experts without a tokenizer are left out.
     """
 
+    config: Mapping[str, Any] | None
     size: int | None
     base: Tokens
     tokens: Mapping[str, Tokens]
@@ -79,16 +82,22 @@ def settle_vocabulary(
         held = {
             name: adapter.vocabulary[slot.name] for name, adapter in adapters.items() if slot.name in adapter.vocabulary
         }
-        if held:
+        if any(isinstance(term.change, Whole) and term.change.rows for term in slot.terms):
+            slot, size = settle_tokens(slot, known.size, known.tokens, problems)
+        else:
+            held = {name: part for name, part in held.items() if not (isinstance(part, FullModule) and part.rows)}
+            size = None
+        if held and not slot.of_tokens:
             slot, size = _settled(slot, held, adapters, known, problems)
-            if size is not None:
-                sizes[slot.name] = size
-            for rows in slot.rows:
-                for i in range(rows.start, rows.stop) if rows.is_new else ():
-                    owner = rows.terms[0].expert
-                    new.setdefault(i, (owner, known.tokens.get(owner, {}).get(i)))
+        if size is not None:
+            sizes[slot.name] = size
+        for rows in slot.rows:
+            for i in range(rows.start, rows.stop) if rows.is_new else ():
+                owner = rows.terms[0].expert
+                new.setdefault(i, (owner, known.tokens.get(owner, {}).get(i)))
         settled.append(slot)
     check_sizes(sizes, problems)
+    check_ties(settled, known.config, problems)
     return Vocabularies(settled, _notes(known, new, sizes))
 
 
@@ -137,7 +146,11 @@ def _known(
         base = None if folder is None else read_tokens(folder)
     if base is None:  # assume the tokens that all experts share
         everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
-        held = [_rows_of(part) for adapter in adapters.values() for part in adapter.vocabulary.values()]
+        held = [
+            min(part.rows) if isinstance(part, FullModule) and part.rows else _rows_of(part)
+            for adapter in adapters.values()
+            for part in adapter.vocabulary.values()
+        ]
         base = {i: token for i, token in everywhere if i < (size or min(held))}
     names = list(tokens)
     for number, name in enumerate(names):
@@ -149,7 +162,7 @@ def _known(
                     "Train both with one tokenizer: add all new tokens, in one order, to each before training",
                     kind=ExpertError,
                 )
-    return _Known(size, base, tokens)
+    return _Known(config, size, base, tokens)
 
 
 def _settled(

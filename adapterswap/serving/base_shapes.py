@@ -86,8 +86,9 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
     held = {module.name: module.shape for module in adapter.modules.values() if not module.parameter}
     compare_shapes(held, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts")
     if adapter.saved:
+        setting = "trainable_token_indices" if adapter.tokens else "modules_to_save"
         problems.add(
-            f"{name} holds {', '.join(adapter.saved)} trained in full (modules_to_save), which {engine} does not serve",
+            f"{name} holds {', '.join(adapter.saved)} trained in full ({setting}), which {engine} does not serve",
             "Make LoRA of them with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
             parameter="experts",
             kind=UnsupportedError,

@@ -223,7 +223,13 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     tied = architecture.always_tied or config.get("tie_word_embeddings", architecture.tied)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.one_depth("`export`"))
     for saved in plan.saved.values():
-        if saved.terms:
+        if saved.of_tokens:
+            problems.add(
+                f"tokens of {saved.name} were trained (trainable_token_indices), and a LoRA in GGUF holds only "
+                "low-rank changes",
+                MERGE_REMEDY,
+            )
+        elif saved.terms:
             problems.add(
                 f"{saved.name} was trained in full, and a LoRA in GGUF holds only low-rank changes",
                 f"Make LoRA of it with `adapterswap convert` and a `saved_rank`. {MERGE_REMEDY}",

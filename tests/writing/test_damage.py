@@ -228,7 +228,8 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "lora_bias": ({"lora_bias": True}, "has no lora_B.bias"),
     "bias": ({"bias": "some"}, "bias is 'some'"),
     "aLoRA": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is set"),
-    "trainable tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices is set"),
+    "trainable tokens": ({"trainable_token_indices": [1]}, "holds no such rows"),
+    "negative tokens": ({"trainable_token_indices": [-1]}, "trainable_token_indices is [-1]"),
     "layer replication": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication is set"),
     "QA-LoRA": ({"use_qalora": True}, "use_qalora is set"),
     "BD-LoRA": ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is set"),
@@ -263,9 +264,8 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 SOUND_CONFIGS = {  # likewise
-    "virtual tokens", "a kind that PEFT does not have", "aLoRA", "trainable tokens",
-    "layer replication", "QA-LoRA", "BD-LoRA", "Arrow", "pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga",
-    "a key of a later PEFT",
+    "virtual tokens", "a kind that PEFT does not have", "aLoRA", "layer replication", "QA-LoRA", "BD-LoRA", "Arrow",
+    "pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "a key of a later PEFT",
 }  # fmt: skip
 
 
