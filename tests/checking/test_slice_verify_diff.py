@@ -100,7 +100,7 @@ def test_a_slice_is_not_asked_for_what_was_cut_away(
     assert run("slice", tmp_path / "shell", "--layers", "1", "-o", tmp_path / "smaller").exit_code == 0
     gone = run("slice", tmp_path / "shell", "--layers", "2-3", "-o", tmp_path / "none")
     assert gone.exit_code == 1
-    assert gone.stderr == "Error: shell adapts none of the layers 2-3. It adapts 0-1: choose among them.\n"
+    assert gone.stderr == "Error: shell adapts none of the layers 2-3. Choose from those that it adapts: 0-1.\n"
 
 
 @pytest.mark.parametrize("layers", ["", "none", "7", "9-12", "x", "4-2"])
