@@ -128,6 +128,9 @@ def command(
             base_model, tasks, adapter=adapter, plan=plan, max_rank=max_rank, max_error=max_error, settings=settings,
             out_path=out_path, overwrite=overwrite,
         )  # fmt: skip
+    unscored = [name for name in prepared.tasks if name.startswith("multijail_")]
+    if unscored and out_path is None and not dry_run:
+        raise click.UsageError(f"{unscored[0]} has no score: pass --out-path to keep the responses for a judge.")
     if dry_run:
         choose_device(device)
         if is_first():
@@ -238,6 +241,8 @@ def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
     """Print what a reader of the scores should know, to stderr."""
     requested_shots = result.settings["num_fewshot"]
     for task in result.tasks.values():
+        if not task.scores:
+            note(f"{task.name} has no score: have a judge label the responses in samples.jsonl")
         if task.cut:
             limit = f"--max-gen-toks {task.max_gen_toks}"
             if task.max_gen_toks != max_gen_toks:

@@ -7,7 +7,8 @@ composition. Imports neither the harness nor torch until something is evaluated.
 from __future__ import annotations
 
 from adapterswap.evaluation.evaluating import evaluate
+from adapterswap.evaluation.multijail import score_labels
 from adapterswap.evaluation.results import EvaluationResult, Sample, Score, TaskResult, write_result
 from adapterswap.evaluation.settings import Settings
 
-__all__ = ["EvaluationResult", "Sample", "Score", "Settings", "TaskResult", "evaluate", "write_result"]
+__all__ = ["EvaluationResult", "Sample", "Score", "Settings", "TaskResult", "evaluate", "score_labels", "write_result"]

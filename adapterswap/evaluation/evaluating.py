@@ -256,7 +256,8 @@ def _task_result(
     shots = found["n-shot"].get(name)
     return TaskResult(
         name=name,
-        num_docs=int(numbers.get("sample_len", found["n-samples"].get(name, {}).get("effective", 0))),
+        # The harness counts scores, so its number is 0 for a task without any.
+        num_docs=int(numbers.get("sample_len", found["n-samples"].get(name, {}).get("effective", 0))) or len(samples),
         num_fewshot=int(shots or 0) if samples or shots is not None else None,
         version=str(found["versions"].get(name)),
         scores=tuple(scores),

@@ -8,7 +8,6 @@ but the languages' English names. Knows nothing of lm-evaluation-harness or of m
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import ArgumentError, DataError, NotFoundError, Problems
-from adapterswap.files.smallfiles import expand
+from adapterswap.errors import ArgumentError, DataError, Problems
 
-__all__ = ["FLORES_PATH", "FloresTask", "flores_folder", "flores_metrics", "flores_task", "is_flores", "read_sentences"]
+__all__ = ["FLORES_PATH", "FloresTask", "flores_metrics", "flores_task", "is_flores", "read_sentences"]
 
 FLORES_PATH = "FLORES_PATH"
 """The environment variable that names the folder with `dev/` and `devtest/`."""
@@ -84,21 +82,6 @@ def flores_task(name: str) -> FloresTask:
             )
     problems.raise_if_any()
     return FloresTask(match[2], match[3], "dev" if match[1] else "devtest")
-
-
-def flores_folder() -> Path:
-    """The folder that the environment names.
-
-    Raises:
-        NotFoundError: the variable is not set, or what it names is not a folder.
-    """
-    folder = os.environ.get(FLORES_PATH)
-    if folder is None or not expand(folder).is_dir():
-        raise NotFoundError(
-            f"{FLORES_PATH} is {'not set' if folder is None else f'{folder}, which is not a folder'}",
-            f"FLORES is not shipped: set {FLORES_PATH} to the folder that holds its dev/ and devtest/",
-        )
-    return expand(folder)
 
 
 def read_sentences(folder: Path, split: str, code: str) -> list[str]:

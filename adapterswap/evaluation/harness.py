@@ -6,9 +6,11 @@ Knows nothing of adapters: a PeftModel is a model like any other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +18,17 @@ from datasets import Dataset
 from lm_eval.api.filter import Filter
 from lm_eval.api.metrics import exact_match_fn
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.filters import build_filter_ensemble
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from adapterswap.errors import ArgumentError
+from adapterswap.errors import ArgumentError, DataError
 from adapterswap.evaluation.answers import extract_answer
 from adapterswap.evaluation.batches import in_batches, request_key, seed_of
 from adapterswap.evaluation.mgsm import mgsm_task
 from adapterswap.processes import Processes
 
-__all__ = ["EvaluatedModel", "OfflineTask", "build_mgsm_task", "output_limit"]
+__all__ = ["EvaluatedModel", "OfflineTask", "add_normalized", "build_mgsm_task", "output_limit"]
 
 _FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter, and its last match
 
@@ -53,14 +56,17 @@ class OfflineTask(ConfigurableTask):  # type: ignore[misc]
         self.dataset = {name: Dataset.from_list(rows) for name, rows in self._splits.items()}
 
 
-def build_mgsm_task(name: str) -> ConfigurableTask:
-    """The MGSM task of that name, with eight fixed shots by default.
+def build_mgsm_task(name: str, rev2_folder: Path | None = None) -> ConfigurableTask:
+    """The task of MGSM or MGSM-Rev2 of that name, with eight fixed shots by default; for the arguments see `mgsm_task`.
 
     Its filters are the stock ones (`strict-match` or `remove_whitespace`, and `flexible-extract`) and `normalized`.
     Each is scored as exact_match: the stock ones as text without case and punctuation, as the harness does; ours as a
     number.
+
+    Raises:
+        DataError: see `read_mgsm_rev2`.
     """
-    spec = mgsm_task(name)
+    spec = mgsm_task(name, rev2_folder)
     language = spec.solutions_from.code
     rows = [{"question": question, "answer": str(number)} for question, number in spec.language.questions]
     return OfflineTask(
@@ -91,6 +97,44 @@ def build_mgsm_task(name: str) -> ConfigurableTask:
             "metadata": {"version": "1.2"},  # 1.1 took another number where it could not read the answer
         },
     )
+
+
+def add_normalized(task: ConfigurableTask, language: str) -> None:
+    """Score a task of the harness's own by `normalized` too, besides its own filters, which stay as they are.
+
+    Args:
+        task: a task whose documents have an `answer_number`, scored by exact_match.
+        language: the ISO 639-1 code of its answers.
+
+    Raises:
+        DataError: an `answer_number` that is not a number.
+    """
+    for number, row in enumerate(task.eval_docs):
+        _gold(task, number, row["answer_number"])
+    stock = task.process_results
+
+    def scored(doc: dict[str, Any], results: list[str | Decimal | None]) -> dict[str, float]:
+        (answer,) = results
+        if isinstance(answer, str):
+            return dict(stock(doc, results))
+        return {"exact_match": float(answer == _gold(task, 0, doc["answer_number"]))}
+
+    own = {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]}
+    task.set_config("filter_list", [*task.config.filter_list, own])
+    task._filters.append(build_filter_ensemble("normalized", [(NormalizedFilter, {"language": language})]))
+    task.process_results = scored
+
+
+def _gold(task: ConfigurableTask, number: int, text: Any) -> Decimal:
+    """AfriMGSM has its answers as text."""
+    plain = str(text).strip().replace(",", "")
+    if not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", plain):
+        raise DataError(
+            f"{task.task_name}: the answer_number of document {number} is {text!r}, which is not a number",
+            "Correct the data, or download them again",
+            parameter="tasks",
+        )
+    return Decimal(plain)
 
 
 _FIRST = {"function": "take_first"}

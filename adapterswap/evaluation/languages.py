@@ -26,6 +26,7 @@ METRIC = ("language_share", "language")
 """Metric and filter under which the share stands among a task's scores."""
 
 _NAME = re.compile(r"[_-]([a-z]{3}_[A-Z][a-z]{3}|[a-z]{2})(?=@|$)")
+_AFRIMGSM = re.compile(r"afrimgsm(?:_cot)?_([a-z]{3})_prompt_\d(?=@|$)")
 # Codes of FLORES and Belebele for one member of a language that ISO 639-1 has a code for.
 _MEMBERS = {
     "swh": "swa", "arb": "ara", "ary": "ara", "arz": "ara", "pes": "fas", "zsm": "msa", "lvs": "lav", "ekk": "est",
@@ -39,9 +40,10 @@ _FEWEST = 3  # letters of a piece; fewer, such as units and names of variables, 
 def language_of(task: str) -> str | None:
     """The language that a task's name ends in: mgsm_direct_sw → sw, belebele_swh_Latn → swh_Latn; else None.
 
-    FLORES's names end in the language that is written: flores_eng_Latn-swh_Latn → swh_Latn. Shots may follow: @2.
+    FLORES's names end in the language that is written: flores_eng_Latn-swh_Latn → swh_Latn. Those of AfriMGSM have it
+    before their prompt: afrimgsm_cot_swa_prompt_1 → swa. Shots may follow: @2.
     """
-    match = _NAME.search(task)
+    match = _AFRIMGSM.match(task) or _NAME.search(task)
     return match[1] if match else None
 
 

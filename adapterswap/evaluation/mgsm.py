@@ -11,15 +11,25 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 
-__all__ = ["LANGUAGES", "MODES", "Exemplar", "MgsmLanguage", "MgsmTask", "mgsm_task", "mgsm_task_names", "read_mgsm"]
+from adapterswap.errors import DataError
+
+__all__ = [
+    "LANGUAGES", "MGSM_REV2_PATH", "MODES", "Exemplar", "MgsmLanguage", "MgsmTask", "mgsm_rev2_task_names", "mgsm_task",
+    "mgsm_task_names", "read_mgsm", "read_mgsm_rev2",
+]  # fmt: skip
 
 LANGUAGES = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")
 MODES = ("direct", "native_cot", "en_cot")
 """The number at once; a worked solution in the question's language; a worked solution in English."""
+MGSM_REV2_PATH = "MGSM_REV2_PATH"
+"""The environment variable that names the folder with MGSM-Rev2's `mgsm_bn.tsv` … `mgsm_zh.tsv`."""
+
+_REV2 = "mgsm_rev2_"
 
 _DIRECT_WORD = {"de": "Antwort:", "es": "Respuesta:", "fr": "Réponse :"}  # elsewhere lm-eval asks for an "Answer:"
 _STRICT = {  # what the stock strict-match filter looks for; Bengali is asked in Bengali and matched in English
@@ -70,10 +80,7 @@ class MgsmLanguage:
 def read_mgsm(code: str) -> MgsmLanguage:
     """The questions and exemplars of the language with this ISO 639-1 code, one of `LANGUAGES`."""
     folder = files("adapterswap.evaluation") / "data" / "mgsm"
-    questions = []
-    for line in (folder / f"{code}.tsv").read_text(encoding="utf-8").rstrip("\n").split("\n"):
-        question, answer = line.split("\t")
-        questions.append((question, int(answer.replace(",", ""))))  # the comma is a thousands separator in every file
+    questions = _questions((folder / f"{code}.tsv").read_text(encoding="utf-8"))
     lines = (folder / "exemplars.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
     rows = sorted((row for row in map(json.loads, lines) if row["language"] == code), key=lambda row: int(row["index"]))
     pairs = [(_split_word(row["question"]), _split_word(row["answer"])) for row in rows]
@@ -89,6 +96,51 @@ def read_mgsm(code: str) -> MgsmLanguage:
             for row, (question, solution) in zip(rows, pairs, strict=True)
         ),
     )
+
+
+def _questions(text: str) -> list[tuple[str, int]]:
+    """The questions and answers of a file: one pair to a line, with a tab between them.
+
+    Raises:
+        ValueError: a line is not such a pair.
+    """
+    questions = []
+    for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
+        question, tab, answer = line.rpartition("\t")
+        answer = answer.strip().replace(",", "")  # the comma is a thousands separator in every file
+        if not tab or "\t" in question or not question.strip() or not re.fullmatch(r"-?[0-9]+", answer):
+            raise ValueError(f"line {number} is not a question, a tab and a whole number")
+        questions.append((question, int(answer)))
+    return questions
+
+
+def read_mgsm_rev2(folder: Path, code: str) -> MgsmLanguage:
+    """A language of MGSM with the questions of MGSM-Rev2 (Peter et al. 2025, arXiv 2511.05162; CC BY-SA 4.0).
+
+    MGSM-Rev2 corrects questions and brings no exemplars, so these are MGSM's.
+
+    Args:
+        folder: holds `mgsm_sw.tsv` and so on, in MGSM's own form.
+        code: one of `LANGUAGES`.
+
+    Raises:
+        DataError: the file is missing, cannot be read, or has another number of questions than MGSM.
+    """
+    path = folder / f"mgsm_{code}.tsv"
+    language = read_mgsm(code)
+    try:
+        questions = _questions(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder} has no {path.name}", f"Set {MGSM_REV2_PATH} to MGSM-Rev2's folder of files"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}", "Download it again") from None
+    if len(questions) != len(language.questions):
+        raise DataError(
+            f"{path} has {len(questions)} questions, and MGSM has {len(language.questions)}", "Download it again"
+        )
+    return replace(language, questions=tuple(questions))
 
 
 def _split_word(text: str) -> tuple[str, str, str]:
@@ -107,10 +159,6 @@ class MgsmTask:
 
     mode: str
     language: MgsmLanguage
-
-    @property
-    def name(self) -> str:
-        return f"mgsm_{self.mode}_{self.language.code}"
 
     @property
     def answer_word(self) -> str:
@@ -153,7 +201,20 @@ def mgsm_task_names() -> list[str]:
     return [f"mgsm_{mode}_{code}" for mode in MODES for code in LANGUAGES]
 
 
-def mgsm_task(name: str) -> MgsmTask:
-    """The task of that name, one of `mgsm_task_names()`."""
-    mode, _, code = name.removeprefix("mgsm_").rpartition("_")
-    return MgsmTask(mode, read_mgsm(code))
+def mgsm_rev2_task_names() -> list[str]:
+    """The same over MGSM-Rev2: `mgsm_rev2_direct_bn` … `mgsm_rev2_en_cot_zh`."""
+    return [f"{_REV2}{mode}_{code}" for mode in MODES for code in LANGUAGES]
+
+
+def mgsm_task(name: str, rev2_folder: Path | None = None) -> MgsmTask:
+    """The task of that name.
+
+    Args:
+        name: one of `mgsm_task_names()`; with a folder, one of `mgsm_rev2_task_names()`.
+        rev2_folder: see `read_mgsm_rev2`.
+
+    Raises:
+        DataError: see `read_mgsm_rev2`.
+    """
+    mode, _, code = name.removeprefix(_REV2 if rev2_folder else "mgsm_").rpartition("_")
+    return MgsmTask(mode, read_mgsm_rev2(rev2_folder, code) if rev2_folder else read_mgsm(code))

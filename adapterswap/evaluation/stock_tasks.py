@@ -43,8 +43,8 @@ def _manager(include_path: str | None) -> Any:
 
 
 def _task_files(folder: Path) -> bytes:
-    """The text of all task files (YAML) in a folder."""
-    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*.y*ml")) if path.is_file())
+    """The text of all task files (YAML) in a folder, and of what they include, whose names often end in `_yaml`."""
+    return b"\n".join(path.read_bytes() for path in sorted(folder.rglob("*y*ml")) if path.is_file())
 
 
 @lru_cache(maxsize=1)

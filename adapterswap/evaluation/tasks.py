@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.errors import ArgumentError, DependencyError, Problems
-from adapterswap.evaluation.flores import flores_folder, flores_task, is_flores
+from adapterswap.evaluation.afrimgsm import AFRIMGSM, normalized_language
+from adapterswap.evaluation.local_data import LOCAL_NAMES, local_folders, local_names
 from adapterswap.evaluation.mgsm import LANGUAGES, MODES, mgsm_task_names
 from adapterswap.evaluation.settings import Settings
 from adapterswap.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
@@ -33,7 +34,7 @@ MAX_SHOTS = 8  # as many exemplars as MGSM has
 _SHIPPED = {**dict.fromkeys(tydiqa_task_names(), TYDIQA_SHOTS), **dict.fromkeys(xcopa_task_names(), XCOPA_SHOTS)}
 _SHOTS = re.compile(r"(.+)@(\d{1,3})")
 _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
-_OURS = (*mgsm_task_names(), *_FAMILIES, *_SHIPPED)
+_OURS = (*mgsm_task_names(), *_FAMILIES, *_SHIPPED, *LOCAL_NAMES)
 
 
 def require_lm_eval() -> None:
@@ -123,17 +124,14 @@ def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[s
     if resolved.theirs:
         with problems.collect():
             check_known(resolved.theirs, include_path, others=_OURS)
-    folder = None
-    if resolved.flores:
-        with problems.collect():
-            for name in resolved.flores:
-                flores_task(name)
-            folder = flores_folder()
+    local: dict[str, Path] = {}
+    with problems.collect():
+        local = local_folders(resolved.local)
     problems.raise_if_any()
     generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
     include = str(include_path) if include_path else None
     consent = settings.confirm_run_unsafe_code, settings.trust_task_code
-    return _load(resolved, folder, num_fewshot, suffix, generation, include, *consent)
+    return _load(resolved, tuple(local.items()), num_fewshot, suffix, generation, include, *consent)
 
 
 class _TaskNames(NamedTuple):
@@ -141,32 +139,39 @@ class _TaskNames(NamedTuple):
 
     mgsm: tuple[str, ...]
     shipped: tuple[str, ...]
-    flores: tuple[str, ...]
+    local: tuple[str, ...]
     theirs: tuple[str, ...]
 
 
 def _resolve(names: Sequence[str]) -> _TaskNames:
     sorted_out: tuple[dict[str, None], ...] = ({}, {}, {}, {})
-    mgsm, shipped, flores, theirs = sorted_out
+    mgsm, shipped, local, theirs = sorted_out
     for name in names:
         if found := _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name):
             mgsm.update(dict.fromkeys(found))
         elif name in _SHIPPED:
             shipped[name] = None
+        elif found := local_names(name):
+            local.update(dict.fromkeys(found))
         else:
-            (flores if is_flores(name) else theirs)[name] = None
+            theirs[name] = None
     return _TaskNames(*map(tuple, sorted_out))
 
 
 def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, parameter: str) -> None:
     if num_fewshot < 0:
         problems.add(f"the number of shots is {num_fewshot}", "Pass 0 or more", parameter=parameter)
-    limits = {"MGSM": MAX_SHOTS} if resolved.mgsm else {}
+    rev2 = any(name.startswith("mgsm_rev2_") for name in resolved.local)
+    limits = {"MGSM": MAX_SHOTS} if resolved.mgsm or rev2 else {}
     limits |= {name: _SHIPPED[name] for name in resolved.shipped}
+    if parameter == "tasks":  # `num_fewshot` passes over tasks that always have none
+        limits |= dict.fromkeys((name for name in resolved.local if name.startswith("multijail_")), 0)
     for name, limit in limits.items():
         if num_fewshot > limit:
             problems.add(
-                f"{num_fewshot} shots are too many: {name} has {limit}", f"Use 0 to {limit}", parameter=parameter
+                f"{num_fewshot} shots are too many: {name} has {limit}",
+                f"Use 0 to {limit}" if limit else "Use 0",
+                parameter=parameter,
             )
 
 
@@ -174,7 +179,7 @@ def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, 
 @lru_cache(maxsize=16)
 def _load(
     resolved: _TaskNames,
-    folder: Path | None,
+    local: tuple[tuple[str, Path], ...],
     num_fewshot: int | None,
     suffix: str,
     settings: str,
@@ -182,14 +187,13 @@ def _load(
     unsafe_code: bool,
     trust_task_code: bool,
 ) -> dict[str, Any]:
-    from adapterswap.evaluation.flores_tasks import build_flores_task
-    from adapterswap.evaluation.harness import build_mgsm_task
+    from adapterswap.evaluation.harness import add_normalized, build_mgsm_task
+    from adapterswap.evaluation.local_tasks import build_local_task
     from adapterswap.evaluation.shipped_tasks import build_shipped_task
 
     tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in resolved.mgsm}
     tasks |= {name: build_shipped_task(name) for name in resolved.shipped}
-    if folder is not None:
-        tasks |= {name: build_flores_task(name, folder, num_fewshot or 0) for name in resolved.flores}
+    tasks |= {name: build_local_task(name, folder, num_fewshot or 0) for name, folder in local}
     groups: dict[str, Any] = {}
     if resolved.theirs:
         loaded = load_stock(resolved.theirs, include_path, unsafe_code, trust_task_code)
@@ -200,6 +204,9 @@ def _load(
                 "Name the tasks one by one",
                 parameter="tasks",
             )
+        for name, task in loaded["tasks"].items():
+            if task.config.dataset_path == AFRIMGSM and (language := normalized_language(name)):
+                add_normalized(task, language)
         tasks |= loaded["tasks"]
         groups = loaded["groups"]
     problems = Problems(ArgumentError)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import AdapterswapError, DataError, RunError, reason_of
+from adapterswap.errors import AdapterswapError, ArgumentError, DataError, RunError, reason_of
 from adapterswap.evaluation import Settings, evaluate
 from adapterswap.evaluation.answers import is_correct
 from adapterswap.evaluation.mgsm import mgsm_task_names
@@ -224,6 +224,8 @@ def _judge_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple
         workspace.live.model, workspace.tokenizer, [task], Settings(limit=limit), on_progress=step
     ).tasks[task]  # fmt: skip
     names = [score.filter for score in result.scores]
+    if not names:
+        raise ArgumentError(f"{task} has no score", "Choose a task that is scored automatically", parameter="task")
     best = result.score("normalized" if "normalized" in names else names[0])
     return round(best.value * result.num_docs, 6), result.num_docs
 

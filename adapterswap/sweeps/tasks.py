@@ -106,6 +106,8 @@ def _better(task: Any) -> Mapping[str, bool]:
 def _primary(name: str, task: Any, requested: str | None) -> tuple[str, str]:
     """The score that counts: what the recipe says; else `normalized`, where there is such a filter; else the first."""
     metrics = list(task.aggregation())
+    if not metrics:
+        raise FieldError(f"tasks: {name} has no score", "Run it with `adapterswap evaluate`", parameter="tasks")
     filters = [ensemble.name for ensemble in task._filters]
     if not requested:
         return metrics[0], _OURS if _OURS in filters else filters[0]

@@ -126,8 +126,10 @@ def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> 
         known = [(metric, filter_name) for metric, filter_name in known if metric in formed]
     if not known:
         raise FieldError(
-            f"selection.tasks: the group {name} has no overall score",
-            "List its tasks instead",
+            f"selection.tasks: the group {name} has no overall score"
+            if group
+            else f"selection.tasks: {name} has no score",
+            "List its tasks instead" if group else "Use a task that is scored automatically",
             parameter="selection.tasks",
         )
     requested = options.metric.get(name) if isinstance(options.metric, dict) else options.metric
