@@ -12,6 +12,8 @@ from adapterswap.cli.paths import FOLDER
 from adapterswap.cli.printing import note, note_output, print_json, print_table, working
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.table import Table
 
     from adapterswap.reporting import Report
@@ -23,8 +25,14 @@ _LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the 
 
 
 @click.command("report")
-@click.argument("run", type=FOLDER, metavar="RUN")
-@click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write.  [default: RUN-report]")
+@click.argument("runs", type=FOLDER, metavar="RUN…", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--out-path",
+    type=FOLDER,
+    metavar="O",
+    help="Folder to write; needed for several runs.  [default: RUN-report]",
+)
 @click.option("--reference", metavar="METHOD", help="Method to compare the others with.  [default: soup]")
 @click.option(
     "--methods", multiple=True, metavar="METHOD,…",
@@ -47,31 +55,41 @@ _LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the 
 @click.option("--dry-run", is_flag=True, help="Compute and print everything, but write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the content of summary.json.")
 def command(
-    run: str, out_path: str | None, reference: str | None, methods: tuple[str, ...], units: tuple[str, ...],
-    figures: str | None, column_width: str, layout: str | None, rows: tuple[str, ...], columns: tuple[str, ...],
-    percent: bool, label: str | None, caption: str | None, wide: bool, seed: int, overwrite: bool,
-    dry_run: bool, as_json: bool,
+    runs: tuple[str, ...], out_path: str | None, reference: str | None, methods: tuple[str, ...],
+    units: tuple[str, ...], figures: str | None, column_width: str, layout: str | None, rows: tuple[str, ...],
+    columns: tuple[str, ...], percent: bool, label: str | None, caption: str | None, wide: bool, seed: int,
+    overwrite: bool, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write one HTML page, LaTeX and CSV of a sweep or a lab run.
 
-    RUN is a folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep does not have to be finished. Writes
+    RUN is a folder that `adapterswap sweep` or `adapterswap lab` wrote; a sweep does not have to be finished. Several
+    sweeps are reported as one if they have the same base, experts, tasks, settings and versions. Writes
     report.html (one self-contained file), tables.tex, tables.csv, methods.txt (a paragraph for a paper) and
     summary.json.
 
     Configurations are chosen on one half of the documents and reported on the other. The papers' own protocol, the best
     on the test set itself, is shown next to it. Differences to the reference have intervals over experts and documents.
     """
+    from adapterswap.errors import ArgumentError
     from adapterswap.files.smallfiles import expand
     from adapterswap.reporting.latex import TableStyle
     from adapterswap.reporting.writing import check_targets, default_out_path, report
 
-    target = expand(out_path) if out_path else default_out_path(run)
+    target: Path | None = None
+    if out_path:
+        target = expand(out_path)
+    elif len(runs) == 1:
+        target = default_out_path(runs[0])
+    elif not dry_run:
+        raise ArgumentError(
+            "a report of several runs has no default folder", "Pass a folder to write", parameter="out_path"
+        )
     if dry_run:
-        check_targets(expand(run), target, figures, overwrite=overwrite)
+        check_targets([expand(run) for run in runs], target, figures, overwrite=overwrite)
     table = TableStyle(layout or "methods", list(rows) or None, _names(columns), percent, label, caption, wide)
-    with working("reading the run"):
+    with working("reading the run" if len(runs) == 1 else "reading the runs"):
         results = report(
-            run, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
+            runs, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
             seed=seed, figures=None if dry_run else figures, column_width=column_width, table=table,
             overwrite=overwrite,
         )  # fmt: skip
@@ -79,7 +97,8 @@ def command(
         print_json({"dry_run": dry_run, **results.as_json()})
     else:
         _print(results)
-    note_output(target, "report.html, tables.tex, tables.csv, …", dry_run=dry_run)
+    if target is not None:
+        note_output(target, "report.html, tables.tex, tables.csv, …", dry_run=dry_run)
     if figures is not None:
         from adapterswap.reporting.figures import plan_figures
 

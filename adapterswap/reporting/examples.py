@@ -15,7 +15,7 @@ from adapterswap.errors import DataError
 from adapterswap.files.smallfiles import exists
 from adapterswap.reporting.choosing import Choice, Unit, matching, reported
 from adapterswap.sweeps import CellResult, Run, TaskInfo, read_samples
-from adapterswap.sweeps.results import SAMPLES, prompts_file, read_prompts
+from adapterswap.sweeps.results import prompts_file, read_prompts, samples_file
 
 __all__ = ["AnswerExample", "Disagreements", "Output", "disagreements"]
 
@@ -88,15 +88,15 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
     better = [doc for doc, difference in apart.items() if difference > 0]
     worse = [doc for doc, difference in apart.items() if difference < 0]
     chosen = [*_spaced(better), *_spaced(worse)]
-    folder = run.folder
-    files = [folder / SAMPLES / f"{cell.cell.cell}.jsonl" for cell in cells]
+    folders = [run.folder_of(cell.cell.cell) for cell in cells]
+    files = [samples_file(folder, cell.cell) for folder, cell in zip(folders, cells, strict=True)]
     examples: list[AnswerExample] = []
-    if chosen and all(map(exists, [*files, prompts_file(folder, task.name)])):
+    if chosen and all(map(exists, [*files, prompts_file(folders[0], task.name)])):
         try:
-            prompts = read_prompts(folder, task.name)
+            prompts = read_prompts(folders[0], task.name)
             samples = [
                 {row["doc_id"]: row for row in read_samples(folder, cell.cell.cell) if row["task"] == task.name}
-                for cell in cells
+                for folder, cell in zip(folders, cells, strict=True)
             ]
             labels = [choice.label for choice in shown]
             examples = [
@@ -106,7 +106,7 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
             ]
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"samples or prompts of {task.name} in {folder} are damaged: {error!r}",
+                f"samples or prompts of {task.name} in {folders[0]} are damaged: {error!r}",
                 "Run the sweep again with `overwrite=True`",
                 parameter="run",
             ) from None

@@ -144,7 +144,8 @@ class Target:
         higher_is_better: whether more is better.
         select, report: how many documents chose and reported; `select` is 0 where there is no split, and where only the
             whole corpus has a score, which all documents then report.
-        languages: the tasks that `all_languages` averages: of the same benchmark, and asked of all of its cells.
+        languages: the tasks that `all_languages` averages: of the same benchmark, with the same score, and asked of all
+            of its cells.
         tasks: every task that a row has a score on, the target first.
         rows: by family.
         chosen: whether any family has configurations to choose from.
@@ -202,7 +203,10 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
     languages = [
         each
         for each in run.tasks.values()
-        if benchmark is not None and benchmark_of(each) == benchmark and each.name in common
+        if benchmark is not None
+        and benchmark_of(each) == benchmark
+        and each.primary == task.primary  # a mean over different scores would mean nothing
+        and each.name in common
     ]
     rows = [_row(run, task, choice, found, languages, reference, draws, seed) for choice in found]
     seen = {name for row in rows for name in row.tasks} - {task.name}
@@ -265,7 +269,9 @@ def _is_understanding(task: TaskInfo, target: TaskInfo) -> bool:
     if task.language is None or target.language is None or task.name == target.name:
         return False
     shares = task.primary[0] in ("acc", "acc_norm", "exact_match")
-    return shares and benchmark_of(task) != benchmark_of(target) and is_same_language(task.language, target.language)
+    # mgsm_sw@2 beside mgsm_sw@8 is the same benchmark with other shots.
+    one, other = ((benchmark_of(each) or "").partition("@")[0] for each in (task, target))
+    return shares and one != other and is_same_language(task.language, target.language)
 
 
 def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -> Spread | None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.errors import DataError, NotFoundError
+from adapterswap.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
-from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, read_run, remarks
+from adapterswap.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, combined, read_run, remarks
 
 __all__ = ["RESULTS", "ReportSource", "lab_source", "open_source"]
 
@@ -31,30 +31,62 @@ class ReportSource:
     Attributes:
         run: tasks and cells.
         kind: `sweep` or `lab`.
-        name: the folder's own name.
+        names: the folders' own names, in the order in which they were given.
         units: what methods are averaged over: `pairs` of experts, or `seeds`.
         commands: what was run to make it.
         remarks: what its reader should know.
+        parts: the runs that were combined; empty for a single run.
         development: (bottom, top) → score on documents that no task of the run has; empty for a sweep.
     """
 
     run: Run
     kind: str
-    name: str
+    names: tuple[str, ...]
     units: str
     commands: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+    parts: tuple[Run, ...] = ()
     development: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """What the report is called: `swahili`, or `swahili + ties` for several runs."""
+        return " + ".join(self.names)
 
-def open_source(folder: str | Path) -> ReportSource:
-    """The sweep or lab run in `folder`.
+
+def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
+    """The sweep or lab run in `folder`, or several sweeps whose scores compare as one.
 
     Raises:
-        DataError: it is damaged, or no cell is finished.
+        ArgumentError: several folders, one of which is given twice or holds a lab run.
+        DataError: it is damaged, no cell is finished, or the sweeps differ in a setting; see `combined`.
         NotFoundError: it is neither.
     """
-    folder = expand(folder)
+    if not more:
+        return _open_one(expand(folder))
+    folders = [expand(each) for each in (folder, *more)]
+    if len({each.resolve() for each in folders}) < len(folders):
+        raise ArgumentError("the same run is given twice", "Pass each run once", parameter="run")
+    sources = [_open_one(each) for each in folders]
+    for each, source in zip(folders, sources, strict=True):
+        if source.kind != "sweep":
+            raise ArgumentError(
+                f"{each} is a lab run, and only sweeps can be reported together",
+                "Report it by itself",
+                parameter="run",
+            )
+    return ReportSource(
+        combined([source.run for source in sources]),
+        "sweep",
+        tuple(name for source in sources for name in source.names),
+        "pairs",
+        tuple(command for source in sources for command in source.commands),
+        tuple(dict.fromkeys(remark for source in sources for remark in source.remarks)),
+        tuple(source.run for source in sources),
+    )
+
+
+def _open_one(folder: Path) -> ReportSource:
     if exists(folder / _SWEEP_FILE):
         run = read_run(folder)
         if not run.results:
@@ -65,7 +97,7 @@ def open_source(folder: str | Path) -> ReportSource:
         return ReportSource(
             run,
             "sweep",
-            name,
+            (name,),
             "pairs",
             (f"adapterswap sweep recipe.yaml --out-path {name}",),
             (*_searched(run), *remarks(run)),
@@ -154,9 +186,9 @@ def lab_source(
     return ReportSource(
         run,
         "lab",
-        name,
+        (name,),
         "seeds",
         (f"adapterswap lab --seeds {len(chosen)} --scene {content['scene']['name']}",),
         (f"The question: {content['scene']['question']}", content["caveat"]),
-        {zone: sum(grid[zone] for grid in grids) / len(grids) for zone in grids[0]},
+        development={zone: sum(grid[zone] for grid in grids) / len(grids) for zone in grids[0]},
     )

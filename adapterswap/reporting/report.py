@@ -46,7 +46,7 @@ class Report:
     """What a report says.
 
     Attributes:
-        name: of the run's folder.
+        name: of the run's folder, or of several: `swahili + ties`.
         kind, units, remarks: see `ReportSource`.
         reference: the family that the others are compared with.
         lead: the family whose landscape, indicators and examples are shown first.
@@ -127,7 +127,8 @@ def make_report(
         seed: of the bootstrap; the same seed gives the same report.
 
     Raises:
-        ArgumentError: the run has no such family or unit, or fewer than two methods are left.
+        ArgumentError: the run has no such family or unit, fewer than two methods are left, or two of several runs were
+            registered.
         DataError: the run has no finished target task, or a damaged file of samples or pre-registration.
         DependencyError: the `report` extra is not installed.
     """
@@ -155,9 +156,7 @@ def make_report(
         landscapes.append(_development(source))
     apart = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
     described = run.described
-    registered = None
-    if source.kind == "sweep":
-        registered = read_frozen(run.folder, described, reference, ranked, units)
+    registered = _registered(source, reference, ranked, units)
     ranks = ranking(run, targets, reference, ranked)
     return Report(
         source.name,
@@ -199,6 +198,27 @@ def make_report(
     )
 
 
+def _registered(
+    source: ReportSource, reference: str, methods: Sequence[str], units: Sequence[str] | None
+) -> Preregistration | None:
+    """What was registered before the run, or before one of several."""
+    if source.kind != "sweep":
+        return None
+    runs = source.parts or (source.run,)
+    found = [read_frozen(run.folder, run.described, reference, methods, units) for run in runs]
+    registered = [each for each in found if each is not None]
+    if len(registered) > 1:
+        raise ArgumentError(
+            f"{len(registered)} of the runs were registered, each by itself", "Report each by itself", parameter="run"
+        )
+    if not registered or not source.parts:
+        return registered[0] if registered else None
+    place = next(place for place, each in enumerate(found) if each is not None)
+    others = ", ".join(name for at, name in enumerate(source.names) if at != place)
+    (one,) = registered
+    return replace(one, differences=(*one.differences, f"it is reported together with {others}"))
+
+
 def _require_libraries() -> None:
     from importlib.util import find_spec
 
@@ -211,7 +231,7 @@ def _require_libraries() -> None:
 def _command(
     source: ReportSource, reference: str, seed: int, methods: Sequence[str] | None, units: Sequence[str] | None
 ) -> str:
-    words = ["adapterswap", "report", source.name, "--reference", reference, "--seed", str(seed)]
+    words = ["adapterswap", "report", *source.names, "--reference", reference, "--seed", str(seed)]
     for option, names in (("--methods", methods), ("--units", units)):
         words += [word for name in names or () for word in (option, name)]
     return shlex.join(words)

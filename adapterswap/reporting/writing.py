@@ -48,7 +48,7 @@ FIGURES = OutputKind(_FIGURES, _figure_names)
 
 
 def report(
-    run: str | Path,
+    run: str | Path | Sequence[str | Path],
     out_path: str | Path | None = None,
     *,
     reference: str | None = None,
@@ -63,7 +63,8 @@ def report(
     """What a sweep or a lab run found, and its page, tables, JSON and figures.
 
     Args:
-        run: the folder that `sweep` or `adapterswap lab` wrote; a sweep need not be finished.
+        run: the folder that `sweep` or `adapterswap lab` wrote; a sweep need not be finished. A list of sweeps is
+            reported as one if they were judged under the same conditions.
         out_path: a folder to write report.html, tables.tex, tables.csv, methods.txt and summary.json to; by default
             nothing is written.
         reference: the method that the others are compared with; by default soup.
@@ -84,31 +85,38 @@ def report(
     Raises:
         ArgumentError: the run has no such method or unit; `methods` leaves fewer than two; a width that is not one; a
             table of rows or columns that there are not, see `latex_tables`.
-        DataError: the run is damaged, or no cell is finished.
+        DataError: the run is damaged, or no cell is finished; or several runs differ in the base, an expert, a task, a
+            setting or a version, which the error names with both values.
         DependencyError: the `report` extra is not installed, or, with `figures`, the `plots` extra.
         NotFoundError: the folder holds neither a sweep nor a lab run.
         OutputError: the output exists (without `overwrite`), holds other files, overlaps the run, or cannot be written.
     """
-    check_type(run, (str, Path), "run", "Pass the folder that `adapterswap sweep` or `adapterswap lab` wrote")
+    runs = [run] if isinstance(run, str | Path) else run
+    remedy = "Pass the folder that `adapterswap sweep` or `adapterswap lab` wrote, or a list of such folders"
+    check_type(runs, (list, tuple), "run", remedy)
+    for each in runs:
+        check_type(each, (str, Path), "run", remedy)
+    if not runs:
+        raise ArgumentError("`run` is empty", remedy, parameter="run")
     check_type(out_path, (str, Path, type(None)), "out_path", "Pass the path of the folder to write")
     check_type(figures, (str, Path, type(None)), "figures", "Pass the path of the folder to write")
     for name, chosen in (("methods", methods), ("units", units)):
         check_type(chosen, (list, tuple, type(None)), name, "Pass a list of names")
     width = width_in_inches(column_width)
-    folder = expand(run)
-    source = open_source(folder)
-    check_targets(folder, out_path, figures, overwrite=overwrite)  # before the work
+    folders = [expand(each) for each in runs]
+    source = open_source(*folders)
+    check_targets(folders, out_path, figures, overwrite=overwrite)  # before the work
     made = make_report(source, reference=reference, methods=methods, units=units, seed=seed)
     latex_tables(made, table)  # a dry run finds what is wrong with a style, too
     if out_path is not None:
-        write_report(made, out_path, table=table, overwrite=overwrite, run=folder)
+        write_report(made, out_path, table=table, overwrite=overwrite, run=folders)
     if figures is not None:
-        write_figures(made, figures, width=width, overwrite=overwrite, run=folder)
+        write_figures(made, figures, width=width, overwrite=overwrite, run=folders)
     return made
 
 
 def check_targets(
-    run: Path, out_path: str | Path | None, figures: str | Path | None, *, overwrite: bool = False
+    runs: Sequence[Path], out_path: str | Path | None, figures: str | Path | None, *, overwrite: bool = False
 ) -> None:
     """Check whether both folders may be written. A dry run calls this too.
 
@@ -118,11 +126,11 @@ def check_targets(
         OutputError: see `check_target`.
     """
     if out_path is not None:
-        check_target(out_path, kind=REPORT, overwrite=overwrite, inputs=[run])
+        check_target(out_path, kind=REPORT, overwrite=overwrite, inputs=runs)
     if figures is None:
         return
     require_matplotlib("figures")
-    check_target(figures, kind=FIGURES, overwrite=overwrite, inputs=[run])
+    check_target(figures, kind=FIGURES, overwrite=overwrite, inputs=runs)
     if out_path is not None:
         one, other = expand(out_path).resolve(), expand(figures).resolve()
         if one == other or one in other.parents or other in one.parents:
@@ -142,7 +150,7 @@ def default_out_path(run: str | Path) -> Path:
 
 def write_report(
     report: Report, out_path: str | Path, *, table: TableStyle | None = None, overwrite: bool = False,
-    run: Path | None = None,
+    run: Path | Sequence[Path] | None = None,
 ) -> None:  # fmt: skip
     """Write a report's folder.
 
@@ -150,18 +158,23 @@ def write_report(
         out_path: the folder to write.
         table: how tables.tex looks.
         overwrite: replace it, if it is a report.
-        run: the folder that the report was made from; the output may not overlap it.
+        run: the folder or folders that the report was made from; the output may not overlap them.
 
     Raises:
         ArgumentError: see `latex_tables`.
         OutputError: see `atomic_folder`.
     """
-    with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=[run]) as folder:
+    with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=_folders(run)) as folder:
         write_files(report, folder, table)
 
 
 def write_figures(
-    report: Report, folder: str | Path, *, width: float = COLUMN, overwrite: bool = False, run: Path | None = None
+    report: Report,
+    folder: str | Path,
+    *,
+    width: float = COLUMN,
+    overwrite: bool = False,
+    run: Path | Sequence[Path] | None = None,
 ) -> dict[str, str]:
     """Write every figure that a report has, as PDF, SVG and PNG, and figures.json: captions, and what is drawn.
 
@@ -169,7 +182,7 @@ def write_figures(
         folder: the folder to write.
         width: of the figures, in inches.
         overwrite: replace the folder, if it holds figures of a report.
-        run: the folder that the report was made from; the output may not overlap it.
+        run: the folder or folders that the report was made from; the output may not overlap them.
 
     Returns:
         Which kinds of figures there are none of: kind → why.
@@ -180,7 +193,7 @@ def write_figures(
     """
     require_matplotlib("figures")
     planned, lacking = plan_figures(report)
-    with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=[run]) as building:
+    with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=_folders(run)) as building:
         for each in planned:
             save(draw(each, width), building, each.name)
         content = {
@@ -190,6 +203,10 @@ def write_figures(
         }  # fmt: skip
         (building / _FIGURES).write_bytes(_json(content))
     return lacking
+
+
+def _folders(run: Path | Sequence[Path] | None) -> Sequence[Path | None]:
+    return [run] if run is None or isinstance(run, Path) else run
 
 
 def _downloads(report: Report) -> list[Download]:

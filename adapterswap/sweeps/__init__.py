@@ -7,6 +7,7 @@ lm-evaluation-harness until something is evaluated.
 from __future__ import annotations
 
 from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.combining import combined
 from adapterswap.sweeps.preparing import prepare
 from adapterswap.sweeps.recipe import SweepRecipe, read_sweep_recipe
 from adapterswap.sweeps.results import Run, read_prompts, read_run, read_samples
@@ -25,6 +26,7 @@ __all__ = [
     "TaskInfo",
     "TaskValue",
     "best_of",
+    "combined",
     "prepare",
     "read_prompts",
     "read_run",

@@ -11,6 +11,7 @@ share a cell's batches.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -240,7 +241,11 @@ def _values(found: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskV
             if sample.task == task.name and metric in sample.scores.get(filter_name, {})
         }
         plain_scores = {key: score["value"] for key, score in scores.items()}
-        values[name] = TaskValue(primary["value"], primary["stderr"], plain_scores, docs, task.cut)
+        value, stderr = primary["value"], primary["stderr"]
+        if not all(map(math.isfinite, docs.values())):  # one document without a score leaves no mean that compares
+            value, stderr, docs = None, None, {}
+            plain_scores[f"{metric},{filter_name}"] = None
+        values[name] = TaskValue(value, stderr, plain_scores, docs, task.cut)
     return values
 
 

@@ -3,7 +3,8 @@
 A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell whose line is whole is
 finished; a torn last line is cut off, there and in rungs.jsonl. Each is forced to the disk before the next step, so
 this also holds for a machine that loses power. Every line says its own hash and those of its samples and prompts. A
-lock keeps a second sweep out of the folder. Knows nothing of models or of making cells.
+lock keeps a second sweep out of the folder. Every line also says the conditions of its scores, so that lines of another
+sweep are noticed. Knows nothing of models or of making cells.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from adapterswap.experts.identity import sha256_of
 from adapterswap.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
 from adapterswap.files.sealing import sealed
 from adapterswap.files.smallfiles import exists, expand, read_json
+from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.conditions import conditions_of
+from adapterswap.sweeps.grid import composition_of
 from adapterswap.sweeps.results import (
     CELLS,
     PREREGISTRATION,
@@ -139,6 +143,7 @@ class Recording:
         self._folder = folder
         self._checked: set[str] = set()
         self._hashes: dict[Path, str] = {}  # of prompts
+        self._described: Mapping[str, Any] = {}
 
     def begin(self, described: Mapping[str, Any]) -> None:
         """Write sweep.json, or compare with the one that is there.
@@ -146,6 +151,7 @@ class Recording:
         Raises:
             RunError: the folder was begun with something else.
         """
+        self._described = described
         if exists(self._folder / SWEEP):
             _compare(read_json(self._folder / SWEEP), described, self._folder)
             return
@@ -203,8 +209,12 @@ class Recording:
             if path not in self._hashes:
                 self._hashes[path] = sha256_of(path)
             hashes[name] = self._hashes[path]
-        self._append(CELLS, {**result.as_json(), "files": hashes})
+        self._append(CELLS, {**result.as_json(), "files": hashes, "conditions": self._conditions(result.cell)})
         self.found.results[result.cell.cell] = result
+
+    def _conditions(self, cell: Cell) -> dict[str, Any]:
+        composition = composition_of(cell)
+        return conditions_of(self._described, () if composition is None else composition.expert_names, cell.tasks)
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
         path, line = self._folder / name, _line(sealed(content)).encode("utf-8", "backslashreplace")

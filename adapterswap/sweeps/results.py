@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -20,6 +20,7 @@ from adapterswap.experts.identity import sha256_of
 from adapterswap.files.sealing import SEAL, is_sealed
 from adapterswap.files.smallfiles import exists, expand, open_regular, read_json
 from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.conditions import conditions_of, differing, shown_value
 from adapterswap.sweeps.values import CellResult, RungResult, TaskInfo, TaskValue
 
 __all__ = [
@@ -59,6 +60,7 @@ class Run:
         cells: everything that was asked for, in order.
         results: what is finished, in order.
         rungs: what a search that halves saw of cells on some documents, in order.
+        elsewhere: of several runs that were combined: cell → its folder, for cells that are not in `folder`.
     """
 
     folder: Path
@@ -67,9 +69,14 @@ class Run:
     cells: tuple[Cell, ...]
     results: tuple[CellResult, ...]
     rungs: tuple[RungResult, ...] = ()
+    elsewhere: Mapping[str, Path] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Run {str(self.folder)!r}: {len(self.results)} of {len(self.cells)} cells; {', '.join(self.tasks)}>"
+
+    def folder_of(self, cell: str) -> Path:
+        """The folder that holds a cell's samples."""
+        return self.elsewhere.get(cell, self.folder)
 
     @property
     def given_up(self) -> tuple[Cell, ...]:
@@ -97,7 +104,8 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
         NotFoundError: it is not the folder of a sweep.
         DataError: it is of another format, or a file or line in it is damaged or not as the sweep wrote it: a cell,
             task or document that was not requested, one that is missing or there twice, a score that is not a finite
-            number or not the mean of its documents, samples or prompts that are missing, or any other hash.
+            number or not the mean of its documents, samples or prompts that are missing, any other hash, or a cell that
+            was judged under other conditions.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
@@ -150,6 +158,13 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
     known = {cell.cell: cell for cell in run.cells}
     seen: set[str] = set()
     hashes: dict[Path, str | None] = {}
+    by_document = {
+        task
+        for result in run.results
+        for task, value in result.results.items()
+        if value.value is not None and value.docs
+    }
+    conditions = conditions_of(run.described)
     for number, (content, result) in enumerate(zip(cell_lines, run.results, strict=True), 1):
         name = result.cell.cell
         reason = None
@@ -160,10 +175,14 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
         elif set(result.results) != set(result.cell.tasks):
             reason = f"it has results on {', '.join(sorted(result.results))}, not on {', '.join(result.cell.tasks)}"
         else:
-            reasons = (_why_unsound(run.tasks[task], value) for task, value in result.results.items())
+            reasons = (
+                _why_unsound(run.tasks[task], value, by_document=task in by_document)
+                for task, value in result.results.items()
+            )
             reason = next(filter(None, reasons), None) or _why_no_error(result) or _why_not_sampled(run, result)
             if reason is None and not _as_written(content, whole):
                 reason = "it has another hash"
+            reason = reason or _why_of_another_sweep(content, conditions)
             if reason is None:
                 _check_files(run, result, content.get("files", {}), hashes, whole, problems)
         seen.add(name)
@@ -192,6 +211,18 @@ def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str
     problems.raise_if_any()
 
 
+def _why_of_another_sweep(content: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """Which conditions of a cell's line differ from those of the sweep; None if none do, or if it records none."""
+    conditions = content.get("conditions")
+    if conditions is None:  # sweeps of older versions
+        return None
+    if not isinstance(conditions, dict):
+        return "its conditions are not an object"
+    others = differing(conditions, expected)
+    listed = "; ".join(f"{name} is {shown_value(own)} there, and {shown_value(its)} here" for name, own, its in others)
+    return f"it was judged in another sweep: {listed}" if others else None
+
+
 def _check_files(
     run: Run, result: CellResult, noted: Mapping[str, str], hashes: dict[Path, str | None], whole: bool,
     problems: Problems,
@@ -216,14 +247,23 @@ def files_of(folder: Path, cell: Cell) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
-def _why_unsound(task: TaskInfo, value: TaskValue, *, documents: int | None = None) -> str | None:
-    """What is wrong with a cell's scores on a task; None if nothing is."""
+def _why_unsound(
+    task: TaskInfo, value: TaskValue, *, documents: int | None = None, by_document: bool = False
+) -> str | None:
+    """What is wrong with a cell's scores on a task; None if nothing is.
+
+    Args:
+        documents: of a rung, how many documents were asked.
+        by_document: whether other cells have a score for each document of the task.
+    """
     numbers = [value.value, value.stderr, *value.scores.values(), *value.docs.values()]
     if odd := [number for number in numbers if number is not None and not _is_finite(number)]:
         return f"{odd[0]!r} on {task.name} is not a finite number"
     expected = {*task.select, *task.report}
     if value.docs and documents is None and value.docs.keys() != expected:
         return f"{len(value.docs)} documents of {task.name} have a score, not the {len(expected)} that were asked"
+    if by_document and not value.docs and value.value is not None:
+        return f"it has no scores of the documents of {task.name}, and other cells have"
     if value.docs.keys() - expected or (documents is not None and len(value.docs) > documents):
         return f"it has a score on documents of {task.name} that were not asked"
     if value.cut is not None and (type(value.cut) is not int or not 0 <= value.cut <= (documents or task.num_docs)):

@@ -119,10 +119,15 @@ def _row(
 
 
 def remarks(run: Run) -> list[str]:
-    """What a reader of a sweep's scores should know: outputs that were cut, and tasks on which all cells score zero."""
+    """What a reader of a sweep's scores should know: scores that are missing, outputs that were cut, tasks all at 0."""
     lines = []
     for task in run.tasks.values():
         values = [result.results[task.name] for result in run.results if task.name in result.results]
+        if unscored := sum(value.value is None for value in values):
+            lines.append(
+                f"{task.name}: {unscored:,} of {len(values):,} cells have no score, because it is not a finite number. "
+                "They are left out, as if they were not finished. Check their outputs in samples/."
+            )
         if cut := sum(value.cut or 0 for value in values):
             outputs = sum(task.num_docs for value in values if value.cut is not None)
             cells = sum(bool(value.cut) for value in values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,6 +12,7 @@ from urllib.parse import quote
 import numpy as np
 
 from adapterswap.sweeps.cells import Cell
+from adapterswap.sweeps.conditions import conditions_of
 from adapterswap.sweeps.grid import make_cells
 from adapterswap.sweeps.recipe import SweepRecipe
 from adapterswap.sweeps.settings import DocumentSplit
@@ -65,7 +66,8 @@ def craft(
     folder: Path, asked: SweepRecipe | None = None, *, documents: int = 40, skill: Skill = skill,
     finished: Callable[[Cell], bool] = lambda cell: True, split: bool = True, corpus: tuple[str, ...] = (),
     values: Callable[[Cell, str], list[float]] | None = None, errors: Callable[[Cell], float] | None = None,
-    text: str = "Jibu ni", shares: Callable[[Cell, str], float] | None = None,
+    changed: Mapping[str, Mapping[str, Any]] | None = None, text: str = "Jibu ni",
+    shares: Callable[[Cell, str], float] | None = None, codes: Mapping[str, str] = TASKS,
 ) -> Path:  # fmt: skip
     """Write a sweep's folder.
 
@@ -77,6 +79,8 @@ def craft(
         values: the documents' scores, in the place of random ones.
         errors: the relative error of cells that were reduced to a rank; not recorded by default.
         text: the outputs.
+        changed: what sweep.json says otherwise: `{"settings": {"num_fewshot": 2}}`.
+        codes: task → the code of its language.
         shares: how much of the answers is in the task's language; not recorded by default.
     """
     asked = asked or recipe()
@@ -90,7 +94,7 @@ def craft(
     select, report = DocumentSplit().split(documents) if split else ((), tuple(range(documents)))
     tasks = {
         name: TaskInfo(
-            name, "target" if name in target else "retention", TASKS.get(name, "swh_Latn"),
+            name, "target" if name in target else "retention", codes.get(name, "swh_Latn"),
             ("exact_match", "normalized") if name not in corpus else ("chrf", "none"), True, documents, select, report,
         )
         for name in (*target, *asked.retention)
@@ -100,13 +104,15 @@ def craft(
         for side, names in (("task", asked.task_experts), ("language", asked.language_experts))
         for name in names
     }
-    described = {
+    described: dict[str, Any] = {
         "format": 1, "adapterswap_version": "0.0", "recipe": asked.model_dump(mode="json", exclude_defaults=True),
         "base_model": {"source": asked.base_model, "revision": "abc1234"}, "experts": experts, "num_layers": 32,
         "tasks": {name: info.as_json() for name, info in tasks.items()},
         "settings": {"num_fewshot": 8, "batch_size": 4},
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "cells": [cell.as_json() for cell in cells],
     }  # fmt: skip
+    for key, content in (changed or {}).items():
+        described[key] = {**described[key], **content}
     (folder / "sweep.json").write_text(json.dumps(described))
     lines = []
     hard = np.random.default_rng(0).normal(size=documents)
@@ -127,7 +133,9 @@ def craft(
                 for doc, score in enumerate(scores)
             ]  # fmt: skip
         error = errors(cell) if errors is not None and cell.output else None
-        lines.append(json.dumps(CellResult(cell, results, {"switch": 0.1, "evaluate": 1.0}, error).as_json()))
+        line = CellResult(cell, results, {"switch": 0.1, "evaluate": 1.0}, error).as_json()
+        conditions = conditions_of(described, (*cell.task_expert, *cell.language_expert), cell.tasks)
+        lines.append(json.dumps({**line, "conditions": conditions}))
         (folder / "samples" / f"{cell.cell}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     (folder / "cells.jsonl").write_text("".join(line + "\n" for line in lines))
     for name, info in tasks.items():

@@ -65,3 +65,20 @@ def test_neither_is_there_where_nothing_has_it(tmp_path: Path) -> None:
     page = render_page(report)
     assert "answers in its language" not in page
     assert "other tasks in its language" not in page
+
+
+def test_the_mean_over_languages_is_of_one_score(tmp_path: Path) -> None:
+    """chrF of one language and exact match of the others have no mean."""
+    report = reported(craft(tmp_path / "run", recipe(retention=[EN, TE]), corpus=(TE,)))
+    assert report.targets[0].languages == (SW, EN)
+    for found in report.targets[0].rows:
+        assert found.all_languages == near((found.tasks[SW].mean + found.tasks[EN].mean) / 2)
+
+
+def test_a_benchmark_with_other_shots_is_no_other_benchmark(tmp_path: Path) -> None:
+    shots = [f"{SW}@8", f"{SW}@2"]
+    report = reported(craft(tmp_path / "run", recipe(tasks=shots, retention=[]), codes=dict.fromkeys(shots, "sw")))
+    assert [target.task for target in report.targets] == shots  # a table each
+    for target in report.targets:
+        assert target.languages == ()
+        assert {found.understanding for found in target.rows} == {None}

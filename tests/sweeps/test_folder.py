@@ -18,6 +18,7 @@ from adapterswap import AdapterswapError
 from adapterswap.errors import DataError, NotFoundError, OutputError, RunError
 from adapterswap.evaluation.stock_tasks import _manager
 from adapterswap.evaluation.tasks import _load
+from adapterswap.files.sealing import SEAL, sealed
 from adapterswap.sweeps import Run, SweepRecipe, prepare, read_prompts, read_run, read_samples, sweep
 from adapterswap.sweeps.recording import Recording, recording
 from adapterswap.sweeps.values import Findings
@@ -93,6 +94,25 @@ def test_another_sweep_is_refused_in_the_folder(
         sweep(recipe(**changes), run, device="cpu")
     assert [problem.message.rpartition(" ")[2] for problem in error.value.problems] == differing
     assert plain(run) == before
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "named"),
+    [
+        ("settings", "num_fewshot", 3, "settings.num_fewshot"),
+        ("versions", "torch", "1.0", "versions.torch"),
+        ("base_model", "config_sha256", "00", "base_model.config_sha256"),
+        ("experts", "math1", {"source": "math1", "sha256": "00"}, "experts.math1.sha256"),
+    ],
+)
+def test_cells_of_another_sweep_are_refused(part: str, key: str, value: object, named: str, run: Path) -> None:
+    """Its sweep.json says what these cells were judged with, and each cell's line does, too."""
+    content = json.loads((run / "sweep.json").read_text())
+    del content[SEAL]
+    content[part][key] = value
+    (run / "sweep.json").write_text(json.dumps(sealed(content)))
+    with refused(DataError, match=named):
+        read_run(run)
 
 
 def test_other_experts_under_the_same_names_are_refused(run: Path, recipe: Recipe, world: Path, tmp_path: Path) -> None:
