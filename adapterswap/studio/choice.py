@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 from urllib.parse import parse_qsl, urlencode
 
-from adapterswap.errors import ArgumentError
+from adapterswap.errors import ArgumentError, CompositionError
 from adapterswap.experts.layers import Kind, format_layers, parse_layers
 from adapterswap.files.yamlfiles import validate
 from adapterswap.planning.compositions import ZONES, Composition
@@ -80,10 +80,26 @@ class Choice:
             yield f"{kind}.{format_layers(layers)}={owner}"
 
 
-def first_choice(experts: Sequence[str]) -> Choice:
-    """What a page shows first: the paper's layer swap of the first two experts; of a single one, with the base."""
+def first_choice(experts: Sequence[str], num_layers: int | None = None) -> Choice:
+    """What a page shows first: the paper's layer swap of the first two experts; of a single one, with the base.
+
+    Args:
+        experts: their names.
+        num_layers: L. If the paper's layers, scaled to it, are none, one bottom layer is swapped instead.
+    """
     names = [*experts, "base"]
-    return Choice((names[0],), (names[1],), {"method": "layer_swap"})
+    fields: dict[str, Any] = {"method": "layer_swap"}
+    if num_layers is not None and not _has_paper_layers(num_layers):
+        fields |= {"bottom": min(1, num_layers), "top": 0}
+    return Choice((names[0],), (names[1],), fields)
+
+
+def _has_paper_layers(num_layers: int) -> bool:
+    try:
+        Composition(method="layer_swap").zones(num_layers)
+    except CompositionError:
+        return False
+    return True
 
 
 def from_address(query: str, fallback: Choice) -> Choice:

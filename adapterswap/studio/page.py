@@ -51,7 +51,7 @@ class _Page:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.names = list(workspace.experts)
-        self.first = first_choice(self.names)
+        self.first = first_choice(self.names, workspace.num_layers)
         self.judges = Visitors()
         self.known: dict[str, tuple[str, int]] = {}  # prompt → the problem's language and number
         for language in workspace.lab.languages if workspace.lab else ():
@@ -92,8 +92,9 @@ class _Page:
             gr.HTML(f"<p>{text(name)} can be composed, but not tried here:</p>{error_html(fault)}")
 
     def _compose(self) -> None:
-        self.strip = gr.HTML(self._picture(self.first), js_on_load=_asset("page.js"), elem_id="strip")
-        self.problem = gr.HTML("", js_on_load=_PROBLEM, elem_id="problem", visible=True)
+        drawn = self._drawn(self.first)
+        self.strip = gr.HTML(drawn.get("strip", ""), js_on_load=_asset("page.js"), elem_id="strip")
+        self.problem = gr.HTML(drawn["problem"], js_on_load=_PROBLEM, elem_id="problem", visible=True)
         with gr.Row(equal_height=True):
             self.brush = gr.Radio(
                 [_NEXT, *self.names, BASE], value=_NEXT, label="A click on a layer gives it to", elem_id="brush"

@@ -119,6 +119,14 @@ def test_painted_layers_change_hands_and_no_others(painted: Any, bottom: int, to
             assert found == painted.get((layer, kind), by_zones)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 6, 32])
+def test_the_first_choice_can_be_planned_at_every_depth(num_layers: int) -> None:
+    choice = first_choice(["math", "language"], num_layers)
+    bottom, top, *_ = choice.composition(num_layers).zones(num_layers)
+    assert 1 <= bottom + top <= num_layers
+    assert (choice.fields == {"method": "layer_swap"}) == (num_layers > 3)
+
+
 def test_a_layer_that_does_not_exist_cannot_be_painted() -> None:
     with pytest.raises(CompositionError) as caught:
         paint(Composition(), {(6, "mlp"): "base"}, 6)

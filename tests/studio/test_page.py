@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 
 from adapterswap.cli import main
+from adapterswap.errors import AdapterswapError
 from adapterswap.lab.scenes import SCENES, draw_problems
 from adapterswap.lab.scoring import Questions, exact_match
 from adapterswap.live import LiveComposer, stream
@@ -185,6 +186,14 @@ def test_a_copied_command_makes_what_the_page_offers(
     with page.expect_download() as download:
         page.locator("#made a[download]").first.click()
     assert Path(download.value.path()).read_bytes() == files["README.md"]
+    page.get_by_role("button", name="Make the GGUF").click()
+    page.locator("#made", has_text="gguf").wait_for()
+    with page.expect_download() as download:
+        page.locator("#made a[download]").first.click()
+    exported = CliRunner().invoke(main, ["export", *shlex.split(copied)[2:-2], "-o", "own.gguf"])
+    assert exported.exit_code == 0, exported.output
+    assert download.value.suggested_filename == "math+language.gguf"
+    assert Path(download.value.path()).read_bytes() == Path("own.gguf").read_bytes()
 
 
 def test_understand_shows_what_analyze_and_suggest_say(visit: Visit, workspace: Workspace) -> None:
@@ -317,6 +326,22 @@ def test_everything_is_escaped(visit: Visit, serve: Callable[[Workspace], str], 
     assert "<b>experts<b>" in page.locator(".problem").first.inner_text()
     assert page.title() == "adapterswap studio"
     assert page.locator("#written img, .problem img").count() == 0
+
+
+def test_experts_that_do_not_fit_together_are_named(
+    visit: Visit, serve: Callable[[Workspace], str], lab_run: Path, expert: Callable[..., Path]
+) -> None:
+    """The first composition that the page would show is refused; the page opens, and says why."""
+    named = {"math": str(lab_run / "seed-0/math"), "misfit": str(expert(seed=1))}
+    workspace = open_workspace(str(lab_run / "seed-0/base"), named, device="cpu")
+    assert list(workspace.not_live) == ["misfit"]
+    page = visit("?prompt=a", url=serve(workspace))
+    with pytest.raises(AdapterswapError) as caught:
+        workspace.plan(workspace.composition(first_choice(["math", "misfit"])))
+    assert page.locator("#problem .problem").inner_text().strip() == str(caught.value)
+    assert "misfit" in page.locator("#written .problem").inner_text()
+    page = visit("?task=math&language=base&bottom=1&top=0", url=page.url.partition("?")[0])
+    assert letters(page) == "·mmmmm"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

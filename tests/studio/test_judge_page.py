@@ -1,0 +1,131 @@
+"""The Judge panel in headless Chromium: a visitor's file, MGSM, Stop and Clear, beside the library's own scores."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapterswap.evaluation.mgsm import read_mgsm
+from adapterswap.studio import judging
+from adapterswap.studio.choice import first_choice, from_address
+from adapterswap.studio.workspace import Workspace, open_workspace
+from tests.evaluation.conftest import byte_tokenizer, pico_model
+
+from .conftest import random_expert
+
+Visit = Callable[..., Any]
+QUERY = "?task=math&language=language&bottom=2&top=0"
+
+
+def judge_on(page: Any, task: str) -> None:
+    page.get_by_role("tab", name="Judge").click()
+    page.get_by_role("combobox", name="Task", exact=True).click()
+    page.get_by_role("option", name=task, exact=True).click()
+
+
+def upload(page: Any, path: Path) -> None:
+    page.locator("#rows input[type=file]").set_input_files(path)
+    page.locator("#rows .filename", has_text=path.stem).wait_for()
+
+
+def test_an_uploaded_file_is_judged_and_stays_where_it_can_be_looked_at(
+    visit: Visit, workspace: Workspace, tmp_path: Path
+) -> None:
+    composition = workspace.composition(from_address(QUERY, first_choice(["math", "language"])))
+    prompt = "Eva ka leles fika paris ."
+    *_, last = workspace.answers(prompt, [composition], max_new_tokens=256, chat=False)
+    rows = [{"prompt": prompt, "answer": last.texts[0].strip()}, {"prompt": prompt, "answer": "another"}]
+    bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
+    bad.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    good.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    page = visit(QUERY)
+    judge_on(page, judging.OWN_FILE)
+    page.locator("#judge").click()
+    page.locator("#judging .problem", has_text="no file").wait_for()
+    upload(page, bad)
+    page.locator("#judge").click()
+    page.locator("#judging .problem", has_text="'answer'").wait_for()
+    assert page.locator("#judged td").count() == 0
+    page.locator("#rows").get_by_role("button", name="Clear").click()
+    upload(page, good)
+    page.locator("#judge").click()
+    page.locator("#judged td").first.wait_for()
+    assert page.locator("#judged td.number").first.inner_text() == "1 / 2"
+    assert page.locator("#judging .problem").count() == 0
+    with page.expect_download() as download:
+        page.locator("#rows a[download]").click()
+    assert Path(download.value.path()).read_bytes() == good.read_bytes()
+    page.locator("#judge").click()
+    page.locator("#judged tbody tr").nth(1).wait_for()
+    page.get_by_role("button", name="Clear the table").click()
+    page.locator("#judged", has_text="Nothing has been judged").wait_for()
+
+
+def test_mgsm_is_judged_as_evaluate_judges_it(
+    visit: Visit, serve: Callable[[Workspace], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that answers 18 to everything, on the first ten questions, as long as the composition is set."""
+    pico_model(layers=2).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    for seed, name in enumerate(("math", "language"), 1):
+        random_expert(tmp_path / "base", tmp_path / "experts" / name, seed)
+    workspace = open_workspace(str(tmp_path / "base"), tmp_path / "experts", device="cpu")
+    query = "?task=math&language=language&bottom=1&top=0"
+    composition = workspace.composition(from_address(query, first_choice(["math", "language"])))
+    page = visit(query, url=serve(workspace))
+    plans = []
+
+    def answer(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        plans.append(repr(workspace.live.plan))
+        written = workspace.tokenizer(" 18\n\nQuestion:", return_tensors="pt", add_special_tokens=False)["input_ids"]
+        return torch.cat([input_ids, written.expand(len(input_ids), -1)], dim=1)
+
+    judge_on(page, "mgsm_direct_en")
+    documents = page.get_by_role("spinbutton", name="Documents")
+    documents.fill("10")
+    documents.press("Tab")
+    monkeypatch.setattr(workspace.live.model, "generate", answer)
+    page.locator("#judge").click()
+    page.locator("#judged td").first.wait_for()
+    golds = [gold for _, gold in read_mgsm("en").questions[:10]]
+    assert page.locator("#judged td.number").first.inner_text() == f"{golds.count(18)} / 10"
+    low, high = judging.interval(golds.count(18), 10)
+    assert page.locator("#judged td.number").nth(2).inner_text() == f"{low:.1%} – {high:.1%}"
+    with workspace.turns.turn(), workspace.live.use(composition):
+        assert set(plans) == {repr(workspace.live.plan)}
+    assert golds.count(18) == 1
+
+
+def test_a_task_that_the_model_cannot_hold_says_so(visit: Visit) -> None:
+    page = visit(QUERY)
+    judge_on(page, "mgsm_direct_en")
+    page.locator("#judge").click()
+    page.locator("#judging .problem", has_text="do not fit").wait_for()
+    assert page.locator("#judged td").count() == 0
+
+
+def test_a_judging_can_be_stopped(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+    going, released = threading.Event(), threading.Event()
+    exact_match = judging.exact_match
+
+    def held(*arguments: Any) -> Any:
+        going.set()
+        assert released.wait(60)
+        return exact_match(*arguments)
+
+    monkeypatch.setattr(judging, "exact_match", held)
+    page = visit(QUERY)
+    page.get_by_role("tab", name="Judge").click()
+    page.locator("#judge").click()
+    assert going.wait(60)
+    page.locator("#judging .progress").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    released.set()
+    page.locator("#judging", has_text="Stopped.").wait_for()
+    assert page.locator("#judged td").count() == 0
