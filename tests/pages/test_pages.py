@@ -1,0 +1,177 @@
+"""Every command and snippet of the pages: it runs as it stands, or is listed here with the reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .blocks import ROOT, Reader, Step, changed, check_shown, steps_of
+from .worlds import SETUPS, make_world, names_for
+
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+# Pages whose every block another test runs. docs/log.md is a diary, and docs/commands.md is generated.
+ELSEWHERE = {
+    "docs/commands.md": "tests/test_docs.py",
+    "docs/log.md": "a diary",
+    "docs/python.md": "tests/test_public_face.py",
+    "docs/reproducing.md": "tests/recipes/test_reproducing.py",
+    "examples/plugin_method/README.md": "tests/examples/test_plugin_method.py",
+    "examples/which_layers/README.md": "tests/examples/test_which_layers.py",
+}
+
+# What does not run here: a page (* is every page), a pattern that a step matches, and why.
+NOT_RUN: list[tuple[str, str, str]] = [
+    ("*", r"^pip install|^\. \.venv|^jupyter", "installs packages: `make dist` installs the wheel and uses it"),
+    ("*", r"^make ", "makes an environment: continuous integration runs it"),
+    ("*", r"--push-to-hub", "needs the Hub: tests/experts/test_hub.py uploads to a small server"),
+    ("*", r"torchrun|accelerate launch|compute_environment", "needs several GPUs: tests/training/test_processes.py"),
+    ("*", r"--ray", "needs a Ray cluster: tests/sweeps/test_cluster.py"),
+    ("*", r"^curl |\n *curl ", "needs a server: tests/serving asks running ones"),
+    ("*", r"^adapterswap (serve|studio) |^llama-server|sglang|lorax-", "starts a server: tests/serving, tests/studio"),
+    ("*", r"^adapterswap lab", "trains for minutes: tests/lab trains for less"),
+    ("*", r"^adapterswap train train/", "needs data from the Hub: tests/recipes trains on rows like them"),
+    ("README.md", r"sweep sweep\.yaml|report sweep-swahili", "evaluates for hours: tests/sweeps evaluates a little"),
+    ("docs/compose.md", r"^allocation:\n", "a fragment: tests/planning has encoder-decoders"),
+    ("docs/engines.md", r"from transformers import|hotswap", "tests/live/test_recipes.py compares it with PEFT"),
+    (
+        "docs/evaluate.md",
+        r"flores|FLORES",
+        "needs FLORES's sentences, which are not shipped: tests/evaluation/test_flores.py",
+    ),
+    ("docs/evaluate.md", r"to\(\"cuda\"\)", "needs a GPU: tests/evaluation/test_processes.py"),
+    ("docs/live.md", r"pinned", "compiles: tests/live/test_compiled.py"),
+    (
+        "docs/recipes.md",
+        r"^hygiene:|^extends:",
+        "needs data from the Hub: tests/training/test_recipe.py reads such fragments",
+    ),
+    ("docs/sweep.md", r"^search:|norms: \[average, layer\]", "tests/sweeps/test_search.py and test_full_weights.py"),
+    (
+        "docs/sweep.md",
+        r"^adapterswap report|import sweep|recipe\.yaml",
+        "evaluates for hours: tests/sweeps evaluates a little",
+    ),
+    ("docs/serving.md", r"^# experts\.yaml", "tests/serving/test_manifest.py"),
+    ("docs/terminal.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
+    ("docs/train.md", r"^(base_model|selection|datasets):", "needs data from the Hub: tests/training/test_recipe.py"),
+    ("examples/live/README.md", r"chat\.py", "talks with its user: tests/live/test_example.py"),
+]
+
+# Shown output that comes from training, and so from the processor: it runs, and the numbers are not compared.
+NOT_COMPARED = {("docs/inspect.md", "diff math mine")}
+
+# A page, a text in a step, and what takes its place.
+CHANGED: list[tuple[str, str, str]] = [
+    # The same work on fewer problems.
+    ("docs/evaluate.md", "--tasks", "--limit 1 --max-gen-toks 4 --tasks"),
+    ("docs/evaluate.md", "limit=20", "limit=1, max_gen_toks=4"),
+    ("docs/evaluate.md", "num_fewshot=2, batch_size=16", "num_fewshot=2, limit=1, max_gen_toks=4"),
+    ("docs/live.md", "max_new_tokens=200", "max_new_tokens=2"),
+    ("docs/sweep.md", "--out-path runs/swahili    ", "--out-path runs/swahili --dry-run"),
+    # Alternatives that would write to one folder.
+    ("docs/report.md", "report runs/swahili --", "report runs/swahili --overwrite --"),
+    ("docs/report.md", '"runs/swahili-report", reference', '"python-report", reference'),
+    ("docs/engines.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
+]
+
+# YAML that is written to a file, by the text that it begins with, and a command that reads it if the page has none.
+FILES: dict[tuple[str, str], tuple[str, str | None]] = {
+    ("docs/compose.md", "experts: {math: experts/math, swahili: experts/swahili, code: experts/code}\nrules"): (
+        "rules.yaml", "adapterswap compose rules.yaml -o by-rules",
+    ),
+    ("docs/compose.md", "experts:"): ("recipe.yaml", None),
+    ("docs/concepts.md", "experts:"): ("recipe.yaml", "adapterswap compose recipe.yaml -o composed"),
+    ("docs/sweep.md", "base_model:"): ("swahili.yaml", "adapterswap recipes validate swahili.yaml"),
+}  # fmt: skip
+
+SIX_LAYERS = {"README.md", "docs/index.md", "docs/analyze.md", "docs/suggest.md"}
+LAB = {"docs/inspect.md", "docs/lab.md", "docs/report.md", "docs/start.md"}
+
+
+def pages() -> list[str]:
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/README.md"))]
+    names = [path.relative_to(ROOT).as_posix() for path in found]
+    return [name for name in names if name not in ELSEWHERE and steps_of(name)]
+
+
+def excuse(step: Step) -> int | None:
+    """The number of the entry of NOT_RUN that a step matches."""
+    numbers = (
+        i for i, (page, pattern, _) in enumerate(NOT_RUN) if page in ("*", step.page) and re.search(pattern, step.text)
+    )
+    return next(numbers, None)
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """`worlds(32)` is a folder with a base of 32 layers and its experts."""
+    made: dict[int, Path] = {}
+
+    def world(layers: int) -> Path:
+        if layers not in made:
+            made[layers] = make_world(tmp_path_factory.mktemp(f"world-{layers}"), layers)
+        return made[layers]
+
+    return world
+
+
+@pytest.fixture
+def folder(
+    request: pytest.FixtureRequest, worlds: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The current folder, with what the page names."""
+    page, here = request.getfixturevalue("page"), tmp_path / "here"
+    shutil.copytree(worlds(6 if page in SIX_LAYERS else 32), here, symlinks=True)
+    if page in LAB:
+        shutil.copytree(request.getfixturevalue("small_lab_run"), here / "lab-run")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    SETUPS.get(page, lambda: None)()
+    return here
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("page", pages())
+def test_a_page_runs_as_it_stands(page: str) -> None:
+    reader = Reader(names_for(page))
+    for step in steps_of(page):
+        if excuse(step) is not None:
+            continue
+        follow(reader, changed(step, CHANGED)[0])
+
+
+def follow(reader: Reader, step: Step) -> None:
+    """Run a step, or write its file; compare what it prints with what the page shows."""
+    if step.language == "yaml":
+        places = [place for (page, start), place in FILES.items() if page == step.page and step.text.startswith(start)]
+        assert places, f"{step}\nName its file in FILES, or list it in NOT_RUN."
+        name, command = places[0]
+        Path(name).write_text(step.text, encoding="utf-8")
+        if command:
+            reader.follow(Step(step.page, step.line, "bash", command))
+        return
+    printed = reader.follow(step)
+    if step.shown is not None and (step.page, step.text.removeprefix("adapterswap ")) not in NOT_COMPARED:
+        check_shown(step, printed)
+
+
+def test_every_exception_is_needed() -> None:
+    """An entry that no step matches is stale."""
+    steps = [step for page in pages() for step in steps_of(page)]
+    assert set(range(len(NOT_RUN))) == {excuse(step) for step in steps} - {None}
+    run = [step for step in steps if excuse(step) is None]
+    assert set(range(len(CHANGED))) == set().union(*(changed(step, CHANGED)[1] for step in run))
+    shown = {(step.page, step.text.removeprefix("adapterswap ")) for step in run if step.shown is not None}
+    assert shown >= NOT_COMPARED
+
+
+def test_the_tests_of_other_pages_exist() -> None:
+    for page, test in ELSEWHERE.items():
+        assert (ROOT / page).is_file()
+        assert not test.startswith("tests/") or (ROOT / test).is_file(), page

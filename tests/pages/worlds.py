@@ -1,0 +1,222 @@
+"""The folders that pages speak of, on a pico model: `org/base`, `experts/math`, `full/math` and their like."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import LLAMA_PROJECTIONS
+from evaluation.conftest import byte_tokenizer, pico_model
+from huggingface_hub import constants
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from .blocks import ROOT
+
+EXPERTS = ("math", "swahili", "telugu", "code", "culture", "japanese", "bengali")
+OTHER_NAMES = ("BASE", "base", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B")
+
+
+def make_world(folder: Path, layers: int) -> Path:
+    """A base that reads bytes, under each name that pages give it, and one rsLoRA for each of `EXPERTS`."""
+    base = pico_model(layers=layers, spread=0.1)
+    base.save_pretrained(folder / "org" / "base")
+    byte_tokenizer().save_pretrained(folder / "org" / "base")
+    for name in OTHER_NAMES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(folder / "org" / "base")
+    base.name_or_path = "org/base"
+    save_expert(base, folder / "experts" / "math", seed=0)
+    tensors = load_file(folder / "experts" / "math" / "adapter_model.safetensors")
+    for seed, name in enumerate(EXPERTS[1:], start=1):
+        place = folder / "experts" / name
+        shutil.copytree(folder / "experts" / "math", place)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = {key: torch.randn(tensor.shape, generator=generator) * 0.1 for key, tensor in tensors.items()}
+        save_file(drawn, place / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
+
+
+def save_expert(base: Any, folder: Path, *, seed: int, **options: Any) -> None:
+    """A random LoRA of rank 8 on `base`, written by PEFT."""
+    settings = {"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": LLAMA_PROJECTIONS}
+    model = get_peft_model(base, LoraConfig(**{**settings, "task_type": "CAUSAL_LM", **options}))
+    generator = torch.Generator().manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        if "lora_" in key or "modules_to_save" in key:
+            parameter.data = parameter.data + torch.randn(parameter.shape, generator=generator) * 0.1
+    model.save_pretrained(folder, save_embedding_layers=False)
+
+
+def open_base() -> Any:
+    model = AutoModelForCausalLM.from_pretrained("org/base", dtype=torch.float32).eval()
+    model.name_or_path = "org/base"
+    return model
+
+
+def full_checkpoint(folder: Path, *, seed: int) -> None:
+    """The base with every linear weight moved a little."""
+    model, generator = open_base(), torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "proj" in name:
+            parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def compose_page() -> None:
+    """Two adapters of a pico NLLB, of twelve layers on either side."""
+    from transformers import M2M100Config, M2M100ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sides = {"encoder_layers": 12, "decoder_layers": 12, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+    model = M2M100ForConditionalGeneration(M2M100Config(vocab_size=64, d_model=16, **sides, **heads))
+    model.save_pretrained("org/nllb")
+    for seed, name in enumerate(("nllb-medical", "nllb-swahili")):
+        base = M2M100ForConditionalGeneration.from_pretrained("org/nllb")
+        save_expert(base, Path(name), seed=seed, target_modules=["q_proj", "v_proj"], task_type="SEQ_2_SEQ_LM")
+
+
+def convert_page() -> None:
+    """A DoRA, and an expert with a head that was trained in full."""
+    save_expert(open_base(), Path("experts/dora"), seed=1, use_dora=True, target_modules=["q_proj"])
+    shutil.rmtree("experts/swahili")
+    save_expert(open_base(), Path("experts/swahili"), seed=2, modules_to_save=["lm_head"])
+
+
+def extract_page() -> None:
+    """A full fine-tune; the page writes experts/swahili itself."""
+    shutil.rmtree("experts/swahili")
+    full_checkpoint(Path("experts/swahili-full"), seed=1)
+
+
+def merge_page() -> None:
+    """What other pages have made: a composition, a recipe; and two full checkpoints and mergekit's file over them."""
+    from adapterswap import layer_swap
+
+    layer_swap("experts/math", "experts/swahili", bottom=5, top=2).write("math-swahili")
+    rules = (
+        "experts: {math: experts/math, swahili: experts/swahili}\nrules: [swahili: 0-4, math]\nbase_model: org/base\n"
+    )
+    Path("recipe.yaml").write_text(rules)
+    for seed, name in enumerate(("math", "swahili")):
+        full_checkpoint(Path("full") / name, seed=seed)
+    sources = [{"model": f"full/{name}", "parameters": {"weight": 0.5}} for name in ("math", "swahili")]
+    Path("mergekit-config.yml").write_text(json.dumps({"merge_method": "linear", "models": sources}))
+
+
+def publish_page() -> None:
+    """The page's repositories, in the Hub's cache."""
+    from experts.test_sources import COMMIT, files_of, repository
+
+    cache = Path(constants.HF_HUB_CACHE)
+    repository(cache, "org/base", files_of(Path("org/base")))
+    shutil.rmtree("org")  # a local path would win
+    files = {
+        f"{name}/{file}": content for name in EXPERTS for file, content in files_of(Path("experts") / name).items()
+    }
+    repository(cache, "org/experts", files, **{"v1.0": COMMIT})
+
+
+def engines_page() -> None:
+    """A recipe of a composition."""
+    Path("recipe.yaml").write_text(
+        "experts: {math: experts/math, swahili: experts/swahili}\nrules: [swahili: 0-4, math]\n"
+    )
+
+
+def texts_page() -> None:
+    """A few texts for each expert."""
+    for name in ("gsm8k", "swahili"):
+        rows = [json.dumps({"text": f"{name} {number} is a text of some length."}) for number in range(3)]
+        Path(f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def papers_experts() -> None:
+    """The experts that the shipped recipes name, at the places where training puts them."""
+    for model in ("llama-3.1-8b-instruct", "llama-3.1-8b"):
+        for name in ("math", "swahili", "mixing-swahili", "simultaneous-swahili"):
+            shutil.copytree(Path("experts") / name.rpartition("-")[2], Path("experts") / model / name)
+
+
+def terminal_page() -> None:
+    """A composition, and the same under another name."""
+    from adapterswap import layer_swap
+
+    for place in ("math-swahili", "published/math-swahili"):
+        layer_swap("experts/math", "experts/swahili", bottom=5, top=2).write(place)
+
+
+def train_page() -> None:
+    """A recipe over a few rows."""
+    rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(16)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = {
+        "base_model": "org/base",
+        "adapter": {"r": 4, "alpha": 8},
+        "datasets": [{"path": "rows.jsonl", "prompt": "{question}", "completion": " {answer}"}],
+        "training": {"batch_size": 8, "gradient_accumulation": 1, "max_length": 64, "save_every_samples": None},
+    }
+    Path("recipe.yaml").write_text(json.dumps(content))
+    shutil.rmtree("experts/math")
+
+
+def evaluate_page() -> None:
+    """The composition that the page evaluates from disk."""
+    from adapterswap import layer_swap
+
+    layer_swap("experts/math", "experts/swahili", bottom=5, top=2).write("math-swahili")
+
+
+def report_page() -> None:
+    """A finished sweep of one pair, with made-up scores."""
+    from reporting.crafting import craft, recipe
+
+    craft(
+        Path("runs/swahili"), recipe(task_experts={"math1": "experts/math1"}, language_experts={"sw1": "experts/sw1"})
+    )
+
+
+SETUPS: dict[str, Callable[[], None]] = {
+    "docs/compose.md": compose_page,
+    "docs/convert.md": convert_page,
+    "docs/engines.md": engines_page,
+    "docs/evaluate.md": evaluate_page,
+    "docs/extract.md": extract_page,
+    "docs/merge.md": merge_page,
+    "docs/publish.md": publish_page,
+    "docs/recipes.md": papers_experts,
+    "docs/report.md": report_page,
+    "docs/suggest.md": texts_page,
+    "docs/sweep.md": papers_experts,
+    "docs/terminal.md": terminal_page,
+    "docs/train.md": train_page,
+}
+
+
+def names_for(page: str) -> dict[str, Any]:
+    """What a page's Python takes for granted: a model that is loaded, a tokenizer, prompts."""
+    import adapterswap
+
+    if page == "README.md":
+        from peft import PeftModel
+
+        peft_model = PeftModel.from_pretrained(open_base(), "experts/math", adapter_name="math")
+        peft_model.load_adapter("experts/swahili", adapter_name="swahili")
+        inputs = {"input_ids": torch.tensor([[5, 9, 14]]), "max_new_tokens": 2}
+        return {"adapterswap": adapterswap, "peft_model": peft_model, "inputs": inputs}
+    if page == "docs/live.md":
+        tokenizer, prompts = byte_tokenizer(), ["one", "two", "three"]
+        tokenizer.padding_side = "left"
+        inputs = {**tokenizer(prompts[0], return_tensors="pt"), "max_new_tokens": 2}
+        return {"tokenizer": tokenizer, "prompts": prompts, "inputs": inputs}
+    if page == "docs/evaluate.md":
+        return {"base": open_base(), "tokenizer": byte_tokenizer()}
+    return {}
