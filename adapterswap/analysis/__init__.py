@@ -1,4 +1,4 @@
-"""Where experts changed their base, and where they would get in each other's way. Reads experts; writes no model."""
+"""Where experts changed their base, and where their changes conflict. Reads experts; writes no model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Measure experts, each alone and every two of them together, and write what was found.
+"""Measure experts one by one and in pairs, and write the results.
 
-Puts `changes`, `interference` and `pictures` together. Reads experts; prints nothing.
+Combines `changes`, `interference` and `pictures`. Reads experts; prints nothing.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ __all__ = ["Analysis", "Bars", "analyze", "count_matrices", "no_bars", "open_exp
 WIDTH = 6.75  # inches: both columns of a page
 Expert = Adapter | Checkpoint
 Bars = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
-"""Makes a progress bar from what it counts and how many there are; yields the function that advances it by one."""
+"""Makes a progress bar from the name and number of what it counts; yields a function that advances it by one."""
 
 
 def no_bars(what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
-    """Progress that nobody watches."""
+    """A progress bar that shows nothing."""
     return nullcontext(lambda: None)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What was measured.
+    """The results of `analyze`.
 
     Attributes:
         tables: for each expert, the share of rows with a change above the threshold, by layer and kind of matrix.
-        changes: for each expert, the norm of every matrix's ΔW; none where `tables` were read from a file.
-        pairs: for every two experts, how their ΔW lie to each other.
+        changes: for each expert, the norm of every matrix's ΔW; empty if `tables` were read from a file.
+        pairs: for each pair of experts, how their ΔW compare.
     """
 
     tables: tuple[FractionTable, ...]
@@ -67,11 +67,11 @@ class Analysis:
 
     @property
     def threshold(self) -> float | None:
-        """Of a row's mean absolute ΔW; None where the tables were read from a file."""
+        """The threshold on a row's mean absolute ΔW; None if the tables were read from a file."""
         return self.tables[0].threshold
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain data: what `adapterswap analyze --json` prints."""
+        """Everything as plain data, as `adapterswap analyze --json` prints it."""
         experts: dict[str, Any] = {}
         for table in self.tables:
             cells = [
@@ -119,13 +119,13 @@ class Analysis:
         self, out_path: str | Path, *, column_width: str | float = WIDTH, overwrite: bool = False,
         inputs: Sequence[str | Path | None] = (),
     ) -> None:  # fmt: skip
-        """Write the pictures (PDF, SVG and PNG), a CSV of the shares and a JSON of everything.
+        """Write the pictures (PDF, SVG and PNG), the shares as CSV and everything as JSON.
 
         Args:
             out_path: the folder.
-            column_width: how wide the pictures are: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
-            overwrite: replace it, if `analyze` wrote it.
-            inputs: what it may not overlap.
+            column_width: the pictures' width: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
+            overwrite: replace the folder if `analyze` wrote it.
+            inputs: folders that the output must not overlap.
 
         Raises:
             ArgumentError: `column_width` is not a width.
@@ -161,26 +161,26 @@ def analyze(
     overwrite: bool = False,
     bars: Bars = no_bars,
 ) -> Analysis:
-    """Where experts changed their base, layer by layer, and how the changes of every two lie to each other.
+    """Measure where experts changed their base, layer by layer, and compare the changes of each pair of experts.
 
     Args:
-        experts: by name: opened, folders or Hub ids.
-        base_model: their base: needed for full checkpoints; adds relative norms.
-        threshold: of a row's mean absolute ΔW; by default the median row of all experts.
-        out_path: a folder to write pictures, CSV and JSON to; nothing is written by default.
-        column_width: of the pictures, see `Analysis.write`.
-        overwrite: replace that folder, if `analyze` wrote it.
+        experts: by name: opened experts, folders or Hub ids.
+        base_model: the experts' base. Required for full checkpoints; adds relative norms.
+        threshold: on a row's mean absolute ΔW; by default the median over the rows of all experts.
+        out_path: a folder for pictures, CSV and JSON; nothing is written by default.
+        column_width: the pictures' width, see `Analysis.write`.
+        overwrite: replace `out_path` if `analyze` wrote it.
         bars: shows progress.
 
     Returns:
-        Everything that was measured.
+        All measurements.
 
     Raises:
-        ArgumentError: there are no experts, or one has an unsuitable name; a full checkpoint without its base; a
-            threshold that is negative or not finite.
-        BaseModelError: the base lacks a weight of an expert, or holds it in another shape.
+        ArgumentError: there are no experts, a name is unsuitable, a full checkpoint comes without its base, or the
+            threshold is negative or not finite.
+        BaseModelError: the base lacks a weight of an expert, or has it in another shape.
         ExpertError: an expert cannot be opened, changes no matrix in the layers, or holds NaN or infinity; two experts
-            share no matrix, or name one differently and their base cannot say so.
+            share no matrix, or use different module names that the base does not resolve.
         AdapterswapError: see also `Analysis.write`.
     """
     check_type(base_model, (Checkpoint, str, Path, type(None)), "base_model", "Pass a local folder or a Hub id")
@@ -192,7 +192,7 @@ def analyze(
     opened = under_stored_names(opened, base)
     inputs = inputs_of(opened, base)
     if out_path is not None:
-        check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before the work
+        check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before anything is computed
     for name, expert in opened.items():
         check_layers(name, expert, base)
     for one, other in combinations(opened, 2):
@@ -220,11 +220,11 @@ def read_analysis(path: str | Path) -> Analysis:
 
 
 def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert]:
-    """Open the experts whose names are fit for tables and file names.
+    """Open experts, and check that their names can stand in tables and file names.
 
     Raises:
-        ArgumentError: there are none, or a name is unsuitable.
-        AdapterswapError: with every mistake; one cannot be opened, see `open_expert`.
+        ArgumentError: there are no experts, or a name is unsuitable.
+        AdapterswapError: an expert cannot be opened, see `open_expert`. All mistakes are reported together.
     """
     remedy = "Pass a mapping from names to folders, Hub ids or opened experts"
     check_type(experts, Mapping, "experts", remedy)
@@ -252,23 +252,23 @@ def check_threshold(threshold: float | None) -> None:
     check_type(threshold, (int, float, type(None)), "threshold", "Pass a number, 0 or more")
     if threshold is not None and not (isfinite(threshold) and threshold >= 0):
         raise ArgumentError(
-            f"`threshold` is {threshold:g}, and must be finite and not negative",
+            f"`threshold` is {threshold:g}; it must be finite and not negative",
             "Pass 0 or more",
             parameter="threshold",
         )
 
 
 def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[str | Path | None]:
-    """What no output may touch: the experts, their base, and the bases that they name."""
+    """Paths that the output must not overlap: the experts, their base, and the bases that they name."""
     folders = [each.source.folder for each in [*experts.values(), *([base] if base else [])]]
     return [*folders, *(each.config.base_model for each in experts.values() if isinstance(each, Adapter))]
 
 
 def count_matrices(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, int]:
-    """How many matrices `analyze` measures of each expert.
+    """How many matrices of each expert `analyze` measures.
 
     Raises:
-        ArgumentError: a full checkpoint without its base.
-        BaseModelError: a full checkpoint that the base does not fit.
+        ArgumentError: an expert is a full checkpoint and no base is given.
+        BaseModelError: the base does not fit a full checkpoint.
     """
     return {name: len(matrices(expert, base)) for name, expert in under_stored_names(experts, base).items()}

@@ -39,7 +39,7 @@ COLUMNS = ("expert", "layer", "module", "fraction_of_rows_above_threshold")
 
 @dataclass(frozen=True)
 class FractionTable:
-    """The share of rows above a threshold, by (layer, module); the threshold is None where it is not known."""
+    """The share of rows above a threshold, by (layer, module); the threshold is None if it is unknown."""
 
     expert: str
     threshold: float | None
@@ -51,7 +51,7 @@ class FractionTable:
 
     @property
     def modules(self) -> list[str]:
-        """The columns, in the order in which they were given."""
+        """The columns, in their original order."""
         return list(dict.fromkeys(module for _, module in self.cells))
 
 
@@ -72,7 +72,7 @@ class Changes:
         return FractionTable(self.expert, threshold, cells)
 
     def layer_norms(self, *, relative: bool = False) -> dict[int, float]:
-        """‖ΔW‖ of each layer, its matrices side by side; with `relative` divided by ‖W‖ of the same matrices."""
+        """‖ΔW‖ of each layer, over all of its matrices; with `relative`, divided by ‖W‖ of the same matrices."""
         changed: dict[int, float] = {}
         own: dict[int, float] = {}
         for change in self.modules:
@@ -84,7 +84,7 @@ class Changes:
 
     @property
     def magnitude(self) -> float:
-        """The mean over all rows of their mean absolute change; `weights: magnitude` counts embeddings too."""
+        """The mean absolute change over all rows. Unlike `weights: magnitude`, it leaves embeddings out."""
         return float(np.mean(np.concatenate([change.rows for change in self.modules])))
 
 
@@ -99,8 +99,8 @@ def measure(
 
     Args:
         expert: an opened adapter or checkpoint.
-        name: what to call it.
-        base: its base: needed for a checkpoint; for an adapter it adds the base's norms.
+        name: the expert's name in the result.
+        base: the expert's base. Required for a checkpoint; for an adapter it adds the base's norms.
         progress: called after every matrix.
 
     Raises:
@@ -118,8 +118,8 @@ def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | Non
     """
     if has_both_stacks(expert.container):
         raise UnsupportedError(
-            f"{name} has an encoder and a decoder ({expert.container}), and layers are measured in models with one "
-            "list of them",
+            f"{name} has an encoder and a decoder ({expert.container}); only models with a single stack of layers "
+            "can be measured",
             "Use experts of a decoder-only model",
         )
     if all(matrix.layer is None for matrix in matrices(expert, base).values()):
@@ -129,15 +129,15 @@ def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | Non
 
 
 def choose_threshold(changes: Iterable[Changes]) -> float:
-    """A threshold that shows most: the median over the rows of all experts, so that half of them lie above it."""
+    """The default threshold: the median over the rows of all experts, so that half of the rows are above it."""
     return float(np.median(np.concatenate([change.rows for expert in changes for change in expert.modules])))
 
 
 def read_fractions(path: str | Path) -> list[FractionTable]:
-    """Tables from a CSV file with the columns expert, layer, module, fraction_of_rows_above_threshold.
+    """Read tables from a CSV file with the columns expert, layer, module, fraction_of_rows_above_threshold.
 
     Raises:
-        DataError: the file cannot be read, or a row is not of that form.
+        DataError: the file cannot be read, has other columns, or a row has an invalid value.
     """
     remedy = f"Write the columns {', '.join(COLUMNS)}"
     cells: dict[str, dict[tuple[int, str], float]] = {}
@@ -146,12 +146,12 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
             rows = csv.DictReader(file)
             if tuple(rows.fieldnames or ()) != COLUMNS:
                 columns = ", ".join(rows.fieldnames or ()) or "none"
-                raise DataError(f"{path} has other columns: {columns}", remedy, parameter="path")
+                raise DataError(f"{path} has the wrong columns: {columns}", remedy, parameter="path")
             for row in rows:
                 layer, fraction = int(row["layer"]), float(row[COLUMNS[3]])
                 if not (0 <= layer < MAX_LAYERS and 0 <= fraction <= 1):
                     raise ValueError(
-                        f"layer {layer} is not between 0 and {MAX_LAYERS - 1}, or {fraction} not between 0 and 1"
+                        f"layer {layer} is not between 0 and {MAX_LAYERS - 1}, or {fraction} is not between 0 and 1"
                     )
                 cells.setdefault(row["expert"], {})[layer, row["module"]] = fraction
     except OSError as error:
@@ -161,12 +161,12 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
     except (ValueError, TypeError, csv.Error) as error:
         raise DataError(f"{path} is not a table of changes: {error}", remedy, parameter="path") from None
     if not cells:
-        raise DataError(f"{path} holds no rows", remedy, parameter="path")
+        raise DataError(f"{path} has no rows", remedy, parameter="path")
     return [FractionTable(expert, None, found) for expert, found in cells.items()]
 
 
 def write_fractions(tables: Sequence[FractionTable], path: Path) -> None:
-    """The CSV that `read_fractions` reads, one row for each expert, layer and module."""
+    """Write the CSV that `read_fractions` reads, one row per expert, layer and module."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
