@@ -1,8 +1,8 @@
-"""Whose layers, of any number of experts: an owner where one expert's ΔW dominates, a blend where several are near.
+"""Propose an owner for each layer, from any number of experts: the one whose ΔW dominates, or a blend if several tie.
 
-Two criteria. A tie band (after arXiv:2601.22620): the expert with the largest relative ΔW owns a layer or module, and
-those within τ of it are blended in equal parts. A margin (after AraSwap): an expert owns what it dominates by a share,
-15 % there; blending the others in equal parts is ours. Knows sizes of ΔW; reads no texts.
+There are two criteria. A tie band (after arXiv:2601.22620): the expert with the largest relative ΔW owns a layer or
+module, and is blended in equal parts with experts within τ of it. A margin (after AraSwap): an expert owns what it
+dominates by a margin, 15 % there; blending in equal parts otherwise is our addition. Knows sizes of ΔW; reads no texts.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from adapterswap.planning.compositions import Composition
 __all__ = ["MARGIN", "Dominance", "choose_owners", "suggest_owners"]
 
 MARGIN = 0.15
-"""AraSwap's."""
+"""The default margin, as in AraSwap."""
 
 Expert = Adapter | str | Path
 Block = tuple[int, str]
-"""A layer, and a kind of module; `` for all of the layer."""
+"""A layer and a kind of module; the kind is empty for the whole layer."""
 
 
 @dataclass(frozen=True)
 class Dominance:
-    """A proposal of rules.
+    """Proposed rules.
 
     Attributes:
-        per: layer or module (attention and MLP apart).
-        relative: sizes are ‖ΔW‖ / ‖W‖; otherwise ‖ΔW‖.
-        sizes: expert → (layer, kind) → the size; kind is empty for whole layers.
+        per: `layer`, or `module` for attention and MLP separately.
+        relative: whether sizes are ‖ΔW‖ / ‖W‖ rather than ‖ΔW‖.
+        sizes: expert → (layer, kind) → size; the kind is empty for whole layers.
         rules: the proposal; the first match wins.
-        unused: experts that own nothing and are in no blend.
+        unused: experts that appear in no rule.
     """
 
     per: Literal["layer", "module"]
@@ -55,7 +55,7 @@ class Dominance:
     unused: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain data: what `adapterswap suggest --json` prints."""
+        """Everything as plain data, as `adapterswap suggest --json` prints it."""
         blocks = sorted({block for sizes in self.sizes.values() for block in sizes})
         return {
             "per": self.per,
@@ -83,26 +83,28 @@ def suggest_owners(
     dry_run: bool = False,
     bars: Bars = no_bars,
 ) -> Dominance | None:
-    """Propose an owner, or a blend, for each layer of two or more adapters, by the size of their ΔW (Frobenius).
+    """Propose an owner or a blend for each layer, from the sizes (Frobenius norms) of two or more adapters' ΔW.
 
     Args:
-        experts: by name: opened adapters, folders or Hub ids, of any roles.
-        base_model: their base: sizes are then ‖ΔW‖ / ‖W‖ of the matrices that an expert adapts. Needed for `tie`.
-        num_layers: the base's layers; by default from the base's config.
-        per: `layer`, or `module` for each layer's attention and MLP apart.
-        margin: an expert owns what it dominates by this share, size_1 > (1 + margin) · size_2; the experts that come as
-            near to the largest are blended in equal parts. By default 0.15, unless `tie` is given.
+        experts: by name: opened adapters, folders or Hub ids, in any roles.
+        base_model: the experts' base. With it, sizes are ‖ΔW‖ / ‖W‖ over the matrices that an expert adapts. Required
+            for `tie`.
+        num_layers: the number of layers; by default from the base's config.
+        per: `layer`, or `module` to choose for each layer's attention and MLP separately.
+        margin: an expert owns a layer if size_1 > (1 + margin) · size_2; experts within the margin of the largest are
+            blended in equal parts. 0.15 by default, unless `tie` is set.
         tie: τ: experts whose relative sizes are less than τ below the largest are blended in equal parts.
-        out_path: a file to write the proposal to, as a recipe for `adapterswap compose`; nothing is written by default.
-        overwrite: replace that file.
-        dry_run: check everything and read no tensor.
+        out_path: a file for the proposal, as a recipe for `adapterswap compose`; nothing is written by default.
+        overwrite: replace `out_path`.
+        dry_run: check everything, but read no tensors.
         bars: shows progress.
 
     Returns:
-        The proposal; its rules make a `Composition`. None for a dry run.
+        The proposal, whose rules make a `Composition`. None for a dry run.
 
     Raises:
-        ArgumentError: fewer than two experts, an unknown `per`, two criteria or a bad one, `tie` without a base.
+        ArgumentError: there are fewer than two experts, `per` is unknown, both criteria are set, one is negative or not
+            finite, or `tie` comes without a base.
         ExpertError: an expert changes nothing in the layers.
         UnsupportedError: the base has an encoder and a decoder.
         OutputError: the file exists (without `overwrite`) or cannot be written.
@@ -123,7 +125,7 @@ def suggest_owners(
     plan.check_adapter()
     if not isinstance(plan.num_layers, int):
         raise UnsupportedError(
-            "the experts' base has an encoder and a decoder, whose layers are compared by number here",
+            "the experts' base has an encoder and a decoder; layers are compared by number, so one stack is needed",
             "Use experts of a decoder-only model",
         )
     if dry_run:
@@ -151,7 +153,7 @@ def suggest_owners(
 def choose_owners(
     sizes: Mapping[str, Mapping[Block, float]], *, margin: float | None = None, tie: float | None = None
 ) -> tuple[Rule, ...]:
-    """The rules for these sizes of ΔW: see `suggest_owners`. What lies outside the layers is blended in equal parts."""
+    """The rules for these sizes of ΔW, see `suggest_owners`. Modules outside the layers are blended in equal parts."""
     blocks = sorted({block for found in sizes.values() for block in found})
     chosen: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for layer, kind in blocks:
@@ -167,7 +169,7 @@ def choose_owners(
 
 
 def _near(value: float, largest: float, margin: float | None, tie: float | None) -> bool:
-    """Whether a size counts as the largest."""
+    """Whether a size ties with the largest."""
     if value == largest:
         return True
     if value == 0:
@@ -181,7 +183,7 @@ def _owning(names: Sequence[str], **where: Any) -> Rule:
 
 
 def _sizes(changes: Changes, per: str, *, relative: bool) -> dict[Block, float]:
-    """‖ΔW‖ of each block, its matrices side by side; with `relative` divided by ‖W‖ of the same matrices."""
+    """‖ΔW‖ of each block, over all of its matrices; with `relative`, divided by ‖W‖ of the same matrices."""
     changed: dict[Block, float] = {}
     own: dict[Block, float] = {}
     for change in changes.modules:
@@ -197,12 +199,12 @@ def _check(
 ) -> None:
     if len(experts) < 2:
         raise ArgumentError(
-            f"`experts` names {len(experts)}, and experts are compared", "Pass two or more", parameter="experts"
+            f"`experts` names {len(experts)}; a comparison needs two", "Pass two or more", parameter="experts"
         )
     if per not in ("layer", "module"):
         raise ArgumentError(f"`per` is {per!r}", "Pass layer or module", parameter="per")
     if margin is not None and tie is not None:
-        raise ArgumentError("`margin` and `tie` are two criteria, and both are given", "Pass one", parameter="tie")
+        raise ArgumentError("`margin` and `tie` cannot be combined", "Pass only one of them", parameter="tie")
     for name, value in (("margin", margin), ("tie", tie)):
         if value is not None and not 0 <= value < math.inf:
             raise ArgumentError(f"`{name}` is {value:g}", "Pass a number of 0 or more", parameter=name)

@@ -1,6 +1,6 @@
-"""From two experts, and texts if there are any, to a suggestion: measure how much each layer matters, then choose.
+"""Suggest a composition of two experts: measure how much each layer matters, by weights or on texts, then choose.
 
-Puts `changes` or `effects` and `suggesting` together, and writes the recipe. Prints nothing.
+Combines `changes` or `effects` with `suggesting`, and writes the recipe. Prints nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Expert = Adapter | str | Path
 
 
 class Measured(NamedTuple):
-    """What a suggestion is made from: the experts, and the texts of each side (none: their weights are measured)."""
+    """The input of a suggestion: the experts, and the texts of each side; without texts, weights are measured."""
 
     plan: Plan
     texts: dict[str, list[str]]
@@ -46,30 +46,30 @@ def suggest(
     overwrite: bool = False,
     bars: Bars = no_bars,
 ) -> Suggestion:
-    """Propose which layers to take from which of two adapters, with the reasons.
+    """Propose which layers to take from which of two adapters, with reasons.
 
-    A layer goes to the language expert where it holds a larger share of what that expert does than of what the task
-    expert does: by the size of ΔW, or, with texts of both sides, by how much it changes the base's predictions on them.
+    A layer goes to the language expert if its share of that expert's effect is larger than its share of the task
+    expert's effect. The effect is the size of ΔW or, with texts for both experts, the change in the base's predictions.
 
     Args:
         task_expert, language_expert: opened adapters, folders or Hub ids.
-        base_model: their base: needed for texts.
-        num_layers: the base's layers; by default from the base's config.
-        task_texts, language_texts: files of texts of each side, both or neither; see `read_texts`.
-        limit: how many texts of each are read.
+        base_model: the experts' base. Required for texts.
+        num_layers: the number of layers; by default from the base's config.
+        task_texts, language_texts: files with texts for each expert, both or neither; see `read_texts`.
+        limit: how many texts to read from each file.
         form: `zones`, or `modules` for an owner of each layer's attention and MLP.
-        device: where torch computes with texts: auto, cpu, cuda, cuda:N or mps.
-        out_path: a file to write the proposal to, as a recipe for `adapterswap compose`; nothing is written by default.
-        overwrite: replace that file.
+        device: where torch runs the model on the texts: auto, cpu, cuda, cuda:N or mps.
+        out_path: a file for the proposal, as a recipe for `adapterswap compose`; nothing is written by default.
+        overwrite: replace `out_path`.
         bars: shows progress.
 
     Returns:
         The proposal; its `composition` holds fields of a `Composition`.
 
     Raises:
-        ArgumentError: an expert is the base; texts of one side only, or without a base; an unknown `form`; a `limit`
-            below 1.
-        DataError: the texts cannot be read, or show no difference.
+        ArgumentError: an expert is the base, texts are given for one expert only or without a base, `form` is unknown,
+            or `limit` is below 1.
+        DataError: the texts cannot be read, or an expert changes no prediction on them.
         ExpertError: an expert changes nothing; one expert would own everything.
         OutputError: the file exists (without `overwrite`) or cannot be written.
         UnsupportedError: the model has one layer.
@@ -109,24 +109,24 @@ def read_measured(
     language_texts: str | Path | None = None,
     limit: int = 200,
 ) -> Measured:
-    """Open the experts and read the texts; arguments and errors as for `suggest`. Reads no tensor."""
+    """Open the experts and read the texts, but no tensors. Arguments and errors are those of `suggest`."""
     from adapterswap.analysis.effects import read_texts
 
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     if (task_texts is None) != (language_texts is None):
         raise ArgumentError(
-            "texts of one side only are given, and the two sides are compared",
+            "texts are given for one expert only; both are needed to compare them",
             "Pass both `task_texts` and `language_texts`",
             parameter="task_texts" if task_texts is None else "language_texts",
         )
     if task_texts is not None and base_model is None:
         raise ArgumentError("texts need a base model to read them", "Pass `base_model`", parameter="base_model")
     if limit < 1:
-        raise ArgumentError(f"`limit` is {limit}, and at least one text is needed", "Pass 1 or more", parameter="limit")
+        raise ArgumentError(f"`limit` is {limit}; at least one text is needed", "Pass 1 or more", parameter="limit")
     if BASE in (task_expert, language_expert):
         raise ArgumentError(
-            f"`{BASE}` means the unchanged base model, and suggest compares two experts",
-            f"Pass two adapters; ./{BASE} is the folder of that name",
+            f"`{BASE}` means the unchanged base model; suggest compares two experts",
+            f"Pass two adapters; for a folder of that name, write ./{BASE}",
             parameter="task_expert" if task_expert == BASE else "language_expert",
         )
     base = None if base_model is None else str(base_model)
@@ -141,7 +141,7 @@ def read_measured(
 
 
 def expert_place(expert: Expert) -> str:
-    """Where an expert can be found again."""
+    """The folder or Hub id from which an expert can be opened again."""
     if not isinstance(expert, Adapter):
         return str(expert)
     return str(expert.source if expert.source.revision else expert.source.folder)

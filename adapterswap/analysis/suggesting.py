@@ -1,9 +1,9 @@
-"""Propose which layers to take from whom, from how much each layer matters to each expert.
+"""Propose which layers to take from which expert, from how much each layer matters to each of them.
 
-An importance is a share: of all that an expert does, how much does this layer (or its attention, or its MLP)? A layer
-goes to the language expert where the language's share is larger than the task's, among the allocations that the wanted
-form allows. The task is judged by task texts and the language by texts in the language; no task data in the target
-language is needed. Knows shares; how they are measured, `changes` (weights) and `effects` (activations) know.
+An importance is a share: how much of an expert's total effect comes from this layer (or its attention, or its MLP)? A
+layer goes to the language expert if the language's share is larger than the task's, within the form of allocation that
+you choose. The task is judged by task texts and the language by texts in the language; no task data in the target
+language is needed. Knows shares, which `changes` (weights) and `effects` (activations) measure.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from adapterswap.experts.layers import format_layers
 __all__ = ["Block", "Form", "Importance", "Suggestion", "choose_layers", "importance_of_weights"]
 
 Form = Literal["zones", "modules"]
-Block = tuple[int, str]  # a layer, and `attention` or `mlp`
+Block = tuple[int, str]  # a layer and `attention` or `mlp`
 
 
 @dataclass(frozen=True)
 class Importance:
-    """Each expert's shares by layer and kind; an expert's shares sum to 1.
+    """Each expert's shares by layer and kind; the shares of an expert sum to 1.
 
     Attributes:
         measured: `weights` or `activations`.
-        num_layers: L.
-        task, language: block → share; a block that an expert does not adapt has none.
+        num_layers: the number of layers.
+        task, language: block → share, for the blocks that the expert adapts.
     """
 
     measured: Literal["weights", "activations"]
@@ -38,7 +38,7 @@ class Importance:
     language: Mapping[Block, float]
 
     def gain(self, block: Block) -> float:
-        """What is won, in shares, when the block goes to the language: its share there less its share for the task."""
+        """The gain from giving the block to the language: its share for the language minus its share for the task."""
         return self.language.get(block, 0.0) - self.task.get(block, 0.0)
 
     def of_layer(self, layer: int) -> tuple[float, float]:
@@ -52,14 +52,14 @@ class Importance:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A proposal.
+    """A proposed composition.
 
     Attributes:
-        form: zones (b and u), or an owner for each layer's attention and MLP.
+        form: `zones` (a bottom and a top), or `modules` for an owner of each layer's attention and MLP.
         composition: the fields of a `Composition`, without the experts.
-        kept: (task, language): the shares of each expert that the proposal keeps.
-        reasons: in words.
-        importance: what it rests on.
+        kept: (task, language): the share of each expert that the proposal keeps.
+        reasons: why, as sentences.
+        importance: the shares behind the proposal.
     """
 
     form: Form
@@ -69,7 +69,7 @@ class Suggestion:
     importance: Importance
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain data: what `adapterswap suggest --json` prints."""
+        """Everything as plain data, as `adapterswap suggest --json` prints it."""
         layers = map(self.importance.of_layer, range(self.importance.num_layers))
         return {
             "form": self.form,
@@ -87,36 +87,36 @@ def importance_of_weights(task: Changes, language: Changes, num_layers: int) -> 
 
 
 def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion:
-    """The allocation of the wanted form that keeps most: the language's shares where it owns, the task's elsewhere.
+    """Choose the allocation that keeps the largest shares: the language's in its layers, the task's in the others.
 
     Args:
-        importance: of both experts.
-        form: `zones` for a bottom and a top of whole layers, at least one and at most half of all (shares sum to 1, so
-            that the complement of a bad choice would look good); `modules` for any owner of any layer's attention or
-            MLP.
+        importance: the shares of both experts.
+        form: `zones` for a bottom and a top of whole layers, from one layer to half of them (shares sum to 1, so
+            without this limit the complement of a bad choice would look good); `modules` to choose freely for each
+            layer's attention and MLP.
 
     Raises:
-        UnsupportedError: there is one layer only.
+        UnsupportedError: the model has only one layer.
         ExpertError: one expert would own everything.
     """
     if form == "modules":
         return _by_modules(importance)
     layers = importance.num_layers
     if layers < 2:
-        raise UnsupportedError("the model has one layer, which cannot be shared", "Blend the experts: `method=soup`")
+        raise UnsupportedError("the model has only one layer, so no layers can be swapped", "Use `method=soup`")
     gains = [language - task for task, language in map(importance.of_layer, range(layers))]
     zones = [(b, u) for b in range(layers) for u in range(layers - b) if 0 < b + u <= layers / 2]
-    # Of equals the one that takes fewest layers from the task, and of those the one with the larger bottom.
+    # Break ties by the fewest layers taken from the task, then by the larger bottom.
     bottom, top = max(zones, key=lambda z: (sum(gains[: z[0]]) + sum(gains[layers - z[1] :]), -sum(z), z[0]))
     outer = {*range(bottom), *range(layers - top, layers)}
     owned = {block for block in {*importance.task, *importance.language} if block[0] in outer}
     reasons = [_reason(importance, outer)]
     if sum(gains[layer] for layer in outer) <= 0:
-        reasons.append("no outer layer matters more to the language than to the task: this takes the least harmful one")
+        reasons.append("no outer layer matters more to the language than to the task; this takes the least harmful one")
     inside = [layer for layer in range(layers) if layer not in outer and gains[layer] > 0]
     if inside:
         reasons.append(
-            f"layers {format_layers(inside)} matter more to the language too, and lie inside: --form modules"
+            f"layers {format_layers(inside)} also matter more to the language but are inside: see --form modules"
         )
     chosen = {"bottom": bottom, "top": top}
     return Suggestion("zones", chosen, _kept(importance, owned), tuple(reasons), importance)
@@ -127,16 +127,14 @@ def _by_modules(importance: Importance) -> Suggestion:
     owned = {block for block in blocks if importance.gain(block) > 0}
     if not owned or len(owned) == len(blocks):
         whose = "language" if owned else "task"
-        raise ExpertError(
-            f"everything would go to the {whose} expert", "Check that the two experts differ, and so do their texts"
-        )
+        raise ExpertError(f"everything would go to the {whose} expert", "Check that the experts and their texts differ")
     rules = []
     for kind in dict.fromkeys(kind for _, kind in blocks):
         layers = [layer for layer, of in owned if of == kind]
         if layers:
             rules.append({"layers": format_layers(layers), "modules": kind, "expert": "language"})
     blend = {"layers": "none", "blend": {"task": 1, "language": 1}, "optional": True}
-    reasons = [f"{rule['modules']} of layers {rule['layers']}: a larger share of the language than of the task"
+    reasons = [f"{rule['modules']} of layers {rule['layers']}: a larger share for the language than for the task"
                for rule in rules]  # fmt: skip
     allocation = [*rules, blend, {"expert": "task"}]
     return Suggestion("modules", {"allocation": allocation}, _kept(importance, owned), tuple(reasons), importance)
@@ -169,6 +167,6 @@ def _reason(importance: Importance, outer: set[int]) -> str:
     task, language = (sum(share[side] for share in shares) for side in (0, 1))
     held = f"layer {min(outer)} holds" if len(outer) == 1 else f"layers {format_layers(outer)} hold"
     return (
-        f"{held} {language:.0%} of what the language expert does in the layers, "
-        f"and {task:.0%} of what the task expert does there, by {importance.measured}"
+        f"{held} {language:.0%} of the language expert's effect in the layers, "
+        f"and {task:.0%} of the task expert's, measured by {importance.measured}"
     )

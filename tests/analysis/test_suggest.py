@@ -74,10 +74,10 @@ def test_reasons_say_what_was_weighed() -> None:
     assert proposal.composition == {"bottom": 1, "top": 0}
     assert proposal.kept == pytest.approx((0.9, 0.5))
     assert proposal.reasons[0] == (
-        "layer 0 holds 50% of what the language expert does in the layers, and 10% of what the task expert does there, "
-        "by weights"
+        "layer 0 holds 50% of the language expert's effect in the layers, and 10% of the task expert's, "
+        "measured by weights"
     )
-    assert proposal.reasons[1] == "layers 2 matter more to the language too, and lie inside: --form modules"
+    assert proposal.reasons[1] == "layers 2 also matter more to the language but are inside: see --form modules"
     unwilling = choose_layers(importance([6, 1, 1, 1, 6], [1, 1, 3, 1, 1]))
     assert "least harmful" in unwilling.reasons[1]
 
