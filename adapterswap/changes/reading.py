@@ -25,6 +25,7 @@ __all__ = [
     "factor_reader",
     "read_difference",
     "read_factors",
+    "read_matrices",
     "read_rows",
     "row_reader",
 ]
@@ -58,6 +59,22 @@ def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
         )
     b = read_numbers(expert, file, module.b)
     return Factors.scaled(read_numbers(expert, file, module.a), b, module.scale, module.name)
+
+
+def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
+    """Each matrix's factors where the module is a parameter of a mixture's experts; else those of the one weight.
+
+    Raises:
+        ExpertError, UnsupportedError: see `read_factors`.
+    """
+    if module.experts == 1:
+        return [read_factors(expert, file, module)]
+    whole = Factors.scaled(
+        read_numbers(expert, file, module.a), read_numbers(expert, file, module.b), module.scale, module.name
+    )
+    a = whole.a.reshape(module.experts, module.rank, module.in_features)
+    b = whole.b.reshape(module.out_features, module.rank, module.experts)
+    return [Factors(a[i], np.ascontiguousarray(b[:, :, i])) for i in range(module.experts)]
 
 
 def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int = 0, stop: int | None = None) -> Rows:

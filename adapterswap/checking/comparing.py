@@ -17,7 +17,7 @@ import numpy.typing as npt
 from adapterswap.arithmetic.lowrank import cosine
 from adapterswap.arithmetic.threads import map_in_threads
 from adapterswap.changes.joint import Joint
-from adapterswap.changes.reading import read_factors
+from adapterswap.changes.reading import read_matrices
 from adapterswap.errors import AdapterswapError, ExpertError, Problems, UnsupportedError, check_type
 from adapterswap.experts.adapters import Adapter
 from adapterswap.experts.layers import STACKS, Kind, stack_of
@@ -221,14 +221,18 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
             pair = [(adapter, adapter.modules.get(name)) for adapter in (one, other)]
             held = [(adapter, module) for adapter, module in pair if module is not None]
             _check_shapes(name, [module.shape for _, module in held])
-            joint = Joint([read_factors(adapter.name, files[adapter.file.path], module) for adapter, module in held])
-            module = held[0][1]
-            if len(held) == 1:
-                norm = joint.norm([1])
-                norms = (norm, 0.0) if pair[1][1] is None else (0.0, norm)
-                return Difference(name, module.layer, module.kind, norms, 0.0, norm)
-            norms = joint.norm([1, 0]), joint.norm([0, 1])
-            return Difference(name, module.layer, module.kind, norms, joint.inner(0, 1), joint.norm([1, -1]))
+            factors = [read_matrices(adapter.name, files[adapter.file.path], module) for adapter, module in held]
+            module, matrices = held[0][1], []
+            for joint in map(Joint, zip(*factors, strict=True)):
+                if len(held) == 1:
+                    norm = joint.norm([1])
+                    norms = (norm, 0.0) if pair[1][1] is None else (0.0, norm)
+                    matrices.append(Difference(name, module.layer, module.kind, norms, 0.0, norm))
+                else:
+                    norms = joint.norm([1, 0]), joint.norm([0, 1])
+                    inner, apart = joint.inner(0, 1), joint.norm([1, -1])
+                    matrices.append(Difference(name, module.layer, module.kind, norms, inner, apart))
+            return matrices[0] if len(matrices) == 1 else total(matrices, name)
 
         differences = list(map_in_threads(difference, names))
     return sorted(differences, key=lambda row: (-1 if row.layer is None else row.layer, row.name))

@@ -21,6 +21,7 @@ from adapterswap.arithmetic.outputs import Form
 from adapterswap.arithmetic.peft_config import Shape, adapter_config, most_common, written_scale
 from adapterswap.changes.deltas import Factors
 from adapterswap.checking.comparing import Difference, compare
+from adapterswap.converting.older_parameters import is_older, write_current
 from adapterswap.converting.peft_deltas import CONVERTIBLE, load_with_base
 from adapterswap.converting.pickled import PICKLED, as_safetensors
 from adapterswap.converting.result import Conversion, ConvertedModule
@@ -48,9 +49,9 @@ from adapterswap.writing.folder import COMPOSED
 
 __all__ = ["Conversion", "ConvertedModule", "convert"]
 
-# What makes a LoRA more than s·B·A, or another one.
 # Beside LoRA they are copied. Another kind's modules are merged by PEFT, and their rows would be lost.
 _TOKENS = "trainable_token_indices"
+# What makes a LoRA more than s·B·A, or another one.
 _VARIANTS = ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config")
 _RESOLUTION = 5e-8  # of errors that are computed from inner products
 _CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
@@ -74,9 +75,9 @@ def convert(
 ) -> Conversion:
     """Convert an adapter: other module names, another layout or dtype, safetensors, or rsLoRA.
 
-    A LoRA keeps its ΔW, up to the rounding to `dtype` and to `rank`. For other kinds (DoRA, LoHa, LoKr, OFT, (IA)³, …)
-    PEFT computes each module's ΔW on its base, and ΔW ≈ B·A is its truncated SVD, with lora_alpha = √rank, so that
-    rsLoRA's scale is 1.
+    A LoRA keeps its ΔW, up to the rounding to `dtype` and to `rank`. LoRA on fused experts (`target_parameters`) that
+    PEFT before 0.19 saved gets today's layout. For other kinds (DoRA, LoHa, LoKr, OFT, (IA)³, …) PEFT computes each
+    module's ΔW on its base, and ΔW ≈ B·A is its truncated SVD, with lora_alpha = √rank, so that rsLoRA's scale is 1.
 
     Args:
         adapter: a folder or Hub id.
@@ -89,8 +90,8 @@ def convert(
             other than LoRA, each module gets the smallest rank that is enough, up to `rank`.
         saved_rank: turn every module trained in full (`modules_to_save`) into LoRA of at most this rank, by the
             truncated SVD of W - W_base, for engines that serve only LoRA. By default these modules stay as they are.
-        base_model: the adapter's base, if it names none or another path. DoRA, other kinds than LoRA and `saved_rank`
-            need its weights.
+        base_model: the adapter's base, if it names none or another path. DoRA, other kinds than LoRA, fused experts of
+            PEFT before 0.19 and `saved_rank` need its weights.
         allow_pickle: read `adapter_model.bin` too, only with `torch.load(weights_only=True)`.
         overwrite: replace the folder, if `convert` or its like wrote it.
         dry_run: compute and report everything, and write nothing.
@@ -123,6 +124,14 @@ def convert(
     with tempfile.TemporaryDirectory(prefix="adapterswap-convert-") as place:
         folder, pickled = _safetensors(source, Path(place), allow_pickle=allow_pickle)
         kind = _kind(folder)
+        older = is_older(folder)
+        if older:
+            current = Path(place) / "current"
+            current.mkdir()
+            config = read_json(folder / CONFIG)
+            named = config.get("base_model_name_or_path")
+            write_current(folder, current, open_checkpoint(_base_of(named, config.get("revision"), base_model)))
+            folder = current
         if kind == "LORA":
             opened, approximated = read_adapter(replace(source, folder=folder)), {}
         else:
@@ -158,7 +167,7 @@ def convert(
         original = {file: sha256_of(source.folder / file) for file in (PICKLED if pickled else WEIGHTS, CONFIG)}
 
         def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
-            if kind == "LORA" and not (pickled or lowers):
+            if kind == "LORA" and not (pickled or lowers or older):
                 return record
             experts = {
                 name: source_record.model_copy(update={"sha256": original})

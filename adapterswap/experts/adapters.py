@@ -518,7 +518,7 @@ def _module(
         raise UnsupportedError(
             f"{folder}: {name} is a fused parameter with LoRA as PEFT stored it before 0.19, with in and out the other "
             "way round for most models, and later versions of PEFT read it wrongly or not at all",
-            "Train it with a later PEFT, or merge it with the version that made it",
+            "Convert it with `adapterswap convert`, which compares it with its base",
         )
     if a.shape[0] != rank * experts:
         raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, and {CONFIG} says {rank}", _MISMATCH)
