@@ -1,7 +1,7 @@
 """Recipes that come with adapterswap, by name: `train/llama-3.1-8b-instruct/math`.
 
 In a checkout they are in `recipes/`; once installed, in the package itself. The recipes in `train/`, `compose/` and
-`sweep/` are whole; the other folders hold the fragments that they extend. Knows nothing of what recipes say.
+`sweep/` are complete; the other folders hold fragments that they extend. Does not read what recipes say.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What outputs say of themselves: adapterswap.json and the model card."""
+"""What outputs say about themselves: adapterswap.json and the model card."""

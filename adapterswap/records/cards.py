@@ -1,6 +1,6 @@
-"""Model cards (README.md) of composed adapters and merged models: what they are made of, and how to use them.
+"""Model cards (README.md) of composed adapters and merged models: where they come from, and how to use them.
 
-Knows plans, what was written, and which modules were truncated. Says nothing else: no scores, no claims.
+A card states what was composed, written and truncated. It makes no claims about quality and holds no scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adapterswap.records.record import CompositionRecord
 
 __all__ = ["adapter_card", "escaped", "loading", "merged_card"]
 
-_MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
+_MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is not markup
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 _HUB = "https://huggingface.co"
 _STUDY = "Bandarkar & Peng, 2025, arXiv:2505.18356"
@@ -32,7 +32,7 @@ _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def escaped(text: str) -> str:
-    """Text that may hold any characters, such as a folder's name, as Markdown that shows it on one line."""
+    """Markdown that shows any text, such as a folder's name, literally and on one line."""
     return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 
@@ -40,9 +40,9 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
     """The card as Markdown with the Hub's YAML front matter.
 
     Args:
-        plan: what was composed.
-        record: what adapterswap.json says of it.
-        layout: what was written.
+        plan: the composition.
+        record: the content of its adapterswap.json.
+        layout: the tensors and config that were written.
     """
     base = public_name(plan.base_model)
     stated = licences(plan)
@@ -56,7 +56,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
     made = (
         f"composed from {count} expert{'s' * (count > 1)} by\n{_how_composed(plan)}"
         if layers is None
-        else f"cut out of one expert:\nits {layers}, and what it has outside the layers,"
+        else f"extracted from one expert:\nits {layers} and its modules outside the layers,"
     )
     remarks = [*map(escaped, [*record.origins, *unusual(plan)]), *_conversion(record), *_truncation(record)]
     return f"""---
@@ -76,8 +76,8 @@ A LoRA adapter{f" for {escaped(base)}" if base else ""}, {made} with adapterswap
 ## Use
 
 {loading(layout.config, base, task_type=plan.task_type)}
-`adapterswap.json` says which expert every module came from, with the SHA-256 of the experts' files.
-`adapterswap verify` composes the adapter again from its experts and compares it.
+`adapterswap.json` records which expert every module came from, and the SHA-256 of the experts' files.
+`adapterswap verify path/to/this/folder` composes the adapter again from its experts and compares the two.
 {_citation(plan)}"""
 
 
@@ -110,17 +110,17 @@ Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expe
 
 {_layers(plan)}
 {_list(map(escaped, [*record.origins, *unusual(plan)]))}{_licence_text(stated)}
-`adapterswap.json` says what every tensor came from, with SHA-256 hashes of the experts. `adapterswap verify` makes the
-weights again from their sources and compares them.
+`adapterswap.json` records where every tensor came from, with SHA-256 hashes of the experts.
+`adapterswap verify path/to/this/folder` makes the weights again from their sources and compares the two.
 {_citation(plan)}"""
 
 
 def loading(config: Mapping[str, object], base: str | None, *, task_type: str | None) -> str:
-    """How to load an adapter in PEFT, vLLM and llama.cpp; of the last two, or why they do not read it.
+    """How to load an adapter in PEFT, vLLM and llama.cpp, or why the last two cannot read it.
 
     Args:
-        config: its adapter_config.json.
-        base: the base's public name, where it is known.
+        config: the content of its adapter_config.json.
+        base: the base's public name, if it is known.
         task_type: PEFT's name of the task.
     """
     revision = config.get("revision")
@@ -142,8 +142,8 @@ model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
     other = config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("lora_bias")
     if other or config.get("modules_to_save") or config.get("bias", "none") != "none":
         parts.append(
-            "vLLM and llama.cpp read LoRA alone, without DoRA, biases or modules trained in full (`modules_to_save`): "
-            "merge the\nadapter into its base with `adapterswap merge`, and serve the result.\n"
+            "vLLM and llama.cpp read only plain LoRA, without DoRA, biases or modules trained in full "
+            "(`modules_to_save`).\nTo serve this adapter with them, merge it into its base with `adapterswap merge`.\n"
         )
     elif causal:
         parts.append(_servers(config, base if is_id else None, str(revision) if revision else None))
@@ -164,10 +164,11 @@ vllm serve {base or "BASE"}{at} --enable-lora --max-lora-rank {fitting} --lora-m
 ```
 """
         if fitting
-        else f"vLLM reads ranks up to {_VLLM_RANKS[-1]}, and this adapter has {rank}: compose it with `--max-rank`.\n"
+        else f"vLLM reads ranks up to {_VLLM_RANKS[-1]}, but this adapter has rank {rank}: compose it again with "
+        f"`--max-rank {_VLLM_RANKS[-1]}`.\n"
     )
     return f"""{vllm}
-With llama.cpp, where `base.gguf` is the base as its `convert_hf_to_gguf.py` writes it:
+With llama.cpp, after converting the base to `base.gguf` with its `convert_hf_to_gguf.py`:
 
 ```bash
 adapterswap export path/to/this/folder -o composed.gguf
@@ -177,7 +178,7 @@ llama-server -m base.gguf --lora composed.gguf
 
 
 def _how_composed(plan: Plan) -> str:
-    """What was done, with the paper that it is from."""
+    """The method, with its paper."""
     composition = plan.composition
     if composition.allocation is not None:
         return "rules for layers and modules"
@@ -187,7 +188,7 @@ def _how_composed(plan: Plan) -> str:
 
 
 def _experts_table(plan: Plan, record: CompositionRecord, stated: Mapping[str, Licence | None]) -> str:
-    """A row for each expert: where it is from, its part, its rank, its licence."""
+    """A row for each expert: where it is from, its kind, role, rank and licence."""
     rows = [("expert", "from", "kind", "role", "rank", "licence"), ("---",) * 6]
     roles = {
         name: role
@@ -212,32 +213,33 @@ def _experts_table(plan: Plan, record: CompositionRecord, stated: Mapping[str, L
 
 
 def _link(source: Source) -> str:
-    """A source's name; a link to its commit where it is from the Hub."""
+    """A source's name, with a link to its commit if it is from the Hub."""
     if source.revision is None:
         return escaped(source.name)
     return f"[{escaped(source.name)}]({_HUB}/{source.name}/tree/{source.revision}) at `{source.revision[:12]}`"
 
 
 def _layers(plan: Plan) -> str:
-    """The strip of layers, the numbers behind it, and where each layer comes from."""
+    """The strip of layers, the settings, and where each layer comes from."""
     rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(plan))
-    return f"""Layers from bottom (left) to top (right){_numbers(plan)}:
+    return f"""Layers from bottom (left) to top (right):
 
 ```
 {strip(plan)}
 ```
+{_settings(plan)}
 
 | layers of {format_depth(plan.num_layers)} | from |
 |---|---|
 {rows}"""
 
 
-def _numbers(plan: Plan) -> str:
-    """The numbers of a composition with its defaults filled in: zones, weights, what the method takes."""
+def _settings(plan: Plan) -> str:
+    """A line with the composition's settings, defaults filled in: zones, weights, the method's parameters."""
     settled = plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints))
     names = [*ZONES, "task_weight", "language_weight", "weights", "density", "scale", "seed", "row_threshold", "norms"]
     shown = [f"{name} {_short(settled[name])}" for name in names if name in settled]
-    return f" with {escaped(', '.join(shown))}" if shown else ""
+    return f"\nSettings: {escaped(', '.join(shown))}.\n" if shown else ""
 
 
 def _short(value: object) -> str:
@@ -245,23 +247,23 @@ def _short(value: object) -> str:
 
 
 def _zones(plan: Plan) -> list[tuple[str, str]]:
-    """Layers that are made alike → what they are made of, in the order of the layers."""
+    """Consecutive layers with the same origin, and that origin, in the order of the layers."""
     stacks = dict.fromkeys(mark.stack for mark in marks(plan))
-    found = [(stack, zone) for stack in sorted(stacks, key=str, reverse=True) for zone in _zones_of(plan, stack)]
-    return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in found]
+    zones = [(stack, zone) for stack in sorted(stacks, key=str, reverse=True) for zone in _zones_of(plan, stack)]
+    return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in zones]
 
 
 def _zones_of(plan: Plan, stack: Stack | None) -> list[tuple[str, str]]:
-    made: dict[int, dict[str, str]] = {}
+    origins: dict[int, dict[str, str]] = {}
     for mark in marks(plan):
         if mark.stack != stack:
             continue
         origin = mark.owner or mark.blend
-        kinds = made.setdefault(mark.layer, {})
+        kinds = origins.setdefault(mark.layer, {})
         kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
     zones: list[tuple[list[int], str]] = []
-    for layer in sorted(made):
-        kinds = made[layer]
+    for layer in sorted(origins):
+        kinds = origins[layer]
         alike = len(set(kinds.values())) == 1
         text = next(iter(kinds.values())) if alike else "; ".join(f"{kind}: {kinds[kind]}" for kind in sorted(kinds))
         if zones and zones[-1][1] == text and zones[-1][0][-1] == layer - 1:
@@ -272,7 +274,7 @@ def _zones_of(plan: Plan, stack: Stack | None) -> list[tuple[str, str]]:
 
 
 def _size(layout: Layout) -> str:
-    """The ranks, the layout and the bytes of an adapter."""
+    """The ranks, the scale, the number of parameters and the size of an adapter."""
     config = layout.config
     ranks = sorted({config["r"], *config["rank_pattern"].values()}) if config.get("peft_type") == "LORA" else []
     rank = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {ranks[0]} to {ranks[-1]}" if ranks else ""
@@ -284,22 +286,22 @@ def _size(layout: Layout) -> str:
 
 
 def _conversion(record: CompositionRecord) -> list[str]:
-    """A line on where the numbers come from, if they were not those of a LoRA in a safetensors file."""
-    found = record.conversion
-    if found is None or not (found.modules or found.pickled):
+    """A line on the conversion, if the adapter was converted from another kind or from a pickled file."""
+    conversion = record.conversion
+    if conversion is None or not (conversion.modules or conversion.pickled):
         return []
-    if not found.modules:
+    if not conversion.modules:
         return ["converted from a pickled file (adapter_model.bin)"]
-    ranks = sorted({module["rank"] for module in found.modules.values()})
+    ranks = sorted({module["rank"] for module in conversion.modules.values()})
     rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
-    error = escaped(error_text(found.relative_error or 0.0))
-    if found.peft_type == "LORA":
-        return [f"modules trained in full were made LoRA of {rank}: the relative error of their ΔW is {error}"]
-    return [f"converted from {escaped(found.peft_type)} to rsLoRA of {rank}: the relative error of ΔW is {error}"]
+    error = escaped(error_text(conversion.relative_error or 0.0))
+    if conversion.peft_type == "LORA":
+        return [f"modules trained in full were converted to LoRA of {rank}: the relative error of their ΔW is {error}"]
+    return [f"converted from {escaped(conversion.peft_type)} to rsLoRA of {rank}: the relative error of ΔW is {error}"]
 
 
 def _truncation(record: CompositionRecord) -> list[str]:
-    """A line on modules whose ΔW is not exact, if there are any."""
+    """A line on modules whose ΔW was truncated, if any."""
     if not record.reduced:
         return []
     worst = escaped(error_text(max(module["relative_error"] for module in record.reduced.values())))
@@ -321,17 +323,17 @@ def _licence_front(stated: Mapping[str, Licence | None]) -> dict[str, str]:
 
 
 def _licence_text(stated: Mapping[str, Licence | None]) -> str:
-    """What readers should know of licences: a clash, or experts that state none beside others that do."""
+    """A warning if licences differ, or a note if only some experts state one."""
     if (warning := licence_warning(stated)) is not None:
         return f"\n**Warning**: {escaped(warning)}.\n"
     if any(stated.values()) and not all(stated.values()):
         silent = " and ".join(escaped(name) for name, licence in stated.items() if licence is None)
-        return f"\nNo licence is given above, since the card of {silent} states none.\n"
+        return f"\nThis card declares no licence, because the card of {silent} does not state one.\n"
     return ""
 
 
 def _citation(plan: Plan) -> str:
-    """The papers of what was done, linked."""
+    """The papers to cite for the methods used, with links."""
     composition = plan.composition
     if sliced_layers(plan) is not None:
         return ""

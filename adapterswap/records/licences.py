@@ -1,7 +1,7 @@
-"""The licences that experts' own model cards state, and whether they agree.
+"""The licences that experts' model cards state, and whether they agree.
 
-Reads the front matter of an expert's README.md, which a stranger wrote: what cannot be read counts as not stated. Gives
-no legal advice: it compares what is written.
+Reads the front matter of an expert's README.md. The file is untrusted: a licence that cannot be read counts as not
+stated. This compares what is written and gives no legal advice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Licence:
 
 
 def licence_of(folder: Path) -> Licence | None:
-    """The licence that the card in an expert's folder states; None where there is no card, or it states none."""
+    """The licence that the card in an expert's folder states; None if there is no card or it states no licence."""
     path = folder / _CARD
     if not exists(path):
         return None
@@ -61,27 +61,27 @@ def licence_of(folder: Path) -> Licence | None:
 
 def _read(front: Mapping[str, Any]) -> Licence | None:
     stated = front.get("license")
-    stated = ", ".join(stated) if isinstance(stated, list) and all(isinstance(one, str) for one in stated) else stated
+    stated = ", ".join(stated) if isinstance(stated, list) and all(isinstance(s, str) for s in stated) else stated
     fields = [stated, front.get("license_name"), front.get("license_link")]
     values = [printable(value.strip())[:_MAX_NAME] if isinstance(value, str) else "" for value in fields]
     return Licence(values[0].lower(), values[1], values[2]) if values[0] else None
 
 
 def licences(plan: Plan) -> dict[str, Licence | None]:
-    """What each expert's card states, by the expert's name."""
+    """The licence that each expert's card states, by the expert's name."""
     return {name: licence_of(expert.source.folder) for name, expert in plan.experts.items()}
 
 
 def common_licence(stated: Mapping[str, Licence | None]) -> Licence | None:
-    """The licence that all experts state; None where one states none, or they differ."""
-    every = set(stated.values())
-    return next(iter(every)) if len(every) == 1 else None
+    """The licence that all experts state; None if one states no licence or they differ."""
+    distinct = set(stated.values())
+    return next(iter(distinct)) if len(distinct) == 1 else None
 
 
 def licence_warning(stated: Mapping[str, Licence | None]) -> str | None:
-    """A line where experts state different licences; None where they do not."""
+    """A warning if experts state different licences; else None."""
     named = {name: licence for name, licence in stated.items() if licence is not None}
     if len(set(named.values())) < 2:
         return None
-    each = ", ".join(f"{name}: {licence}" for name, licence in named.items())
-    return f"the experts' licences differ ({each}): check that the result may be shared, and under which terms"
+    listed = ", ".join(f"{name}: {licence}" for name, licence in named.items())
+    return f"the experts' licences differ ({listed}): check whether you may share the result, and under which terms"

@@ -1,11 +1,11 @@
-"""adapterswap.json: what a folder was made of. Written, read and brought up to date here and nowhere else.
+"""adapterswap.json: how a folder was made. Records are written, read and upgraded here and nowhere else.
 
-A record holds no clock and no path of a machine, so the same inputs give the same bytes. One that is read may come from
-a stranger: it is checked before it is believed, and a path that it names is never followed.
+A record holds no time and no local path, so the same inputs give the same bytes. A record that is read is untrusted: it
+is validated first, and paths in it are never followed.
 
-Format 1 is the first edition's. Since 2, the experts of a side are averaged before a method combines the sides. Since
-3, a composition has its defaults filled in, the base has an identity, an expert that adapterswap made says what it was
-made of, every record has a `kind`, and `base_model` is a name in all of them.
+Format 1 is that of the first version. Since 2, the experts of a side are averaged before a method combines the sides.
+Since 3, a composition has its defaults filled in, the base has an identity, an expert made by adapterswap carries its
+origin, every record has a `kind`, and `base_model` is always a name.
 """
 
 from __future__ import annotations
@@ -48,47 +48,45 @@ __all__ = [
 ]
 
 FORMAT: Literal[3] = 3
-_DEPTH = 8  # generations of origins that are kept; JSON that nests deeper is refused on reading
+_DEPTH = 8  # generations of origins to keep; JSON that nests deeper is refused when it is read
 
 
 _Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 
 
 class _Written(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)  # most commands use few of these
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, defer_build=True)  # most commands need few of them
 
     def content(self) -> dict[str, Any]:
-        """The record as plain data, as it is written to the file."""
+        """The record as plain data, ready to be written."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
 class SourceRecord(_Written):
-    """What an expert or a base was: a Hub id and its commit, or a folder's own name, and its files."""
+    """The identity of an expert or a base: a Hub id with its commit, or a folder's name, and hashes of its files."""
 
     source: str
     revision: str | None = None
-    sha256: dict[str, str] = Field(default={}, description="Of its small files, and of an adapter's weights.")
-    fingerprints: dict[str, str] = Field(default={}, description="Of a local base's weights; see `fingerprint`.")
+    sha256: dict[str, str] = Field(default={}, description="Hashes of its small files, and of an adapter's weights.")
+    fingerprints: dict[str, str] = Field(default={}, description="A local base's weights; see `fingerprint`.")
     base_model: str | None = Field(default=None, description="The base that an adapter's own config names.")
     base_revision: str | None = None
     entered: dict[str, dict[str, int | str]] = Field(
-        default={}, description="Of a full checkpoint: how much was copied and computed with; see `merging.blocks`."
+        default={}, description="A full checkpoint's bytes that were copied or computed with; see `merging.blocks`."
     )
-    origin: Origin | None = Field(
-        default=None, description="What the adapterswap.json beside it says that it was made of."
-    )
+    origin: Origin | None = Field(default=None, description="How it was made, from the adapterswap.json in its folder.")
 
     def __str__(self) -> str:
         return f"{self.source}@{self.revision}" if self.revision else self.source
 
     @property
     def reference(self) -> str | None:
-        """The Hub id with its commit; None for others: a path that a record names is never followed."""
+        """The Hub id with its commit; None for anything else, since paths in a record are never followed."""
         return str(self) if self.revision and parse_hub_id(str(self)) else None
 
 
 class Origin(BaseModel):
-    """What an expert was itself made of: the keys of its own record that say so. Only what is shown is checked."""
+    """How an expert was made: the relevant keys of its own record. Only the fields that are shown are validated."""
 
     model_config = ConfigDict(extra="allow", defer_build=True)
 
@@ -104,7 +102,7 @@ class Origin(BaseModel):
 
 
 class SliceRecord(_Written):
-    """The layers that a slice keeps, such as `0-4,30-31`; with a stack, of that stack alone."""
+    """The layers that a slice keeps, such as `0-4,30-31`; with `stack`, only those of that stack."""
 
     layers: str
     stack: Stack | None = None
@@ -114,7 +112,7 @@ class SliceRecord(_Written):
 
 
 class ExtractionOrigin(BaseModel):
-    """What an adapter was cut out of."""
+    """The full checkpoint that an adapter was extracted from."""
 
     model_config = ConfigDict(extra="allow", defer_build=True)
 
@@ -122,24 +120,23 @@ class ExtractionOrigin(BaseModel):
 
 
 class ConversionRecord(_Written):
-    """What was not a LoRA in a safetensors file before, in whole or in part: where its numbers come from, and how near
-    they are.
+    """A conversion from another kind of adapter, from modules trained in full, or from a pickled file.
 
-    The last digits of a singular value decomposition are the machine's, so the result is known by its hash.
+    The last digits of a singular value decomposition differ between machines, so the result is identified by its hash.
     """
 
     peft_type: str
     pickled: bool = False
     rank: int | None = None
     max_error: float | None = None
-    saved_rank: int | None = Field(default=None, description="Of modules that were trained in full before.")
-    relative_error: float | None = Field(default=None, ge=0, description="Over these modules together.")
+    saved_rank: int | None = Field(default=None, description="The rank of modules that had been trained in full.")
+    relative_error: float | None = Field(default=None, ge=0, description="Over all converted modules together.")
     modules: dict[str, dict[str, int | float]] = Field(default={}, description="Rank, relative error and norm of ΔW.")
-    sha256: dict[str, str] = Field(description="Of the adapter's own files.")
+    sha256: dict[str, str] = Field(description="Hashes of the adapter's own files.")
 
 
 class RuleRecord(BaseModel):
-    """A rule as it was applied: fields as for `Rule`. Only what is read again is checked."""
+    """A rule as it was applied, with the fields of `Rule`. Only the fields that are read again are validated."""
 
     model_config = ConfigDict(extra="allow", defer_build=True)
 
@@ -152,7 +149,7 @@ class RuleRecord(BaseModel):
 
 
 class CompositionRecord(_Written):
-    """What an adapter was composed of, or a model merged from. Other keys are left alone."""
+    """How an adapter was composed, or a model merged. Unknown keys are ignored."""
 
     format: int = FORMAT
     kind: Literal["adapter", "model"] = "adapter"
@@ -160,32 +157,32 @@ class CompositionRecord(_Written):
     base_model: str | None = None
     base_revision: str | None = None
     base: SourceRecord | None = Field(
-        default=None, description="The base's identity, where it was given as a folder, or was needed."
+        default=None, description="The base's identity, if it was declared as a folder or its weights were needed."
     )
     num_layers: _Depth | dict[Stack, _Depth]
-    composition: dict[str, Any] = Field(default={}, description="What was requested, defaults filled in.")
+    composition: dict[str, Any] = Field(default={}, description="The request, with defaults filled in.")
     experts: dict[str, SourceRecord]
     rules: list[RuleRecord] = []
     output: dict[str, Any] = Field(default={}, description="How it was written: layout, rank, dtype, size of shards.")
     modules: dict[str, str | dict[str, float]] = Field(
-        validation_alias=AliasChoices("modules", "tensors"),  # of an adapter, of a merged model
+        validation_alias=AliasChoices("modules", "tensors"),  # an adapter's, a merged model's
         description="The owner, or each expert's coefficient.",
     )
     rows: dict[str, dict[str, str | dict[str, float]]] = Field(
-        default={}, description="Of embeddings and heads with new tokens: the same for ranges of rows, such as `96-97`."
+        default={}, description="For embeddings and heads with new tokens: the same by ranges of rows, such as `96-97`."
     )
     slice: SliceRecord | None = None
     conversion: ConversionRecord | None = None
     magnitudes: dict[str, float] = Field(default={}, description="The mean |ΔW| by which weights were divided.")
     kept_rows: dict[str, float] = Field(default={}, description="The share of rows above the row threshold.")
     reduced: dict[str, dict[str, int | float]] = Field(
-        default={}, description="Rank and relative error, where truncated."
+        default={}, description="Rank and relative error of truncated modules."
     )
 
     @model_validator(mode="before")
     @classmethod
     def _read_older(cls, content: Any) -> Any:
-        """Before format 3 the base of a merged model stood in `base_model`, with its files."""
+        """Before format 3, `base_model` of a merged model held the base's whole source record."""
         if isinstance(content, dict) and isinstance(base := content.get("base_model"), dict):
             names = {"base_model": base.get("source"), "base_revision": base.get("revision"), "base": base}
             return {**content, **names}
@@ -206,23 +203,23 @@ class CompositionRecord(_Written):
 
     @property
     def origins(self) -> list[str]:
-        """A line for each expert that adapterswap made itself: what that was made of."""
+        """A line for each expert that adapterswap made, saying how."""
         return [f"{name} {expert.origin}" for name, expert in self.experts.items() if expert.origin is not None]
 
     def owner_of(self, module: str) -> str | dict[str, float] | None:
-        """The expert, or the average of several, that owns a module; else its coefficients; None if it is not named."""
-        made_of = self.modules.get(module)
-        if not isinstance(made_of, dict):
-            return made_of
+        """The expert or the average that owns a module, or else its coefficients; None if the record lacks it."""
+        recorded = self.modules.get(module)
+        if not isinstance(recorded, dict):
+            return recorded
         for rule in self.rules:
             members = rule.averages.get(rule.expert or "")
-            if members and made_of == {name: 1 / len(members) for name in members if name != BASE}:
+            if members and recorded == {name: 1 / len(members) for name in members if name != BASE}:
                 return rule.expert
-        return made_of
+        return recorded
 
 
 class ExtractedModule(BaseModel):
-    """A module of an extracted adapter: its relative error, and ‖ΔW‖ (Frobenius)."""
+    """A module of an extracted adapter: its rank, its relative error and ‖ΔW‖ (Frobenius)."""
 
     model_config = ConfigDict(strict=True, defer_build=True)
 
@@ -232,7 +229,7 @@ class ExtractedModule(BaseModel):
 
 
 class LeftOut(BaseModel):
-    """A change of the fine-tune that is not in the adapter: why, and ‖ΔW‖."""
+    """A change of the fine-tune that is not in the adapter: the reason and ‖ΔW‖."""
 
     model_config = ConfigDict(strict=True, defer_build=True)
 
@@ -241,7 +238,7 @@ class LeftOut(BaseModel):
 
 
 class ExtractionRequest(BaseModel):
-    """What was asked of `extract`, and of what."""
+    """The arguments of `extract`, and the two models that it compared."""
 
     model_config = ConfigDict(strict=True, defer_build=True)
 
@@ -255,14 +252,14 @@ class ExtractionRequest(BaseModel):
 
 
 class ExtractionRecord(_Written):
-    """What an adapter was cut out of. Other keys are left alone."""
+    """How an adapter was extracted from a full checkpoint. Unknown keys are ignored."""
 
     format: Literal[1, 3] = FORMAT
     kind: Literal["extraction"] = "extraction"
     adapterswap_version: str = ""
     base_model: str | None = None
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
-    sha256: dict[str, str] = Field(description="Of the adapter's own files.")
+    sha256: dict[str, str] = Field(description="Hashes of the adapter's own files.")
     extraction: ExtractionRequest
     extracted: dict[str, ExtractedModule]
     unchanged: list[str] = []
@@ -274,17 +271,17 @@ Record = CompositionRecord | ExtractionRecord
 
 
 def parse_record(content: Mapping[str, Any]) -> Record:
-    """The record that the content of an adapterswap.json is.
+    """Parse the content of an adapterswap.json.
 
     Raises:
-        ValidationError: it is none that this version understands.
+        ValidationError: this version does not understand the record.
     """
     kind = ExtractionRecord if "extraction" in content else CompositionRecord
     return kind.model_validate(content)
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in a folder; None if there is none, or it is none that can be understood."""
+    """The record in a folder; None if there is none or it cannot be understood."""
     if not exists(folder / PROVENANCE):
         return None
     try:
@@ -301,14 +298,14 @@ def composition_record(
     output: Mapping[str, Any],
     measured: Mapping[str, Any],
 ) -> CompositionRecord:
-    """The record of what a plan made.
+    """The record of a plan that was carried out.
 
     Args:
-        plan: what was carried out.
-        experts: what entered, by name.
-        base: the base's identity, where it was given or needed.
-        output: how it was written; values that are None are left out.
-        measured: `magnitudes`, `kept_rows` and `reduced`, as far as there are any: what only the tensors told.
+        plan: the plan.
+        experts: the experts' identities, by name.
+        base: the base's identity, if it was declared or needed.
+        output: how the result was written; values that are None are left out.
+        measured: values that depend on tensors, if there are any: `magnitudes`, `kept_rows` and `reduced`.
     """
     fields: dict[str, Any] = {
         "format": FORMAT, "kind": "adapter", "adapterswap_version": __version__, "num_layers": plan.num_layers,
@@ -337,7 +334,7 @@ def composition_record(
 
 
 def adapter_source(adapter: Adapter, sha256: str) -> SourceRecord:
-    """An adapter as an expert; `sha256` is that of its weights."""
+    """The identity of an adapter; `sha256` is the hash of its weights."""
     return _source(
         adapter.source,
         sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
@@ -347,7 +344,7 @@ def adapter_source(adapter: Adapter, sha256: str) -> SourceRecord:
 
 
 def checkpoint_source(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str, int | str]]) -> SourceRecord:
-    """A full checkpoint as an expert or a base, and what of it entered."""
+    """The identity of a full checkpoint, as an expert or a base, and how many of its bytes entered."""
     config = checkpoint.source.folder / MODEL_CONFIG
     return _source(
         checkpoint.source,
@@ -357,17 +354,17 @@ def checkpoint_source(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str,
 
 
 def shards_source(checkpoint: Checkpoint, sha256: Mapping[str, str]) -> SourceRecord:
-    """A full checkpoint that an adapter is cut out of; `sha256` are those of its shards."""
+    """The identity of a full checkpoint that an adapter is extracted from; `sha256` holds the hashes of its shards."""
     return _source(checkpoint.source, sha256=dict(sha256))
 
 
 def base_source(source: Source) -> SourceRecord:
-    """A base of which no weight entered: its config, and where it is a local folder the fingerprints of its weights."""
+    """The identity of a base whose weights were not needed: its config and, for a local folder, fingerprints."""
     config = source.folder / MODEL_CONFIG
     fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if exists(config) else {}}
     if source.revision is None:
-        found = model_fingerprints(source.folder)
-        fields["fingerprints"] = {name: value for name, value in found.items() if name.endswith(".safetensors")}
+        prints = model_fingerprints(source.folder)
+        fields["fingerprints"] = {name: value for name, value in prints.items() if name.endswith(".safetensors")}
     return SourceRecord(source=source.name, revision=source.revision, **fields)
 
 
@@ -378,7 +375,7 @@ def _source(source: Source, **fields: Any) -> SourceRecord:
 
 
 def _origin(folder: Path) -> Origin | None:
-    """What the expert in a folder was made of, by its own record; None for one that adapterswap did not make."""
+    """How the expert in a folder was made, by its own record; None if adapterswap did not make it."""
     record = read_record(folder)
     if record is None:
         return None
@@ -392,7 +389,7 @@ def _origin(folder: Path) -> Origin | None:
 
 
 def _shortened(origin: dict[str, Any], generations: int) -> dict[str, Any]:
-    """An origin without what lies more than this many generations back."""
+    """An origin, cut off after this many generations."""
     for expert in origin.get("experts", {}).values():
         if not generations:
             expert.pop("origin", None)

@@ -210,5 +210,5 @@ def test_the_card_names_what_was_done(
 def test_the_card_of_a_slice_does_not_call_it_a_composition(math: Path, tmp_path: Path) -> None:
     plan = slice_layers(adapterswap.open_adapter(math), "0-1,5")
     card = (adapterswap.write_adapter(plan, tmp_path / "out") / "README.md").read_text()
-    assert "cut out of one expert:\nits layers 0-1,5, and" in card
+    assert "extracted from one expert:\nits layers 0-1,5 and" in card
     assert "composed" not in card.split("\n## ")[0].split("| expert")[0]

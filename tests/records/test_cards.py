@@ -55,9 +55,9 @@ def test_zones_with_their_resolved_numbers(math: Path, swahili: Path, tmp_path: 
     assert table(card, f"layers of {LAYERS}") == [
         ["0-1", names[1]], ["2", f"0.5·{names[0]} + 0.5·{names[1]}"], ["3-4", names[0]], ["5", names[1]],
     ]  # fmt: skip
-    assert "with bottom 2, top 1, bottom_transition 1, top_transition 0, task_weight 1, language_weight 1" in card
+    assert "Settings: bottom 2, top 1, bottom_transition 1, top_transition 0, task_weight 1, language_weight 1" in card
     defaults = card_of(adapterswap.layer_swap(math, swahili).write(tmp_path / "defaults"))
-    assert "with bottom 1, top 0, bottom_transition 0, top_transition 0" in defaults
+    assert "Settings: bottom 1, top 0, bottom_transition 0, top_transition 0" in defaults
 
 
 def test_layers_that_differ_by_module(math: Path, swahili: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_licence_that_one_expert_states_is_not_claimed(math: Path, swahili: Pa
     one = with_card(math, tmp_path / "one", "license: mit")
     out = adapterswap.layer_swap(one, swahili, bottom=1, top=1).write(tmp_path / "out")
     assert "license" not in front_of(out)
-    assert "states none" in card_of(out)
+    assert "does not state one" in card_of(out)
 
 
 @pytest.mark.parametrize(
