@@ -1,9 +1,9 @@
-"""Write a plan as LoRA in GGUF, which llama.cpp and what is built on it read: one file, or pieces.
+"""Write a plan as LoRA in GGUF, for llama.cpp and engines built on it: one file, or pieces.
 
-llama.cpp computes ΔW = alpha / rank · B·A, with one alpha for a whole file and the rank of each B. So alpha is what
-most modules need, s·r, and the others' B is multiplied by what is left. The file appears whole or not at all, and the
-same inputs give the same bytes. The file's metadata says what was composed from what. Knows how a plan is
-carried out on GGUF files; `gguf_architectures` knows models, `gguf_layout` which tensors there are.
+llama.cpp computes ΔW = alpha / rank · B·A, with one alpha for the whole file and the rank of each B. So alpha is the
+most common s·r, and B of the other modules is multiplied by the remaining factor. The file appears complete or not at
+all, and the same inputs give the same bytes. Its metadata holds the record of the composition. Knows how to carry out a
+plan on GGUF files; `gguf_architectures` knows models, and `gguf_layout` the tensors.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from adapterswap.writing.gguf_pieces import DIVISIONS, Division, Part, divide
 __all__ = ["OUTTYPES", "PIECES", "Exported", "ExportedFile", "check_gguf", "export", "write_gguf"]
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
-"""The number formats that are written, as llama.cpp's own converters call them."""
+"""The number formats that can be written, by llama.cpp's names."""
 
 PIECES = OutputKind(None, lambda record: ("layer-*.gguf", "zone-*.gguf", "outside.gguf"))
-"""What `export` with `pieces` writes."""
+"""The files that `export` with `pieces` writes."""
 
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-_BLOCK = 32  # numbers of a row that share a scale in Q8_0, so rows are multiples of it
+_BLOCK = 32  # numbers of a row that share a scale in Q8_0, so the length of a row must be a multiple of it
 _LARGEST_F16 = 65504.0
-_ALIGNMENT = 32  # of tensors in a file that does not state another one
+_ALIGNMENT = 32  # bytes; the default of GGUF files
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class ExportedFile:
     """One GGUF file.
 
     Attributes:
-        path: where it is.
-        layer: the only layer that it changes; None for modules outside the layers, and for a file of several.
-        kind: the only kind of modules that it changes, where layers are divided by kind.
+        path: its path.
+        layer: the layer that it changes; None if it changes several, or modules outside the layers.
+        kind: the kind of modules that it changes, if layers are divided by kind.
         layers: the layers that it changes.
         modules: how many modules it changes.
         nbytes: the size of its tensors.
@@ -77,15 +77,15 @@ class ExportedFile:
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote, or would write.
+    """The result of `export`, or of a dry run.
 
     Attributes:
         path: the file, or the folder of the pieces.
-        files: the files; several are pieces.
-        architecture: llama.cpp's name of the base's.
+        files: the files; more than one if they are pieces.
+        architecture: llama.cpp's name of the base's architecture.
         outtype: the number format.
         alpha: `adapter.lora.alpha` of every file.
-        base_model: the base as it may be shown to others, a Hub id or a folder's name; None where it is not known.
+        base_model: the base's public name, a Hub id or a folder's name; None if it is unknown.
     """
 
     path: Path
@@ -101,11 +101,11 @@ class Exported:
         return sum(file.nbytes for file in self.files)
 
     def server_command(self, base: str = "base.gguf") -> list[str]:
-        """The arguments that start llama-server with these adapters over the base in GGUF `base`.
+        """The command line that starts llama-server with these adapters on `base`, the base in GGUF.
 
-        Pieces are loaded with scale 0: a request says `"lora": [{"id": 0, "scale": 1.0}, …]`, with the files' places
-        in this list as ids. (`--lora-init-without-apply` is not enough: a request without `lora` gets scale 1.)
-        Without `--cache-ram 0` a request may get what llama.cpp kept of the same prompt with other scales.
+        Pieces are loaded with scale 0. A request sets `"lora": [{"id": 0, "scale": 1.0}, …]`; ids are positions in
+        `files`. (`--lora-init-without-apply` is not enough: a request without `lora` would get scale 1.) Without
+        `--cache-ram 0`, a request may get cached states of the same prompt with other scales.
         """
         if not self.is_pieces:
             return ["llama-server", "-m", base, "--lora", _csv([str(self.path)])]
@@ -113,7 +113,7 @@ class Exported:
         return ["llama-server", "-m", base, "--cache-ram", "0", "--lora-scaled", loaded]
 
     def modelfile(self, base: str = "./base.gguf") -> str | None:
-        """An Ollama Modelfile for the base in GGUF `base`; None for pieces, since Ollama has no scales in requests."""
+        """An Ollama Modelfile for `base`, the base in GGUF; None for pieces, which Ollama's requests cannot scale."""
         if self.is_pieces:
             return None
         path = str(self.path) if self.path.is_absolute() else f"./{self.path}"
@@ -121,12 +121,12 @@ class Exported:
 
     @property
     def is_pieces(self) -> bool:
-        """Whether there are several files in a folder."""
+        """Whether the result is a folder of several files."""
         return self.files[0].path != self.path
 
 
 def _csv(values: Sequence[str]) -> str:
-    """One argument of llama.cpp's that holds several values; those with commas or quotation marks are quoted."""
+    """Several values as one argument of llama.cpp; those with commas or quotation marks are quoted."""
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow(values)
     return line.getvalue()
@@ -143,40 +143,41 @@ def export(
     max_error: float | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write an expert, a slice or a composition as LoRA in GGUF, for llama.cpp, Ollama and their like.
+    """Write an expert, a slice or a composition as LoRA in GGUF, for llama.cpp, Ollama and similar engines.
 
-    The base itself is converted by llama.cpp's `convert_hf_to_gguf.py`; here only its config.json is read. Numbers are
+    Convert the base itself with llama.cpp's `convert_hf_to_gguf.py`; only its config.json is read here. Numbers are
     computed in float32 and rounded once to `outtype`; `f32` is exact.
 
     Args:
-        plan: a plan, or an adapter: opened, a folder or a Hub id.
-        out_path: the file to write; with `pieces` a folder.
-        base_model: the base, where the experts name none or another place.
+        plan: a plan, or an adapter (opened, a folder or a Hub id).
+        out_path: the file to write, or a folder with `pieces`.
+        base_model: the base, if the experts do not name it or name it differently.
         outtype: f32, f16, bf16 or q8_0; q8_0 needs ranks and widths that are multiples of 32.
-        pieces: write several files, so that a request to llama-server can scale each. True or `layer`: `layer-NN.gguf`
-            for each layer and `outside.gguf`, of which any layer swap can be made. `kind`: `layer-NN-attention.gguf`
-            and `layer-NN-mlp.gguf`, for partitions too. `zone`: a file for each zone of this composition.
+        pieces: write several files that a request to llama-server can scale separately. True or `layer`:
+            `layer-NN.gguf` for each layer and `outside.gguf`, which can form any layer swap. `kind`:
+            `layer-NN-attention.gguf` and `layer-NN-mlp.gguf`, which can also form partitions. `zone`: a file for each
+            zone of this composition.
         max_rank: truncate modules of a higher rank; nonlinear methods need this or `max_error`.
         max_error: truncate blends to the smallest rank with at most this relative error of ΔW (Frobenius norm).
         overwrite: replace the file, or the folder of pieces.
 
     Returns:
-        What was written.
+        The files that were written.
 
     Raises:
-        UnsupportedError: llama.cpp cannot carry it out: the base's architecture is not among those exported, or an
-            expert changes what llama.cpp applies no LoRA to (modules trained in full, experts of a mixture, a tied
-            embedding or head); rows do not fit q8_0; a number overflows f16.
+        UnsupportedError: the base's architecture cannot be exported; an expert changes a module to which llama.cpp
+            applies no LoRA (trained in full, or a tied embedding or head); rows do not fit q8_0; a number overflows
+            f16.
         DependencyError: the package gguf is missing.
-        BaseModelError: no base is named, or its config does not state its sizes.
+        BaseModelError: no base is named, or its config lacks its sizes.
         ExpertError: an expert does not fit the base, or holds NaN or infinity.
-        ArgumentError: an unknown `outtype`, an argument of the wrong type.
+        ArgumentError: `outtype` is unknown, or an argument has the wrong type.
         AdapterswapError: the output exists (without `overwrite`), overlaps an input or cannot be written; see also
             `open_adapter`, `make_plan` and `write_adapter`.
     """
     check_type(
         plan, (Plan, Adapter, str, Path), "plan",
-        "Pass a plan, as `compose` or `layer_swap` returns it, or an adapter: opened, a folder or a Hub id",
+        "Pass a plan, as `compose` and `layer_swap` return it, or an adapter (opened, a folder or a Hub id)",
     )  # fmt: skip
     check_type(out_path, (str, Path), "out_path", "Pass the path of the file to write")
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
@@ -187,7 +188,7 @@ def export(
         plan = adapter_plan(plan, base_model)
     elif base_model is not None and base_model != plan.composition.base_model:
         plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
-    check_gguf(plan, out_path, pieces=by, overwrite=overwrite)  # before the work
+    check_gguf(plan, out_path, pieces=by, overwrite=overwrite)  # before anything is computed
     prepared = prepare_gguf(plan, Form(max_rank=max_rank, max_error=max_error))
     return write_gguf(prepared, out_path, outtype=outtype, pieces=by, overwrite=overwrite)
 
@@ -207,14 +208,14 @@ def check_pieces(pieces: bool | Division) -> Division | None:
     """How the files are divided; None for one file.
 
     Raises:
-        ArgumentError: it is neither a bool nor one of `DIVISIONS`.
+        ArgumentError: `pieces` is neither a bool nor one of `DIVISIONS`.
     """
     check_type(pieces, (bool, str), "pieces", f"Pass True, False, or one of {', '.join(DIVISIONS)}")
     if isinstance(pieces, bool):
         return "layer" if pieces else None
     if pieces not in DIVISIONS:
         raise ArgumentError(
-            f"{pieces!r} is not a way to divide the files",
+            f"`pieces` is {pieces!r}, which is unknown",
             did_you_mean(pieces, DIVISIONS, f"Choose one of {', '.join(DIVISIONS)}"),
             parameter="pieces",
         )
@@ -222,7 +223,7 @@ def check_pieces(pieces: bool | Division) -> Division | None:
 
 
 def check_gguf(plan: Plan, out_path: str | Path, *, pieces: Division | None, overwrite: bool) -> None:
-    """Whether the output may be written there, and whether what writes it is installed.
+    """Check that the output path can be written and that the package gguf is installed.
 
     Raises:
         AdapterswapError: see `check_file`, or `check_target` for pieces.
@@ -244,7 +245,7 @@ def write_gguf(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Exported:
-    """Write what `prepare_gguf` made; see `export`. A dry run checks all that can be known without reading tensors."""
+    """Write the result of `prepare_gguf`; see `export`. A dry run makes all checks that need no tensors."""
     check_outtype(outtype)
     _check_rows(prepared, outtype)
     out_path, inputs = expand(out_path), prepared.plan.inputs
@@ -281,12 +282,12 @@ def _layers(prepared: PreparedGguf) -> tuple[int, ...]:
 
 
 def _size(tensors: Sequence[GgufTensor], outtype: str) -> tuple[int, int]:
-    """How many modules the tensors change, and how many bytes they take."""
+    """The number of modules that the tensors change, and the tensors' size in bytes."""
     return len(tensors) // 2, sum(_nbytes(tensor.shape, outtype) for tensor in tensors)
 
 
 def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> dict[str, str | int]:
-    """What each file says of itself: adapterswap's record, and the base as llama.cpp's own converter names it."""
+    """The metadata of each file: adapterswap's record, and the base under the keys of llama.cpp's own converter."""
     plan = prepared.plan
     with ThreadPoolExecutor(1) as worker:
         sha256 = dict(
@@ -408,13 +409,13 @@ def _nbytes(shape: tuple[int, ...], outtype: str) -> int:
 
 
 def _check_rows(prepared: PreparedGguf, outtype: str) -> None:
-    """Raise an `UnsupportedError` where a row is not a whole number of q8_0's blocks."""
+    """Raise an `UnsupportedError` if a row is not a whole number of q8_0's blocks."""
     if outtype != "q8_0":
         return
     for tensor in prepared.tensors:
         if tensor.shape[-1] % _BLOCK:
             raise UnsupportedError(
-                f"{tensor.name} has rows of {tensor.shape[-1]} numbers, and q8_0 needs multiples of {_BLOCK}",
+                f"{tensor.name} has rows of {tensor.shape[-1]} numbers, but q8_0 needs multiples of {_BLOCK}",
                 "Pass `outtype=f16`",
                 parameter="outtype",
             )

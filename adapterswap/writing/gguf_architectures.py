@@ -1,9 +1,9 @@
-"""The architectures that are exported to GGUF: which modules llama.cpp applies LoRA to, and how it orders their rows.
+"""The architectures that can be exported to GGUF: the modules to which llama.cpp applies LoRA, and their order of rows.
 
-llama.cpp keeps a model's weights under its own names (`gguf` has the tables) and reorders the rows of some: Llama's
-queries and keys, since it rotates neighbouring dimensions where transformers rotates halves, and the fused projections
-of Falcon and GPT-NeoX, which it wants as all queries, all keys, all values. The same reordering of the rows of ΔW = B·A
-is one of the rows of B. Knows configs and names; reads no tensor.
+llama.cpp keeps a model's weights under its own names (`gguf` has the tables) and reorders some rows. It reorders
+Llama's queries and keys, because it rotates neighbouring dimensions and transformers rotates halves, and the fused
+projections of Falcon and GPT-NeoX, which it stores as all queries, all keys, all values. Reordering the rows of
+ΔW = B·A means reordering the rows of B. Knows configs and names; reads no tensor.
 
 Every architecture here is compared with PEFT by tests that run llama.cpp. To add one, add its line and its row in
 `tests/exporting/bases.py`.
@@ -34,7 +34,7 @@ __all__ = [
 MERGE_REMEDY = (
     "Merge the composition with `adapterswap merge` and convert the result with llama.cpp's convert_hf_to_gguf.py"
 )
-"""What is left to do with what a LoRA in GGUF cannot hold."""
+"""The remedy for changes that a LoRA in GGUF cannot hold."""
 
 Rows = npt.NDArray[np.intp]
 Size = Literal[
@@ -48,12 +48,12 @@ class ModelSizes:
 
     Attributes:
         hidden: the width of the model.
-        heads, key_heads: heads of queries, and of keys and values.
-        head: the width of one head; None where only the class of the config knows it.
+        heads, key_heads: the number of heads of queries, and of keys and values.
+        head: the width of one head; None if only transformers' config class knows it.
         feed_forward: the width inside an MLP.
-        vocabulary: rows of the embedding.
-        expert: the width inside an expert of a mixture, and
-        experts: how many there are.
+        vocabulary: the number of rows of the embedding.
+        expert: the width inside an expert of a mixture.
+        experts: the number of experts of a mixture.
     """
 
     hidden: int
@@ -66,7 +66,7 @@ class ModelSizes:
     experts: int | None = None
 
     def of(self, size: Size) -> int | None:
-        """A size by name; None where the config does not state it."""
+        """A size by name; None if the config does not state it."""
         if size == "hidden":
             return self.hidden
         if size == "vocabulary":
@@ -83,13 +83,13 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear module: its sizes, and which rows of transformers' weight llama.cpp's has, in its order.
+    """A linear module: its sizes, and the order in which llama.cpp stores its rows.
 
     Attributes:
         out, into: the sizes of ΔW.
-        rows: the order of its rows; None for transformers' own.
-        experts: of a mixture's parameter, which has a matrix for each expert: the projections whose rows lie one after
-            the other in it, as older models name them. Empty for a module.
+        rows: the order of its rows; None for transformers' order.
+        experts: for a mixture's parameter, which has a matrix for each expert: the projections that are stacked in it,
+            under the names of older models. Empty for a module.
     """
 
     out: Size
@@ -99,14 +99,14 @@ class Projection:
 
 
 def _rotated(heads: int | None, size: int | None) -> Rows:
-    """From halves of each head, as transformers rotates them, to neighbouring dimensions."""
+    """The order from transformers' halves of each head to llama.cpp's neighbouring dimensions."""
     assert heads is not None
     assert size is not None
     return np.arange(size).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
 def _grouped(sizes: ModelSizes) -> Rows:
-    """From groups of [queries of one key head, its key, its value] to all queries, all keys, all values."""
+    """The order from groups of [queries of one key head, its key, its value] to all queries, all keys, all values."""
     assert sizes.heads is not None
     assert sizes.key_heads is not None
     assert sizes.head is not None
@@ -117,18 +117,18 @@ def _grouped(sizes: ModelSizes) -> Rows:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is exported of one family of models.
+    """One family of models that can be exported.
 
     Attributes:
-        name: as `gguf.MODEL_ARCH` has it.
-        model_types: of the language model's config.json.
-        container: the list of layers in transformers' model for text.
-        layer: the modules in a layer that llama.cpp applies LoRA to, by their names in it.
+        name: its name in `gguf.MODEL_ARCH`.
+        model_types: the language model's `model_type` in config.json.
+        container: the list of layers in transformers' text model.
+        layer: the modules of a layer to which llama.cpp applies LoRA, by their names within the layer.
         embedding, head: their full names.
-        tied: whether the head is the embedding where the config does not say.
-        always_tied: llama.cpp has no head apart from the embedding, whatever the config says.
-        own_head_size: the config's class has a width of heads that does not follow from the model's width.
-        wrappers: model types of multimodal models whose language model llama.cpp reads as this architecture.
+        tied: whether the head is tied to the embedding if the config does not say.
+        always_tied: llama.cpp has no separate head, whatever the config says.
+        own_head_size: the width of heads does not follow from the model's width.
+        wrappers: types of multimodal models whose language model llama.cpp reads as this architecture.
     """
 
     name: str
@@ -147,21 +147,21 @@ class Architecture:
         """The modules outside the layers, by full name."""
         head = Projection("vocabulary", "hidden")
         return {
-            self.embedding: Projection("hidden", "vocabulary"),  # as PEFT keeps its factors: B·A is in×out
+            self.embedding: Projection("hidden", "vocabulary"),  # PEFT's factors of an embedding: B·A is in×out
             self.head: head,
-            "lm_head": head,  # what transformers 5 calls every head in memory
+            "lm_head": head,  # transformers 5's name of every head in memory
         }
 
     def sizes(self, config: Mapping[str, Any]) -> ModelSizes:
-        """The dimensions that the language model's part of a config.json states.
+        """The dimensions in the language model's part of a config.json.
 
         Raises:
-            BaseModelError: it states no width, or no number of heads.
+            BaseModelError: the width or the number of heads is missing.
         """
 
         def number(*keys: str) -> int | None:
-            found = next((config[key] for key in keys if config.get(key) is not None), None)
-            return found if type(found) is int and found > 0 else None
+            value = next((config[key] for key in keys if config.get(key) is not None), None)
+            return value if type(value) is int and value > 0 else None
 
         hidden = number("hidden_size", "n_embd")
         heads = number("num_attention_heads", "n_head")
@@ -173,8 +173,8 @@ class Architecture:
                 key_heads = heads
         if hidden is None or (heads is None and not self.own_head_size):
             raise BaseModelError(
-                "the base's config.json states no hidden_size or no num_attention_heads",
-                "Give the base's own folder with `base_model`",
+                "the base's config.json lacks hidden_size or num_attention_heads",
+                "Pass the base's own folder as `base_model`",
                 parameter="base_model",
             )
         head = number("head_dim") or (None if self.own_head_size or heads is None else hidden // heads)
@@ -186,7 +186,7 @@ class Architecture:
 
 
 def _separate(rotated: bool) -> dict[str, Projection]:
-    """Attention with a projection each for queries, keys and values."""
+    """Attention with separate projections for queries, keys and values."""
     queries = (lambda sizes: _rotated(sizes.heads, sizes.of("queries"))) if rotated else None
     keys = (lambda sizes: _rotated(sizes.key_heads, sizes.of("keys"))) if rotated else None
     return {
@@ -204,7 +204,7 @@ _GATED = {
 }
 
 
-# In transformers 5 a mixture's experts are two parameters; PEFT adapts them by `target_parameters`.
+# In transformers 5, a mixture's experts are two parameters, which PEFT adapts with `target_parameters`.
 _EXPERTS = {
     "mlp.experts.gate_up_proj": Projection(
         "expert_gate_up", "hidden", experts=("mlp.experts.gate_proj", "mlp.experts.up_proj")
@@ -278,40 +278,40 @@ ARCHITECTURES = (
         embedding="gpt_neox.embed_in", head="embed_out",
     ),
 )  # fmt: skip
-"""What is exported, and run by the tests."""
+"""The architectures that can be exported; the tests run each of them."""
 
 
 def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
-    """The architecture of a base by its config.json; `where` is what messages call the base.
+    """The architecture of a base, from its config.json; `where` is the base's name in messages.
 
     Raises:
-        UnsupportedError: it is not one of `ARCHITECTURES`, or a variant that llama.cpp does not read.
+        UnsupportedError: the base is not of one of `ARCHITECTURES`, or is a variant that llama.cpp cannot read.
     """
     text = language_config(config)
     model_type, outer = text.get("model_type"), config.get("model_type")
-    found = next((one for one in ARCHITECTURES if model_type in one.model_types), None)
-    if found is None or (text is not config and outer not in found.wrappers):
-        types = ", ".join(sorted(name for one in ARCHITECTURES for name in (*one.model_types, *one.wrappers)))
+    architecture = next((known for known in ARCHITECTURES if model_type in known.model_types), None)
+    if architecture is None or (text is not config and outer not in architecture.wrappers):
+        types = ", ".join(sorted(name for known in ARCHITECTURES for name in (*known.model_types, *known.wrappers)))
         raise UnsupportedError(
-            f"{where} is of the type {outer if text is not config else model_type}, and adapters of {types} can be "
+            f"{where} has the type {outer if text is not config else model_type}, but only adapters of {types} can be "
             "exported to GGUF",
             MERGE_REMEDY,
             parameter="base_model",
         )
-    if found.name == "FALCON" and (text.get("alibi") or text.get("parallel_attn") is False):
+    if architecture.name == "FALCON" and (text.get("alibi") or text.get("parallel_attn") is False):
         raise UnsupportedError(
-            f"{where} is a Falcon with ALiBi or without parallel attention, which llama.cpp does not read",
+            f"{where} is a Falcon with ALiBi or without parallel attention, which llama.cpp cannot read",
             "Use another engine",
             parameter="base_model",
         )
-    return found
+    return architecture
 
 
 def load_gguf() -> Any:
-    """The package gguf.
+    """Import the package gguf.
 
     Raises:
-        DependencyError: it is not installed.
+        DependencyError: the package is not installed.
     """
     try:
         import gguf

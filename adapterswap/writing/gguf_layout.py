@@ -1,7 +1,7 @@
-"""Which tensors a plan's LoRA has in GGUF: llama.cpp's names, orientation and order of rows, and the one alpha.
+"""The tensors of a plan's LoRA in GGUF: llama.cpp's names, orientation and order of rows, and the one alpha.
 
-What becomes of each module is decided where an adapter's folder is laid out (`arithmetic.layout`); this turns that into
-llama.cpp's terms, or says why it cannot. Reads configs, names and what `resolve` and `reduce` need of the tensors.
+`arithmetic.layout` decides how each module is written to an adapter's folder; this module translates that for llama.cpp
+or says why it cannot. Reads configs, names, and the tensors that `resolve` and `reduce` need.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class GgufTensor:
     """A tensor to write.
 
     Attributes:
-        name: llama.cpp's, with `.lora_a` or `.lora_b`.
-        shape: as numpy has it; GGUF states it the other way round.
-        layer: the layer that it changes; None outside them.
-        module: the module that it changes, by transformers' name, and
+        name: llama.cpp's name, ending in `.lora_a` or `.lora_b`.
+        shape: numpy's shape; GGUF lists the dimensions in reverse.
+        layer: the layer that it changes; None outside the layers.
+        module: the module that it changes, by transformers' name.
         kind: that module's kind.
-        source: what it is made of.
-        factor: what its numbers are multiplied by, where that is not in the pieces of the source.
-        rows: the order of its rows; None for the source's own.
-        transposed: it is the source's transpose.
-        expert_rows: of a mixture's parameter: how many experts there are, and which rows of each one's B it holds; None
-            for all of A.
+        source: the tensor of the adapter's layout that it is computed from.
+        factor: a factor of its numbers, if the pieces of the source do not have it already.
+        rows: the order of its rows; None for the source's order.
+        transposed: whether it is the source's transpose.
+        expert_rows: for a mixture's parameter, the number of experts, and the rows of each expert's B that it holds, or
+            None for A.
     """
 
     name: str
@@ -82,7 +82,7 @@ class GgufTensor:
     expert_rows: tuple[int, slice | None] | None = None
 
     def values(self, files: Mapping[Path, int]) -> npt.NDArray[np.float32]:
-        """Its numbers, from the open files of the experts.
+        """Its numbers, read from the experts' open files.
 
         Raises:
             AdapterswapError: see `assemble`.
@@ -93,15 +93,15 @@ class GgufTensor:
         else:
             values = decode(assemble(source, files), source.dtype, source.shape)
         if self.factor != 1:
-            with np.errstate(over="ignore"):  # what overflows is found when the numbers are encoded
+            with np.errstate(over="ignore"):  # overflow is checked when the numbers are encoded
                 values = values * np.float32(self.factor)
         return self._ordered(values)
 
     def copied(self, files: Mapping[Path, int], dtype: str) -> Bytes | None:
-        """Its bytes, where they are an expert's own but for the order of rows; else None.
+        """Its bytes, if they are an expert's own except for the order of rows; else None.
 
         Raises:
-            AdapterswapError: see `read_bytes`; one of the numbers is NaN or infinite.
+            AdapterswapError: a number is NaN or infinite; see also `read_bytes`.
         """
         alone = self.alone
         if alone is None or alone.tensor.dtype != dtype or self.factor != 1:
@@ -113,7 +113,7 @@ class GgufTensor:
 
     @property
     def alone(self) -> Piece | None:
-        """The tensor that it is, unchanged but for the order of rows; None where something is computed."""
+        """The tensor that it copies, except for the order of rows; None if it is computed."""
         pieces = self.source.pieces
         if self.source.data is not None or len(pieces) != 1:
             return None
@@ -124,9 +124,9 @@ class GgufTensor:
     def _ordered(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.expert_rows is not None:
             count, rows = self.expert_rows
-            if rows is None:  # an expert's rows of A lie together,
+            if rows is None:  # the rows of A of one expert are contiguous
                 return values.reshape(count, -1, values.shape[1])
-            by_expert = values.reshape(values.shape[0], -1, count)  # and its columns of B `count` apart
+            by_expert = values.reshape(values.shape[0], -1, count)  # the columns of B of one expert are `count` apart
             return np.ascontiguousarray(by_expert.transpose(2, 0, 1)[:, rows])
         if self.rows is not None:
             values = values[self.rows]
@@ -138,12 +138,12 @@ class PreparedGguf:
     """An export that is ready to be written.
 
     Attributes:
-        resolved: the plan with its numbers.
-        form: which modules were truncated, and how far.
-        reduced: those, by name.
-        architecture: llama.cpp's name of the base's.
-        alpha: of all files; llama.cpp's scale of a module is alpha / rank.
-        tensors: A and B of each module in turn, those outside the layers first.
+        resolved: the plan with its coefficients.
+        form: the bounds on the rank.
+        reduced: the truncated modules, by name.
+        architecture: llama.cpp's name of the base's architecture.
+        alpha: the alpha of all files; llama.cpp's scale of a module is alpha / rank.
+        tensors: A and B of each module in turn; modules outside the layers come first.
     """
 
     resolved: Resolved
@@ -159,7 +159,7 @@ class PreparedGguf:
 
     @property
     def base_name(self) -> str | None:
-        """The base as it may be shown to others."""
+        """The base's public name."""
         return public_name(self.plan.base_model)
 
     @property
@@ -174,23 +174,25 @@ class PreparedGguf:
 
 
 def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
-    """Find the numbers that a plan leaves open, truncate what must be, and lay out the tensors. Writes nothing.
+    """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing.
 
     Args:
-        plan: what to export.
-        form: which modules are truncated; its layout does not matter.
-        progress: called with the name of every module that was truncated.
+        plan: the plan to export.
+        form: the bounds on the rank; its layout is ignored.
+        progress: called with the name of each module after it was truncated.
 
     Raises:
         AdapterswapError: see `export`.
     """
     plan.check_adapter()
     if not any(slot.terms for slot in plan.modules.values()):
-        raise CompositionError("every module stays as in the base, so there is nothing to export", "Change the layers")
+        raise CompositionError(
+            "every module stays as in the base, so there is nothing to export", "Give some layers to an expert"
+        )
     reference = plan.base_reference
     if reference is None:
         raise BaseModelError(
-            "the experts do not say which base model they adapt, and its architecture decides the names in a GGUF file",
+            "the experts do not say which base model they adapt, but its architecture decides the names in a GGUF file",
             "Pass `base_model`",
             parameter="base_model",
         )
@@ -208,15 +210,14 @@ def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambd
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module's LoRA goes: llama.cpp's names of the weights, whose rows lie one after the other in it, and the
-    order of its rows."""
+    """llama.cpp's names of the weights that are stacked in a module's LoRA, and the order of its rows."""
 
     names: tuple[str, ...]
     rows: Rows | None
 
 
 def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -> dict[str, _Place]:
-    """By module; with every module that cannot be exported in one error."""
+    """The place of each module; modules that cannot be exported are reported in one error."""
     gguf = load_gguf()
     problems = Problems(UnsupportedError)
     sizes = architecture.sizes(config)
@@ -231,67 +232,67 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
             )
         elif saved.terms:
             problems.add(
-                f"{saved.name} was trained in full, and a LoRA in GGUF holds only low-rank changes",
-                f"Make LoRA of it with `adapterswap convert` and a `saved_rank`. {MERGE_REMEDY}",
+                f"{saved.name} was trained in full, but a LoRA in GGUF holds only low-rank changes",
+                f"Convert it to LoRA with `adapterswap convert` and `saved_rank`. Or: {MERGE_REMEDY}",
             )
-    found: dict[str, _Place] = {}
+    places: dict[str, _Place] = {}
     orders: dict[Projection, Rows | None] = {}
     for slot in plan.modules.values():
         if not slot.terms:
             continue
         if slot.opaque:
             problems.add(
-                f"{slot.name} is {slot.opaque[0].method} in {slot.opaque[0].expert}, and a LoRA in GGUF holds only "
+                f"{slot.name} is {slot.opaque[0].method} in {slot.opaque[0].expert}, but a LoRA in GGUF holds only "
                 "low-rank changes",
                 MERGE_REMEDY,
             )
             continue
         canonical, projection = _projection(slot, architecture)
         if projection is None:
-            problems.add(f"{slot.name} is not a module that is exported for this architecture", MERGE_REMEDY)
+            problems.add(f"{slot.name} cannot be exported for this architecture", MERGE_REMEDY)
             continue
         if slot.layer is None and tied:
             problems.add(
-                f"{slot.name} is tied to another module in the base, which llama.cpp keeps as one weight, and PEFT "
-                "changes only one of the two",
+                f"{slot.name} is tied to another module in the base. llama.cpp keeps both as one weight, but PEFT "
+                "changes only one of them",
                 MERGE_REMEDY,
             )
             continue
         lora = slot.terms[0].lora
         if not _fits(lora, projection, sizes):
-            wanted = f"{sizes.of(projection.out) or 'any'}×{sizes.of(projection.into) or 'any'}"
+            expected = f"{sizes.of(projection.out) or 'any'}×{sizes.of(projection.into) or 'any'}"
             problems.add(
-                f"{slot.name} is {lora.out_features}×{lora.in_features}, and the base's config says {wanted}",
-                "Give the base that the experts adapt, with `base_model`",
+                f"{slot.name} is {lora.out_features}×{lora.in_features}, but the base's config says {expected}",
+                "Pass the base that the experts adapt as `base_model`",
                 parameter="base_model",
                 kind=ExpertError,
             )
             continue
         if projection.experts and (not lora.parameter or lora.experts != sizes.experts):
             problems.add(
-                f"{slot.name} has LoRA for {lora.experts} experts, and the base's config says {sizes.experts}",
-                "Give the base that the experts adapt, with `base_model`",
+                f"{slot.name} has LoRA for {lora.experts} experts, but the base's config says {sizes.experts}",
+                "Pass the base that the experts adapt as `base_model`",
                 parameter="base_model",
                 kind=ExpertError,
             )
             continue
         layers = f"{architecture.container}.{slot.layer}"
-        own = [f"{layers}.{one}" for one in projection.experts] or [canonical]
+        own = [f"{layers}.{part}" for part in projection.experts] or [canonical]
         held = tuple(name for name in map(names.get_name, own) if name is not None)
         if len(held) != len(own):
             problems.add(f"gguf has no name for {canonical} in this architecture", "Install a newer gguf")
             continue
         if projection not in orders:
             orders[projection] = projection.rows(sizes) if projection.rows else None
-        found[slot.name] = _Place(tuple(f"{name}.weight" for name in held), orders[projection])
+        places[slot.name] = _Place(tuple(f"{name}.weight" for name in held), orders[projection])
     problems.raise_if_any()
-    return found
+    return places
 
 
 def _projection(slot: Slot, architecture: Architecture) -> tuple[str, Projection | None]:
-    """A module's name in a model for text, and what it is; None for one that is not exported."""
+    """A module's name in the text model, and its projection; None if it cannot be exported."""
     if slot.layer is None:
-        # In front of these names a multimodal model has its own: `model.language_model.embed_tokens`.
+        # A multimodal model puts a prefix before these names: `model.language_model.embed_tokens`.
         for name, outside in architecture.outside.items():
             if slot.name.rpartition(".")[2] == name.rpartition(".")[2] and _is_text(slot.name):
                 return name, outside
@@ -317,10 +318,10 @@ def _fits(lora: LoraModule, projection: Projection, sizes: ModelSizes) -> bool:
 
 
 def _check_copies(plan: Plan, reference: str) -> None:
-    """Copies of the base's weights beside the LoRA of an embedding or head are left out: they must be the base's.
+    """Check that copies of the base's weights beside LoRA of an embedding or head, which are left out, are the base's.
 
     Raises:
-        AdapterswapError: one is not, or the base's weights are not at hand to compare it with.
+        AdapterswapError: a copy differs, or the base's weights are not available to compare it with.
     """
     carrying = {
         name: adapter
@@ -333,15 +334,15 @@ def _check_copies(plan: Plan, reference: str) -> None:
         base = open_checkpoint(reference)
     except AdapterswapError as error:
         raise BaseModelError(
-            f"{next(iter(carrying))} carries a copy of the base's embedding, which is left out of a GGUF file, and the "
-            f"base's weights are not at hand to compare it with: {error.found[0].message}",
-            "Give the base with its weights, with `base_model`",
+            f"{next(iter(carrying))} carries a copy of the base's embedding, which a GGUF file leaves out, but the "
+            f"base's weights are not available to compare it with: {error.found[0].message}",
+            "Pass a base with its weights as `base_model`",
             parameter="base_model",
         ) from None
     for name, adapter in carrying.items():
         check_base(
             carried_copies(adapter, base, name), base, "the base",
-            effect="which a GGUF file leaves out", remedy="Give the base that it was trained on with `base_model`",
+            effect="which a GGUF file leaves out", remedy="Pass the base that it was trained on as `base_model`",
             parameter="base_model",
         )  # fmt: skip
 
@@ -349,10 +350,10 @@ def _check_copies(plan: Plan, reference: str) -> None:
 def _tensors(
     plan: Plan, layout: Layout, places: Mapping[str, _Place], architecture: Architecture
 ) -> tuple[float, tuple[GgufTensor, ...]]:
-    """The one alpha, and the tensors in the order of the plan's modules."""
+    """The common alpha, and the tensors in the order of the plan's modules."""
     written = {tensor.key: tensor for tensor in layout.tensors}
     config = layout.config
-    scales: dict[str, float] = {}  # s·r of each module, which llama.cpp divides by the rank again
+    scales: dict[str, float] = {}  # s·r of each module; llama.cpp divides it by r
     pairs: dict[str, tuple[OutputTensor, OutputTensor]] = {}
     for name in places:
         lora = plan.slots[name].terms[0].lora

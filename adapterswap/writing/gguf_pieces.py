@@ -1,7 +1,7 @@
-"""How an export is divided into files that requests scale: by layer, by layer and kind of module, or by zone.
+"""Divide an export into files that requests can scale: by layer, by layer and kind of module, or by zone.
 
-A zone is what one expert, or one blend, has of consecutive layers: the composition's own parts, so that a request may
-give each another strength. Knows plans and names; writes nothing.
+A zone is a run of consecutive layers of one expert or one blend, so that a request can change the strength of each part
+of the composition. Knows plans and names; writes nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["DIVISIONS", "Division", "Part", "divide"]
 Division = Literal["layer", "kind", "zone"]
 
 DIVISIONS: tuple[Division, ...] = ("layer", "kind", "zone")
-"""What each file holds: a layer; the attention, the MLP, or what else there is, of a layer; a zone."""
+"""What each file holds: a layer; the attention, the MLP or the other modules of a layer; a zone."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one file holds.
+    """The content of one file.
 
     Attributes:
-        name: the file's, without its suffix.
-        layers: the layers that it changes; none where it holds what is outside them.
-        kind: the only kind of module that it changes, where files are divided by kind.
+        name: the file's name, without its suffix.
+        layers: the layers that it changes; empty for modules outside the layers.
+        kind: the kind of modules that it changes, if files are divided by kind.
         tensors: its tensors.
     """
 
@@ -42,12 +42,12 @@ class Part:
 
 
 def divide(prepared: PreparedGguf, by: Division) -> list[Part]:
-    """The parts of an export, in the order of their first layer, what is outside the layers last."""
+    """The parts of an export, in the order of their first layer; modules outside the layers come last."""
     width = max(2, len(str(prepared.plan.one_depth("`export`") - 1)))
     if by == "zone":
         return _zones(prepared, width)
     groups: dict[tuple[int | None, Kind | None], list[GgufTensor]] = {}
-    for tensor in sorted(prepared.tensors, key=lambda one: (one.layer is None, one.layer or 0, one.kind)):
+    for tensor in sorted(prepared.tensors, key=lambda t: (t.layer is None, t.layer or 0, t.kind)):
         kind = tensor.kind if by == "kind" and tensor.layer is not None else None
         groups.setdefault((tensor.layer, kind), []).append(tensor)
     return [
@@ -62,19 +62,19 @@ def divide(prepared: PreparedGguf, by: Division) -> list[Part]:
 
 
 def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
-    """Consecutive layers that share an owner or a blend; where modules of a layer differ, each of theirs is a zone."""
+    """Runs of layers that share an owner or a blend; if modules of a layer differ, each share is a zone."""
     slots = prepared.plan.slots
     shares = {tensor.module: _share(slots[tensor.module]) for tensor in prepared.tensors}
     layers: dict[int | None, dict[str, list[GgufTensor]]] = {}
-    for tensor in sorted(prepared.tensors, key=lambda one: (one.layer is None, one.layer or 0)):
+    for tensor in sorted(prepared.tensors, key=lambda t: (t.layer is None, t.layer or 0)):
         layers.setdefault(tensor.layer, {}).setdefault(shares[tensor.module], []).append(tensor)
     zones: list[tuple[list[int], str, list[GgufTensor]]] = []
     running: dict[str, tuple[list[int], str, list[GgufTensor]]] = {}
     for layer, held in layers.items():
-        # A zone goes on where the layer before it was divided in the same way among the same owners.
-        goes_on = layer is not None and running.keys() == held.keys()
-        goes_on = goes_on and all(zone[0] and zone[0][-1] == (layer or 0) - 1 for zone in running.values())
-        if not goes_on:
+        # A zone continues if the layer before was divided in the same way among the same owners.
+        continues = layer is not None and running.keys() == held.keys()
+        continues = continues and all(zone[0] and zone[0][-1] == (layer or 0) - 1 for zone in running.values())
+        if not continues:
             running = {share: ([], share, []) for share in held}
             zones += running.values()
         for share, tensors in held.items():
@@ -90,7 +90,7 @@ def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
 
 
 def _share(slot: Slot) -> str:
-    """What becomes of a module, as text: equal for modules that share an owner, or a method and its coefficients."""
+    """A key for a module's result: equal for modules that share an owner, or a method and its coefficients."""
     return json.dumps([slot.coefficients, slot.method], sort_keys=True)
 
 
@@ -101,11 +101,11 @@ def _experts_of(share: str) -> Sequence[str]:
 
 
 def _distinct(parts: Sequence[Part]) -> list[Part]:
-    """The parts with a number behind names that several have: blends of the same experts by other weights."""
+    """The parts, with numbers after names that occur twice: blends of the same experts with other weights."""
     seen: dict[str, int] = {}
-    found = []
+    renamed = []
     for part in parts:
         count = seen[part.name] = seen.get(part.name, 0) + 1
         name = part.name if count == 1 else f"{part.name}-{count}"
-        found.append(Part(name, part.layers, part.kind, part.tensors))
-    return found
+        renamed.append(Part(name, part.layers, part.kind, part.tensors))
+    return renamed
