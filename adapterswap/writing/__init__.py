@@ -1,7 +1,7 @@
 """Write a plan as an adapter folder that PEFT loads: the executor that copies byte ranges.
 
-The folder appears whole or not at all. The same inputs give the same bytes. Knows how a plan is carried out on files;
-knows nothing of how it was asked for.
+The folder appears complete or not at all, and the same inputs give the same bytes. Knows how to carry out a plan on
+files, but not how the plan was made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Prepared", "prepare", "write_adapter", "write_prepared"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """An adapter that is ready to be written: the plan with its numbers, the form, the tensors."""
+    """An adapter that is ready to be written: the plan with its coefficients, the form and the tensors."""
 
     resolved: Resolved
     form: Form
@@ -50,7 +50,7 @@ class Prepared:
 
     @property
     def output(self) -> dict[str, Any]:
-        """The form, for the record: what was not asked for, and a precision that nothing was truncated in, left out."""
+        """The form, for the record. The precision of truncation is left out if nothing was truncated."""
         truncated = any(slot.has_low_rank for slot in self.plan.modules.values() if slot.name in self.reduced)
         form = asdict(self.form)
         if not truncated or self.form.truncation == "float32":
@@ -75,19 +75,19 @@ def write_adapter(
 ) -> Path:
     """Write the composed adapter to the folder `out_path`.
 
-    It holds `adapter_model.safetensors`, `adapter_config.json`, `adapterswap.json` (what was composed from what), a
-    model card, and the tokenizer and chat template where an expert's folder has them. Modules with one owner are copied
-    byte for byte; blends are rank concatenations, computed in float32 and rounded once to the experts' dtype.
+    The folder holds `adapter_model.safetensors`, `adapter_config.json`, `adapterswap.json` (where everything came
+    from), a model card, and the tokenizer and chat template if an expert's folder has them. Modules with one owner are
+    copied byte for byte. Blends are rank concatenations, computed in float32 and rounded once to the experts' dtype.
 
     Args:
-        plan: what to write.
-        out_path: the folder; it appears whole or not at all.
-        layout: `exact`, or `portable` (one rank, plain LoRA, scale 1: every engine reads it).
+        plan: the plan to write.
+        out_path: the folder; it appears complete or not at all.
+        layout: `exact`, or `portable` (one rank, plain LoRA, scale 1, which every engine reads).
         max_rank: truncate modules of a higher rank; nonlinear methods need this or `max_error`.
         max_error: truncate blends to the smallest rank with at most this relative error of ΔW (Frobenius norm).
-        names: what the modules are called: as in the file of the `task` or `language` expert, or as in `transformers4`
-            or `transformers5`. By default the first expert's names, or today's where those are of transformers 4.
-        overwrite: replace the folder, if `compose` or its like wrote it.
+        names: the modules' names: those in the file of the `task` or `language` expert, or those of `transformers4` or
+            `transformers5`. By default the first expert's names, or transformers 5's if those are of transformers 4.
+        overwrite: replace the folder if adapterswap wrote it.
 
     Returns:
         The folder's path.
@@ -98,32 +98,34 @@ def write_adapter(
             written.
         ExpertError: an expert holds NaN or infinity, or changed since it was opened; two experts carry different copies
             of a weight of their base.
-        CompositionError: the plan leaves no module to write.
-        UnsupportedError: an expert is a full checkpoint; a nonlinear method without a rank; a result overflows; PEFT
-            could not load the result.
-        BaseModelError: the base is needed to name the modules, and is not known.
+        CompositionError: every module stays as in the base, so there is nothing to write.
+        UnsupportedError: an expert is a full checkpoint; a nonlinear method has neither `max_rank` nor `max_error`; a
+            result overflows; PEFT could not load the result.
+        BaseModelError: the base is needed to name the modules, but is unknown.
     """
-    check_type(plan, Plan, "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
+    check_type(plan, Plan, "plan", "Pass a plan, as `compose` and `layer_swap` return it")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     form = Form(layout=layout, max_rank=max_rank, max_error=max_error, names=names)
     plan.check_adapter()
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before the work
+    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before anything is computed
     return write_prepared(prepare(plan, form), out_path, overwrite=overwrite)
 
 
 def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> Prepared:
-    """Find the numbers that the plan leaves open, truncate what must be, lay the tensors out. Writes nothing.
+    """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing.
 
     Args:
-        plan: what to write.
-        form: how.
-        progress: called with the name of every module that was truncated.
+        plan: the plan to write.
+        form: its layout, bounds on the rank, and names.
+        progress: called with the name of each module after it was truncated.
 
     Raises:
         AdapterswapError: see `write_adapter`.
     """
     if not any(slot.terms for slot in plan.modules.values()):
-        raise CompositionError("every module stays as in the base, so there is nothing to write", "Change the layers")
+        raise CompositionError(
+            "every module stays as in the base, so there is nothing to write", "Give some layers to an expert"
+        )
     check_heads(plan)
     check_kinds(plan, form)
     check_one_base(plan.adapters)
@@ -145,11 +147,15 @@ def write_prepared(
     amend: Callable[[CompositionRecord, Path], CompositionRecord] = lambda record, folder: record,
     tokenizer: bool = True,
 ) -> Path:
-    """Write what `prepare` made; see `write_adapter`.
+    """Write the result of `prepare`; see `write_adapter`.
 
-    `hashes` are the SHA-256 of the experts' files by name, where they were found since the experts were opened: hashing
-    is most of a swap's time. They are believed. `amend` adds to the record; it gets the folder of the
-    written files too. `tokenizer` writes the experts' tokenizer too, where they carry one.
+    Args:
+        written: the prepared adapter.
+        out_path, overwrite: see `write_adapter`.
+        hashes: the SHA-256 of the experts' files by name, if they were computed after the experts were opened. They are
+            trusted: hashing takes most of a swap's time.
+        amend: adds to the record; it is called with the record and the folder of the written files.
+        tokenizer: also write the experts' tokenizer, if they have one.
     """
     out_path, plan = expand(out_path), written.plan
     with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:

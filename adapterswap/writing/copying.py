@@ -1,4 +1,4 @@
-"""Read a source file once: hash it, check the wanted tensors for NaN and infinity, copy their bytes.
+"""Read a source file once: hash it, check the requested tensors for NaN and infinity, and copy their bytes.
 
 Bytes go from file to file through one small buffer, so memory does not grow with the adapter. Knows byte ranges,
 nothing of plans.
@@ -28,8 +28,8 @@ def copy_and_hash(
     Args:
         expert: the expert's name, for messages.
         source: the file; it is read once, from end to end.
-        known: its SHA-256, if that was found since it was last written to; then only the wanted tensors are read.
-        targets: tensor name → where its bytes go; a tensor that is wanted twice is written twice.
+        known: its SHA-256, if it was computed since the file last changed; then only the tensors in `targets` are read.
+        targets: tensor name → the offsets at which its bytes are written.
         output: a file descriptor open for writing.
 
     Returns:
@@ -44,25 +44,27 @@ def copy_and_hash(
     buffer = np.empty(_BUFFER, np.uint8)
     with open_tensors(source) as file:
         file.seek(source.data_start)
-        for tensor in source.tensors.values():  # in the order of their bytes, without gaps: `read_header` saw to it
+        for tensor in source.tensors.values():  # in the order of their bytes and without gaps: `read_header` checked it
             places = targets.get(tensor.name, ())
             if known and not places:
                 file.seek(tensor.stop)
                 continue
-            done = 0
-            while done < tensor.nbytes:
-                view = buffer[: min(_BUFFER, tensor.nbytes - done)]
+            copied = 0
+            while copied < tensor.nbytes:
+                view = buffer[: min(_BUFFER, tensor.nbytes - copied)]
                 try:
                     read = file.readinto(view.data)
                 except OSError as error:
                     raise ExpertError(f"{source.path} cannot be read: {error.strerror}", "Check the disk") from None
                 if read != view.size:
-                    raise ExpertError(f"{source.path} became shorter", "Start again once it is complete")
+                    raise ExpertError(
+                        f"{source.path} became shorter while it was read", "Start again when the file is complete"
+                    )
                 if not known:
                     digest.update(view.data)
                 if places and not check_finite(view, tensor.dtype):
                     raise not_finite(expert, tensor.name)
                 for place in places:
-                    write_at(output, view, place + done)
-                done += view.size
+                    write_at(output, view, place + copied)
+                copied += view.size
     return known or digest.hexdigest()

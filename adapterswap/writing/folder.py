@@ -1,4 +1,4 @@
-"""Which folders are composed, merged or extracted: what `overwrite` may replace.
+"""Which folders adapterswap wrote, so that `overwrite` may replace them.
 
 Knows file names; nothing of plans.
 """
@@ -22,7 +22,7 @@ MODEL_FILES = (
     "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
     "processor_config.json", "video_preprocessor_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
 )  # fmt: skip
-"""What a full checkpoint may hold, as file names and patterns."""
+"""The files of a full checkpoint, as names and patterns."""
 
 
 def _names(record: Mapping[str, Any]) -> Sequence[str]:
@@ -32,4 +32,4 @@ def _names(record: Mapping[str, Any]) -> Sequence[str]:
 
 
 COMPOSED = OutputKind(PROVENANCE, _names)
-"""What `compose`, `slice`, `merge` and `extract` write."""
+"""The folders that `compose`, `slice`, `merge` and `extract` write."""

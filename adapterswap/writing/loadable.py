@@ -31,53 +31,52 @@ from adapterswap.planning.slots import Slot, Term
 
 __all__ = ["check_heads", "loadable_form", "with_written_names"]
 
-_OLD_PREFIX = "language_model."  # of multimodal models in transformers 4; a few audio models still have it
+_OLD_PREFIX = "language_model."  # multimodal models of transformers 4; a few audio models still have it
 
 _PARTS = re.compile(r"(^|\.)(language_model|text_model|model\.visual)\.")
 
-# The projections that PEFT takes for parts of fused experts, wherever they are in the model.
+# Names that PEFT takes for parts of fused experts, wherever they are in the model.
 _FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-# Types of models that PEFT fuses, whatever else it does for others; the key that says how wide an expert is.
+# Types of models whose experts PEFT fuses for certain → the config key with the width of an expert.
 _KNOWN_TO_FUSE = {"qwen3_moe": "moe_intermediate_size", "olmoe": "intermediate_size"}
 _KNOWN_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
 
 
 def check_heads(plan: Plan) -> None:
-    """Whether the adapter holds the modules that PEFT loads in full for its task type.
+    """Check that the adapter holds the modules that PEFT loads in full for its task type.
 
     Raises:
-        UnsupportedError: an expert trained one, such as `score`, and the rules give it to the base. PEFT cannot load an
-            adapter without it, and the base has no such head of its own.
+        UnsupportedError: an expert trained such a module, for example `score`, but the rules give it to the base, which
+            does not have it. PEFT cannot load an adapter without it.
     """
     problems = Problems(UnsupportedError)
     for name, module in plan.saved.items():
         if not module.terms and name.rpartition(".")[2] in TASK_HEADS.get(plan.task_type or "", ()):
             problems.add(
-                f"The rule `{module.rule}` gives {name} to the base, and PEFT cannot load an adapter for "
+                f"The rule `{module.rule}` gives {name} to the base, but PEFT cannot load an adapter for "
                 f"{plan.task_type} without it",
-                f"Give it to an expert, in a rule of its own: {{modules: [{name}], expert: NAME}}",
+                f"Give it to an expert in its own rule: {{modules: [{name}], expert: NAME}}",
             )
     problems.raise_if_any()
 
 
 def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
-    """The plan under the names that its adapter is written with.
+    """The plan, with its modules renamed to those of the written adapter.
 
     Args:
-        plan: an adapter's.
-        names: `transformers5` are the names of the base's modules in the installed transformers, `transformers4` those
-            of the Hub's checkpoints; `task` and `language` are those in the file of the first expert of that side. By
-            default those of the first expert, where the base as a whole or its language model alone has them. Names of
-            transformers 4 are brought up to date: PEFT would convert the keys on loading, and not the config.
+        plan: a plan of adapters.
+        names: `transformers5` means the names of the base's modules in the installed transformers, `transformers4`
+            those of the Hub's checkpoints, and `task` or `language` those in the file of that side's first expert. By
+            default the first expert's names, if the base or its language model has them; names of transformers 4 are
+            updated, because PEFT converts the keys of the tensors but not the names in the config.
 
     Raises:
-        ArgumentError: the composition has no such side.
-        BaseModelError: no base is known to match names with, it has no module of such a name, or a name of
-            transformers 4 cannot be found.
+        ArgumentError: the composition does not have this side.
+        BaseModelError: no base is known, it lacks a module, or a name of transformers 4 cannot be matched.
         ExpertError: two names mean one module.
-        NotFoundError: the base does not exist, here or on the Hub.
-        UnsupportedError: the class or version of the model that the expert's names are of has no such module.
+        NotFoundError: the base exists neither on this machine nor on the Hub.
+        UnsupportedError: the model class or version that the expert's names come from lacks a module.
     """
     if names in ("task", "language"):
         return _as_expert(plan, _expert_of(plan, names), model=None)
@@ -105,7 +104,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
     except (BaseModelError, ExpertError):
         if old:
             raise
-        return plan  # the names of the text-only model with the same decoder, which PEFT loads into that
+        return plan  # these are the names of the text-only model with the same decoder, into which PEFT loads them
 
 
 def _names_of(plan: Plan) -> ModelNames:
@@ -113,8 +112,7 @@ def _names_of(plan: Plan) -> ModelNames:
     reference = plan.base_reference
     if reference is None:
         raise BaseModelError(
-            f"The experts name their modules such as {list(plan.slots)[-1]}, and no base model is named to match the "
-            "names with",
+            f"No base model is named to compare the experts' module names with, such as {list(plan.slots)[-1]}",
             "Pass `base_model`",
             parameter="base_model",
         )
@@ -124,7 +122,7 @@ def _names_of(plan: Plan) -> ModelNames:
 def _canonical(plan: Plan, model: ModelNames) -> dict[str, str]:
     """The canonical name of every slot."""
     container = layer_container(plan.slots)
-    found = {}
+    names = {}
     for name, slot in plan.slots.items():
         shapes = [(term.lora.out_features, term.lora.in_features) for term in slot.low_rank]
         canonical = named(name, partial(model.find, container=container, shape=shapes[0] if shapes else None))
@@ -134,46 +132,47 @@ def _canonical(plan: Plan, model: ModelNames) -> dict[str, str]:
                 "Save the expert again with this version of transformers, or pass the base model that it adapts",
                 parameter="base_model",
             )
-        found[name] = canonical
-    return found
+        names[name] = canonical
+    return names
 
 
 def _expert_of(plan: Plan, side: Literal["task", "language"]) -> str:
     """The first expert of a side."""
-    asked = plan.composition
-    sides = {} if asked.allocation is not None else {"task": asked.task, "language": asked.language}
-    found = next((name for name in sides.get(side, ()) if name in plan.adapters), None)
-    if found is None:
+    composition = plan.composition
+    by_rules = composition.allocation is not None
+    sides = {} if by_rules else {"task": composition.task, "language": composition.language}
+    expert = next((name for name in sides.get(side, ()) if name in plan.adapters), None)
+    if expert is None:
         raise ArgumentError(
-            f"`names` is {side!r}, and the composition has no {side} expert",
+            f"`names` is {side!r}, but the composition has no {side} expert",
             "Pass `names=transformers5` or `names=transformers4`, or leave it out",
             parameter="names",
         )
-    return found
+    return expert
 
 
 def _as_expert(plan: Plan, expert: str, model: ModelNames | None) -> Plan:
-    """The plan with the names that an expert's file has, also for what that expert does not adapt."""
+    """The plan with the names in an expert's file, extended to modules that this expert does not adapt."""
     adapter = plan.adapters[expert]
     if not any(other.original for other in plan.adapters.values()):
-        return plan  # all experts name their modules alike
+        return plan  # all experts use the same names
     model = model or _names_of(plan)
     own = _own_names(adapter)
-    worlds: list[Callable[[str], str | None]] = [
+    schemes: list[Callable[[str], str | None]] = [
         lambda name: name, lambda name: named(name, model.older),
-        lambda name: named(name, lambda module: _beside(model, module, own)),
+        lambda name: named(name, lambda module: _in_class_of(model, module, own)),
     ]  # fmt: skip
-    world = next((world for world in worlds if _explains(world, own)), lambda name: None)
-    found: dict[str, str] = {}
+    scheme = next((scheme for scheme in schemes if _explains(scheme, own)), lambda name: None)
+    names: dict[str, str] = {}
     for name in plan.slots:
-        if (written := own.get(name) or world(name)) is None:
+        if (written := own.get(name) or scheme(name)) is None:
             raise UnsupportedError(
-                f"{expert} names its modules such as {next(iter(own.values()))}, and {name} has no name beside these",
+                f"{expert} names its modules like {next(iter(own.values()))}, but {name} has no name of this form",
                 "Choose other `names`, such as transformers5",
                 parameter="names",
             )
-        found[name] = written
-    return _with_names(plan, found)
+        names[name] = written
+    return _with_names(plan, names)
 
 
 def _own_names(adapter: Adapter) -> Mapping[str, str]:
@@ -186,31 +185,31 @@ def _is_older(adapter: Adapter, model: ModelNames) -> bool:
     return any(name != old for name, old in own.items()) and _explains(lambda name: named(name, model.older), own)
 
 
-def _explains(world: Callable[[str], str | None], own: Mapping[str, str]) -> bool:
-    """Whether a way of naming gives an expert's own names."""
+def _explains(scheme: Callable[[str], str | None], own: Mapping[str, str]) -> bool:
+    """Whether a naming scheme produces an expert's own names."""
     try:
-        return all(world(name) == old for name, old in own.items())
+        return all(scheme(name) == old for name, old in own.items())
     except AdapterswapError:
         return False
 
 
-def _beside(model: ModelNames, name: str, own: Mapping[str, str]) -> str | None:
-    """The name in the class of model that the names `own` are of, by what stands before its list of layers."""
+def _in_class_of(model: ModelNames, name: str, own: Mapping[str, str]) -> str | None:
+    """The name in the model class that the names `own` come from, which is known by the prefix of its layers."""
     moved = model.exchange(name, model.container, layer_container(own.values()))
     return name if moved is None and name.rpartition(".")[2] in HEADS else moved
 
 
 def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
-    """Whether transformers may have other names for these modules now: it is asked, which takes seconds.
+    """Whether transformers may have renamed these modules, so that the model must be built, which takes seconds.
 
-    In transformers 4 Qwen2-VL's modules were `model.layers.N` and `visual.blocks.N`, as if nothing else were in the
+    In transformers 4, Qwen2-VL's modules were `model.layers.N` and `visual.blocks.N`, without a prefix for the language
     model, and Nemotron-H's were `backbone.layers.N`, as Mamba's still are.
     """
     if reference is None or any(_PARTS.search(name) for name in names):
         return False
     try:
         _, config = base_config(reference)
-    except AdapterswapError:  # it is not at hand, and nothing else needs it
+    except AdapterswapError:  # the config is not available, and nothing else needs it
         return False
     return language_config(config) is not config or any(name.startswith("backbone.") for name in names)
 
@@ -238,14 +237,14 @@ def _renamed(slot: Slot, name: str) -> Slot:
 
 
 def loadable_form(plan: Plan, form: Form) -> Form:
-    """The form in which PEFT loads the plan's adapter: the portable layout where it fuses experts.
+    """The form in which PEFT can load the plan's adapter: the portable layout if PEFT fuses its experts.
 
     PEFT gives all fused experts one rank and one alpha, and ignores patterns on their old names.
 
     Raises:
         UnsupportedError: the plan has LoRA on a module that PEFT would take for a part of the fused experts, or on only
-            some of the experts of a layer; PEFT does not fuse the experts of this base.
-        NotFoundError, BaseModelError: the base's config is needed, and not at hand or damaged.
+            some of a layer's experts; or PEFT does not fuse the experts of this base.
+        NotFoundError, BaseModelError: the base's config is needed, but is missing or damaged.
     """
     modules = plan.modules
     fused = [name for name in modules if is_fused(name)]
@@ -254,32 +253,31 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     remedy = "Merge the composition into the base with `merge`, which does not depend on PEFT"
     if other := next((s.name for s in modules.values() if s.low_rank and s.low_rank[0].lora.parameter), None):
         raise UnsupportedError(
-            f"{fused[0]} has LoRA on one expert, and {other} on all experts of a layer as one parameter", remedy
+            f"{fused[0]} has LoRA on one expert, but {other} on all experts of a layer as one parameter", remedy
         )
     if opaque := next((name for name in fused if modules[name].opaque), None):
         raise UnsupportedError(
-            f"{opaque} is no plain LoRA, and PEFT on transformers 5 fuses nothing else on experts",
-            remedy,
+            f"{opaque} is not plain LoRA, but PEFT on transformers 5 fuses only plain LoRA on experts", remedy
         )
     for module in modules.values():
         if module.terms and module.name.rpartition(".")[2] in _FUSED and not is_fused(module.name):
             raise UnsupportedError(
-                f"{module.name} has LoRA beside LoRA on experts ({fused[0]}), and PEFT on transformers 5 takes it for "
-                "one of the fused experts",
+                f"{module.name} and experts ({fused[0]}) both have LoRA, but PEFT on transformers 5 would take the "
+                "former for one of the fused experts",
                 remedy,
             )
-    held: dict[str, set[str]] = {}  # by the list of experts, the names of what is in it
+    held: dict[str, set[str]] = {}  # list of experts → names within it
     for name in fused:
         start, _, within = name.rpartition(".experts.")
         held.setdefault(start, set()).add(within)
-    every = set().union(*held.values())
-    for pair in (_PAIRS, [(other, one) for one, other in _PAIRS]):
-        every |= {f"{name.removesuffix(one)}{other}" for name in every for one, other in pair if name.endswith(one)}
+    required = set().union(*held.values())
+    for pairs in (_PAIRS, [(second, first) for first, second in _PAIRS]):
+        required |= {f"{name.removesuffix(a)}{b}" for name in required for a, b in pairs if name.endswith(a)}
     for start, names in held.items():
-        if missing := sorted(every - names):
+        if missing := sorted(required - names):
             raise UnsupportedError(
-                f"No expert has LoRA on {start}.experts.{missing[0]}, and PEFT on transformers 5 loads the experts of "
-                "a layer, fused into one parameter, all together or not at all",
+                f"No expert has LoRA on {start}.experts.{missing[0]}, but PEFT on transformers 5 fuses the experts of "
+                "a layer into one parameter, and loads all of them or none",
                 remedy,
             )
     _check_fusing(plan, next(name for name in fused if modules[name].terms), remedy)
@@ -287,9 +285,9 @@ def loadable_form(plan: Plan, form: Form) -> Form:
 
 
 def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) -> bool:
-    """Whether PEFT is known to fuse these: LoRA on the experts of a Qwen3-MoE or OLMoE, all of them, in their shapes.
+    """Whether PEFT is known to fuse these: LoRA on all experts of a Qwen3-MoE or OLMoE, in the right shapes.
 
-    Asking PEFT takes the import of torch, transformers and PEFT, and a model.
+    This saves a trial in PEFT, which needs torch, transformers, PEFT and an empty model.
     """
     key = _KNOWN_TO_FUSE.get(str(config.get("model_type")))
     hidden, inner = config.get("hidden_size"), config.get(key or "")
@@ -305,14 +303,14 @@ def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) ->
 
 
 def _check_fusing(plan: Plan, module: str, remedy: str) -> None:
-    """Whether PEFT fuses LoRA on experts for this base: it does so for some types of models, and drops it for others.
+    """Check that PEFT fuses LoRA on the experts of this base: for some types of models it drops them instead.
 
-    PEFT is asked: it loads factors of rank 1 for the layer of `module` into the model, built without weights.
+    The check loads factors of rank 1 for the layer of `module` into an empty model with PEFT.
     """
     reference = plan.base_reference
     if reference is None:
         raise BaseModelError(
-            f"The experts have LoRA on {module}, which PEFT loads into some base models only, and no base model is "
+            f"The experts have LoRA on {module}, which PEFT loads into only some base models, but no base model is "
             "named",
             "Pass `base_model`",
             parameter="base_model",

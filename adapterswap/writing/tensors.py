@@ -1,7 +1,7 @@
-"""Write a layout's safetensors file: byte ranges copied while the sources are hashed, blends computed beside them.
+"""Write a layout's safetensors file: copy byte ranges while hashing the sources, and compute blends.
 
-Knows layouts and files. Memory stays small: copies go through one buffer per expert, blends are computed a tensor at a
-time.
+Knows layouts and files. Memory stays small: copies go through one buffer per expert, and blends are computed one tensor
+at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adapterswap.writing.copying import copy_and_hash
 
 __all__ = ["write_computed", "write_tensors"]
 
-_BATCH = 2**19  # bytes that a thread computes before it asks for more
+_BATCH = 2**19  # bytes that a thread computes before it takes the next batch
 
 
 def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -48,7 +48,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
         ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers,
     ):
         output.write(header)
-        output.truncate(size)  # what no piece fills reads as zeros
+        output.truncate(size)  # bytes that no piece fills read as zeros
         hashing = {
             name: workers.submit(
                 copy_and_hash, name, adapter.file, targets[name], output.fileno(), (known or {}).get(name)
@@ -61,7 +61,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
 
 
 def _batches(tensors: Iterable[OutputTensor], places: Mapping[str, Tensor]) -> Iterator[list[OutputTensor]]:
-    """The tensors in groups: handing over each of a mixture's 18,000 small ones took longer than computing them."""
+    """The tensors in groups: submitting each of a mixture's 18,000 small ones took longer than computing them."""
     batch: list[OutputTensor] = []
     size = 0
     for tensor in tensors:
@@ -74,7 +74,7 @@ def _batches(tensors: Iterable[OutputTensor], places: Mapping[str, Tensor]) -> I
 
 
 def write_computed(tensors: Sequence[OutputTensor], path: Path) -> None:
-    """Write a file of tensors whose bytes are known, at `path`, which must not exist.
+    """Write a file of tensors that are already computed, at `path`, which must not exist.
 
     Raises:
         OSError: the file cannot be written.
@@ -87,13 +87,13 @@ def write_computed(tensors: Sequence[OutputTensor], path: Path) -> None:
 
 
 def _copy_targets(plan: Plan, layout: Layout, places: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
-    """Per expert and source tensor: the offsets in the output to which its bytes are copied."""
+    """Expert → source tensor → the offsets in the output at which its bytes are written."""
     targets: dict[str, dict[str, list[int]]] = {name: {} for name in plan.experts}
     for tensor in layout.tensors:
         if not tensor.is_copied:
             continue
         place = places[tensor.key]
-        row = place.nbytes // tensor.shape[0]  # copied pieces lie one after the other along the first axis, or alone
+        row = place.nbytes // tensor.shape[0]  # copied pieces follow each other along the first axis
         for piece in tensor.pieces:
             offset = place.start + piece.offset * row
             targets[piece.expert].setdefault(piece.tensor.name, []).append(offset)

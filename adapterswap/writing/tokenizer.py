@@ -1,6 +1,6 @@
-"""Which tokenizer and chat template a result has, of those that its experts and its base carry.
+"""Choose the tokenizer and chat template of a result from those of its experts and its base.
 
-Knows plans; how tokenizers are compared and united, `experts.tokenizers` knows.
+Knows plans; `experts.tokenizers` compares and unites tokenizers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["tokenizer_folders", "united_tokenizer"]
 
 
 def tokenizer_folders(plan: Plan) -> dict[str, Path]:
-    """The folders whose tokenizers a result may have, by the experts' names; the base's where full weights are made."""
-    found = {name: adapter.source.folder for name, adapter in plan.adapters.items()}
-    return {**found, **({} if plan.base is None else {BASE: plan.base.source.folder})}
+    """The folders that may hold the result's tokenizer, by the experts' names; also the base's for full weights."""
+    folders = {name: adapter.source.folder for name, adapter in plan.adapters.items()}
+    return {**folders, **({} if plan.base is None else {BASE: plan.base.source.folder})}
 
 
 def united_tokenizer(plan: Plan) -> United | None:
-    """The tokenizer of a result that is composed of adapters; None where nobody carries one.
+    """The tokenizer of a composition of adapters; None if neither the experts nor the base have one.
 
     Raises:
         ExpertError: a tokenizer.json is damaged.

@@ -124,10 +124,10 @@ REFUSED: dict[str, tuple[PeftConfig, PeftConfig, str]] = {
     "two kinds": (
         dora(), LoHaConfig(r=3, target_modules=TARGETS, task_type="CAUSAL_LM"), "is LoHa and math is DoRA"
     ),
-    "DoRA and LoRA": (dora(), dora(use_dora=False), "needs the norms of the base's weights"),
+    "DoRA and LoRA": (dora(), dora(use_dora=False), "need the norms of the base's weights"),
     "OFT and LoRA": (
         OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS, task_type="CAUSAL_LM"), dora(use_dora=False),
-        "an adapter is of one kind",
+        "an adapter holds only one kind",
     ),
     "settings of OFT": (
         OFTConfig(r=0, oft_block_size=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
