@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,8 +15,10 @@ from adapterswap.cli.printing import is_quiet, note, note_dry_run, note_output, 
 from adapterswap.progress import Progress, ProgressRow
 
 if TYPE_CHECKING:
-    from adapterswap.lab import LabPlan
-    from adapterswap.lab.comparison import ComparisonPlan
+    from rich.table import Table
+
+    from adapterswap.lab import ComparisonPlan, LabPlan
+    from adapterswap.lab.study import Tell
 
 _SCENES = ("gap", "no-gap")
 _PARTS = 1000  # of a seed, for its progress bar
@@ -32,7 +34,7 @@ _PARTS = 1000  # of a seed, for its progress bar
 @click.option(
     "--methods",
     metavar="all|M,…",
-    help="Compare merge methods instead: all of them, or these. An unfinished run in the folder is resumed.",
+    help="Compare merge methods instead: all, or such as ties,dominance. An unfinished run in the folder is resumed.",
 )
 @click.option(
     "--first-seed", type=click.IntRange(0), help="With --methods: the first seed. Default: 5, the first fresh one."
@@ -69,106 +71,83 @@ def command(
 
     This is a constructed demonstration of a mechanism, not evidence for the papers' numbers.
     """
-    if methods is not None:
-        _compare(methods, seeds, scene, first_seed, rebuild_base, out_path, jobs, overwrite, dry_run, as_json)
-        return
-    if first_seed is not None:
+    if methods is None and first_seed is not None:
         raise click.UsageError("--first-seed can only be used with --methods.")
-    from adapterswap.files.folders import check_target
-    from adapterswap.lab import SCENES, plan_lab, run_lab
-    from adapterswap.lab.run import LAB
+    from adapterswap.lab import SCENES, plan_comparison, plan_lab
 
-    chosen = SCENES[scene]
-    if dry_run:
-        check_target(out_path, kind=LAB, overwrite=overwrite)
-        expected = plan_lab(chosen, seeds, rebuild_base=rebuild_base)
-        print_json({"dry_run": True, **expected.to_json()}) if as_json else _print_plan(expected)
-        return
-    with _progress() as tell:
-        study = run_lab(
-            chosen, seeds, out_path, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite, tell=tell
-        )  # fmt: skip
-    from adapterswap.lab.report import CAVEAT, results, tables
-
-    if as_json:
-        print_json({"dry_run": False, **results(study)})
+    plan: LabPlan | ComparisonPlan
+    if methods is None:
+        plan = plan_lab(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
     else:
-        print_table(*tables(study))
-        click.echo(CAVEAT)
-    note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
-    note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
-
-
-def _compare(
-    methods: str,
-    seeds: int,
-    scene: str,
-    first_seed: int | None,
-    rebuild_base: bool,
-    out_path: str,
-    jobs: int | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    from adapterswap.lab import SCENES, plan_comparison, run_comparison
-    from adapterswap.lab.comparison import FRESH_SEED
-
-    chosen, first = SCENES[scene], FRESH_SEED if first_seed is None else first_seed
-    if dry_run:
-        expected = plan_comparison(
-            chosen, methods, seeds, out_path, first_seed=first, rebuild_base=rebuild_base, overwrite=overwrite
+        plan = plan_comparison(
+            SCENES[scene], methods, seeds, out_path,
+            first_seed=first_seed, rebuild_base=rebuild_base, overwrite=overwrite,
         )  # fmt: skip
-        print_json({"dry_run": True, **expected.to_json()}) if as_json else _print_comparison(expected)
+    if dry_run:
+        print_json({"dry_run": True, **plan.to_json()}) if as_json else _print_plan(plan)
         return
     with _progress() as tell:
-        results = run_comparison(
-            chosen, methods, seeds, out_path,
-            first_seed=first, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite, tell=tell,
-        )  # fmt: skip
+        content, tables = _run(plan, jobs, tell)
+    if as_json:
+        print_json({"dry_run": False, **content})
+    else:
+        from adapterswap.lab.report import CAVEAT
+
+        print_table(*tables)
+        click.echo(CAVEAT)
+    if methods is None:
+        note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
+        note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
+    else:
+        note_output(out_path, "results.json, each seed's answers and models")
+
+
+def _run(plan: LabPlan | ComparisonPlan, jobs: int | None, tell: Tell) -> tuple[Mapping[str, Any], Iterator[Table]]:
+    """Run a plan, and return what results.json says with its tables."""
+    from adapterswap.lab import LabPlan, run_comparison, run_lab
+
+    if isinstance(plan, LabPlan):
+        from adapterswap.lab.report import results, tables
+
+        study = run_lab(plan, jobs=jobs, tell=tell)
+        return results(study), tables(study)
     from adapterswap.lab.comparison_table import comparison_tables
-    from adapterswap.lab.report import CAVEAT
 
-    if as_json:
-        print_json({"dry_run": False, **results})
+    content = run_comparison(plan, jobs=jobs, tell=tell)
+    return content, comparison_tables(content)
+
+
+def _print_plan(plan: LabPlan | ComparisonPlan) -> None:
+    from adapterswap.lab import LabPlan
+
+    number = len(plan.pretrained)
+    if isinstance(plan, LabPlan):
+        scene, sizes = plan.scene, plan.sizes
+        bases = f"{number} pretrained, about two minutes each" if number else "shipped"
+        lines = {
+            "scene": scene.name,
+            "seeds": f"{plan.seeds}; bases: {bases}",
+            "training": f"{scene.math_rows:,} rows for math, {scene.language_rows:,} for the language",
+            "problems": f"{sizes.development:,} to choose on, {sizes.test:,} to test on",
+            "methods": ", ".join(plan.to_json()["methods"]),
+        }
     else:
-        print_table(*comparison_tables(results))
-        click.echo(CAVEAT)
-    note_output(out_path, "results.json, each seed's answers and models")
-
-
-def _print_comparison(expected: ComparisonPlan) -> None:
-    few = ", ".join(map(str, expected.few))
-    pretrained = f"{len(expected.pretrained)} to pretrain" if expected.pretrained else "shipped"
-    sizes = expected.sizes
-    lines = {
-        "scene": expected.scene,
-        "seeds": f"{expected.seeds[0]} to {expected.seeds[-1]}; bases: {pretrained}",
-        "problems": f"{sizes.development:,} to choose on, or {few}; {sizes.test:,} to test on",
-        "methods": f"{', '.join(expected.methods)}; of each at most {expected.budget} configurations",
-        "controls": ", ".join(expected.controls),
-    }
-    for label, text in lines.items():
-        click.echo(f"{label:<12}{text}")
-    note_dry_run("trained")
-
-
-def _print_plan(expected: LabPlan) -> None:
-    pretrained = f"{len(expected.pretrained)} pretrained, about two minutes each" if expected.pretrained else "shipped"
-    lines = {
-        "scene": expected.scene,
-        "seeds": f"{expected.seeds}; bases: {pretrained}",
-        "training": f"{expected.math_rows:,} rows for math, {expected.language_rows:,} for the language",
-        "problems": f"{expected.development:,} to choose on, {expected.test:,} to test on",
-        "methods": ", ".join(expected.methods),
-    }
+        expected = plan.to_json()
+        few = ", ".join(map(str, expected["few"]))
+        lines = {
+            "scene": plan.scene.name,
+            "seeds": f"{plan.seeds[0]} to {plan.seeds[-1]}; bases: {f'{number} to pretrain' if number else 'shipped'}",
+            "problems": f"{plan.sizes.development:,} to choose on, or {few}; {plan.sizes.test:,} to test on",
+            "methods": f"{', '.join(plan.methods)}; of each at most {expected['budget']} configurations",
+            "controls": ", ".join(expected["controls"]),
+        }
     for label, text in lines.items():
         click.echo(f"{label:<12}{text}")
     note_dry_run("trained")
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, str, float], None]]:
+def _progress() -> Iterator[Tell]:
     """A bar per seed on stderr; without a terminal, a line whenever a seed starts something else."""
     with Progress(shown=not is_quiet()) as bars:
         rows: dict[int, ProgressRow] = {}

@@ -5,12 +5,12 @@ Knows where the shipped files are; knows nothing of experts or compositions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from adapterswap.lab.scenes import Scene
 
-__all__ = ["ship", "shipped_file", "write_base"]
+__all__ = ["pretrained_seeds", "ship", "shipped_file", "write_base"]
 
 _TIED = "lm_head.weight"  # the same tensor as the embeddings, so it is left out of a file
 
@@ -18,6 +18,11 @@ _TIED = "lm_head.weight"  # the same tensor as the embeddings, so it is left out
 def shipped_file(scene: Scene, seed: int) -> Path:
     """Where the shipped weights of a scene and seed are, or would be."""
     return Path(__file__).parent / "bases" / f"{scene.name}-{seed}.safetensors"
+
+
+def pretrained_seeds(scene: Scene, seeds: Iterable[int], *, rebuild_base: bool) -> tuple[int, ...]:
+    """Those of the seeds whose base has to be pretrained: it is not shipped, or it is rebuilt."""
+    return tuple(seed for seed in seeds if rebuild_base or not shipped_file(scene, seed).exists())
 
 
 def write_base(

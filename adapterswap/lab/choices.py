@@ -14,7 +14,7 @@ from adapterswap.errors import ArgumentError
 from adapterswap.methods.method import Method
 from adapterswap.methods.registry import all_methods, find_method
 
-__all__ = ["BUDGET", "SCALES", "ZONES", "Fields", "choices", "chosen_methods"]
+__all__ = ["BUDGET", "SCALES", "SUGGESTED", "ZONES", "Fields", "choices", "chosen_methods"]
 
 Fields = Mapping[str, Any]
 """Fields of a composition beside its experts and its method."""
@@ -69,6 +69,14 @@ _CHOICES: dict[str, tuple[Fields, ...]] = {
     "core_dare_ties": _ELECTED,
 }
 
+SUGGESTED: Mapping[str, tuple[Fields, ...]] = {
+    "dominance": (
+        *_grid(margin=(0.15, 0.5), per=("layer", "module")),  # AraSwap's margin first
+        *_grid(tie=(0.001, 0.05), per=("layer", "module")),  # arXiv:2601.22620's τ first
+    ),
+}
+"""Rules that `suggest_owners` derives from the experts, compared like methods; the fields are its arguments."""
+
 
 def choices(method: Method) -> tuple[Fields, ...]:
     """The configurations of a method; one without a list here, as from a package, has its defaults with shares."""
@@ -79,7 +87,7 @@ def choices(method: Method) -> tuple[Fields, ...]:
 
 
 def chosen_methods(names: str | Iterable[str]) -> tuple[str, ...]:
-    """`all`, or names of methods separated by commas: those that two or three experts can be composed with.
+    """`all`, or names separated by commas: methods that two or three experts can be composed with, and `SUGGESTED`.
 
     Raises:
         ArgumentError: there is no such method, or it is one of rules only.
@@ -87,9 +95,12 @@ def chosen_methods(names: str | Iterable[str]) -> tuple[str, ...]:
     """
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     if listed == ["all"]:
-        return tuple(name for name, method in all_methods().items() if method.as_composition)
+        return (*(name for name, method in all_methods().items() if method.as_composition), *SUGGESTED)
     found = []
     for name in listed:
+        if name in SUGGESTED:
+            found.append(name)
+            continue
         method = find_method(name)
         if not method.as_composition:
             raise ArgumentError(

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from adapterswap.analysis.dominance import suggest_owners
 from adapterswap.files.smallfiles import exists, read_json, write_json
 from adapterswap.lab.bases import write_base
-from adapterswap.lab.choices import SCALES, ZONES, Fields, choices
+from adapterswap.lab.choices import SCALES, SUGGESTED, ZONES, Fields, choices
 from adapterswap.lab.pretraining import NUM_LAYERS
 from adapterswap.lab.scenes import Scene, draw_problems, language_rows, math_rows, source_rows
 from adapterswap.lab.scoring import Questions, exact_match
@@ -102,7 +103,7 @@ def compare_seed(
     """Train what is missing in `folder`/seed-N, judge everything, write `folder`/seed-N.json; or read it, if it exists.
 
     Args:
-        methods: names of methods.
+        methods: see `chosen_methods`.
         folder: where seeds go.
         rebuild_base: pretrain the base, even if it is shipped.
         sizes: how many problems are asked.
@@ -231,8 +232,21 @@ def _jobs(methods: Sequence[str], place: Path) -> dict[str, list[_Job]]:
         )  # fmt: skip
         return _Job(fields, compose(composition))
 
+    def suggested(fields: Fields) -> _Job:
+        places = {name: str(place / name) for name in ("math", "language")}
+        proposal = suggest_owners(places, base_model=place / "base", **fields)
+        assert proposal is not None  # it is no dry run
+        composition = Composition(
+            experts={name: path for name, path in places.items() if name not in proposal.unused},
+            base_model=str(place / "base"), num_layers=NUM_LAYERS, rules=proposal.rules,
+        )  # fmt: skip
+        return _Job(fields, compose(composition))
+
     jobs: dict[str, list[_Job]] = {}
     for name in dict.fromkeys((REFERENCE, *methods)):
+        if name in SUGGESTED:
+            jobs[name] = [suggested(fields) for fields in SUGGESTED[name]]
+            continue
         method = find_method(name)
         language: str | list[str] = ["language", "source"] if method.sides[0] == 3 else "language"
         jobs[name] = [composed(name, fields, language=language) for fields in choices(method)]

@@ -16,7 +16,7 @@ from typing import Any
 from adapterswap.errors import OutputError, RunError
 from adapterswap.files.folders import OutputKind, check_place, locked, refuse_strangers, replacing, strangers
 from adapterswap.files.smallfiles import exists, expand, read_json, write_json
-from adapterswap.lab.bases import shipped_file
+from adapterswap.lab.bases import pretrained_seeds
 from adapterswap.lab.choices import BUDGET, chosen_methods
 from adapterswap.lab.comparing import CONTROLS, DEFAULT_SIZES, FEW, ComparisonSizes, compare_seed
 from adapterswap.lab.comparison_table import COMPARISON_FORMAT, compared
@@ -44,29 +44,42 @@ COMPARISON = OutputKind(
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What a comparison does.
+    """A comparison of methods, checked.
 
     Attributes:
         seeds: each a base and its experts.
-        methods: what is compared; `layer_swap` is always among what is judged.
-        controls: what else is judged.
-        budget: configurations of each, at most.
-        few: numbers of problems in xx to choose on, and to train on.
+        methods: what is compared; `layer_swap` is judged in any case.
+        out_path: the folder to write, or to continue.
+        rebuild_base: pretrain the bases, even if they are shipped.
         sizes: how many problems are asked.
-        pretrained: the seeds whose base is pretrained (about two minutes each on a core), unless it is there already.
+        overwrite: replace `out_path`, if such a comparison is there.
     """
 
-    scene: str
+    scene: Scene
     seeds: tuple[int, ...]
     methods: tuple[str, ...]
-    controls: tuple[str, ...]
-    budget: int
-    few: tuple[int, ...]
-    sizes: ComparisonSizes
-    pretrained: tuple[int, ...]
+    out_path: Path
+    rebuild_base: bool = False
+    sizes: ComparisonSizes = DEFAULT_SIZES
+    overwrite: bool = False
+
+    @property
+    def pretrained(self) -> tuple[int, ...]:
+        """The seeds whose base is pretrained (about two minutes each on a core), unless it is there already."""
+        return pretrained_seeds(self.scene, self.seeds, rebuild_base=self.rebuild_base)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """What a dry run prints: at most `budget` configurations of each method, chosen on `few` problems too."""
+        return {
+            "scene": self.scene.name,
+            "seeds": self.seeds,
+            "methods": self.methods,
+            "controls": tuple(CONTROLS),
+            "budget": BUDGET,
+            "few": FEW,
+            "sizes": asdict(self.sizes),
+            "pretrained": self.pretrained,
+        }
 
 
 def plan_comparison(
@@ -75,82 +88,65 @@ def plan_comparison(
     seeds: int,
     out_path: str | Path,
     *,
-    first_seed: int = FRESH_SEED,
+    first_seed: int | None = None,
     rebuild_base: bool = False,
     sizes: ComparisonSizes = DEFAULT_SIZES,
     overwrite: bool = False,
 ) -> ComparisonPlan:
-    """What `run_comparison` would do with the same arguments; errors as there."""
-    numbers = range(first_seed, first_seed + seeds)
-    expected = ComparisonPlan(
-        scene=scene.name,
-        seeds=tuple(numbers),
-        methods=chosen_methods(methods),
-        controls=tuple(CONTROLS),
-        budget=BUDGET,
-        few=FEW,
-        sizes=sizes,
-        pretrained=tuple(seed for seed in numbers if rebuild_base or not shipped_file(scene, seed).exists()),
-    )
-    _check(expand(out_path), _described(expected), overwrite=overwrite)
-    return expected
-
-
-def run_comparison(
-    scene: Scene,
-    methods: str,
-    seeds: int,
-    out_path: str | Path,
-    *,
-    first_seed: int = FRESH_SEED,
-    rebuild_base: bool = False,
-    sizes: ComparisonSizes = DEFAULT_SIZES,
-    jobs: int | None = None,
-    overwrite: bool = False,
-    tell: Tell = lambda seed, what, done: None,
-) -> dict[str, Any]:
-    """Judge methods on seeds `first_seed`… of a scene, and write comparison.json, results.json and each seed's models.
-
-    A folder that holds a part of the same comparison is continued; seeds may be added. On one machine and with the same
-    versions, the same arguments give the same numbers.
+    """Check a comparison. A folder that holds a part of the same one will be continued; seeds may be added.
 
     Args:
         scene: one of `SCENES`.
-        methods: `all`, or names separated by commas.
+        methods: `all`, or names separated by commas; see `chosen_methods`.
         seeds: how many.
-        out_path: the folder to write, or to continue.
-        first_seed: where seeds begin; by default with the first that nothing was tuned on.
-        rebuild_base: pretrain the bases, even where they are shipped.
-        sizes: how many problems are asked.
+        first_seed: the first of them; by default `FRESH_SEED`.
+        out_path, rebuild_base, sizes, overwrite: see `ComparisonPlan`.
+
+    Raises:
+        ArgumentError: there is no such method.
+        OutputError: `out_path` holds something else.
+        RunError: `out_path` holds another comparison.
+    """
+    first = FRESH_SEED if first_seed is None else first_seed
+    numbers = tuple(range(first, first + seeds))
+    plan = ComparisonPlan(scene, numbers, chosen_methods(methods), Path(out_path), rebuild_base, sizes, overwrite)
+    _check(expand(out_path), _described(plan), overwrite=overwrite)
+    return plan
+
+
+def run_comparison(
+    plan: ComparisonPlan, *, jobs: int | None = None, tell: Tell = lambda seed, what, done: None
+) -> dict[str, Any]:
+    """Judge the methods on every seed, and write comparison.json, results.json and the models of each seed.
+
+    On one machine and with the same versions, the same plan gives the same numbers.
+
+    Args:
+        plan: see `plan_comparison`.
         jobs: seeds at once; by default as many as there are cores.
-        overwrite: replace `out_path`, if such a comparison is there.
-        tell: called with a seed, what it is doing, and the share of it that is done.
+        tell: called with a seed, its current step, and the share of the seed that is done.
 
     Returns:
         What results.json says; see `compared`.
 
     Raises:
-        ArgumentError: there is no such method.
         DependencyError: the `lab` extra is not installed.
-        OutputError: `out_path` holds something else, is being written by another process, or cannot be written.
-        RunError: it holds another comparison; a seed's process died.
+        OutputError: the folder holds other files, is being written by another process, or cannot be written.
+        RunError: a seed's process died.
         AdapterswapError: a seed failed; see `compare_seed`.
     """
     require_libraries()
-    expected = plan_comparison(
-        scene, methods, seeds, out_path,
-        first_seed=first_seed, rebuild_base=rebuild_base, sizes=sizes, overwrite=overwrite,
-    )  # fmt: skip
-    folder = expand(out_path).absolute()
+    folder = expand(plan.out_path).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / _LOCK, f"Another process is writing {folder}"):
-            if overwrite:
+            _check(folder, _described(plan), overwrite=plan.overwrite)
+            if plan.overwrite:
                 _clear(folder)
             with replacing(folder / _RECORD) as building:
-                write_json(building, _described(expected))
-            work = partial(compare_seed, scene, expected.methods, folder, rebuild_base, sizes)
-            content = compared(_described(expected), run_seeds(work, expected.seeds, jobs=jobs, tell=tell))
+                write_json(building, _described(plan))
+            work = partial(compare_seed, plan.scene, plan.methods, folder, plan.rebuild_base, plan.sizes)
+            content = compared(_described(plan), run_seeds(work, plan.seeds, jobs=jobs, tell=tell))
             with replacing(folder / _RESULTS) as building:
                 write_json(building, content)
     except OSError as error:
@@ -160,17 +156,12 @@ def run_comparison(
     return content
 
 
-def _described(expected: ComparisonPlan) -> dict[str, Any]:
+def _described(plan: ComparisonPlan) -> dict[str, Any]:
     """What every seed depends on; more seeds may be added."""
-    return {
-        "format": COMPARISON_FORMAT,
-        "scene": expected.scene,
-        "methods": list(expected.methods),
-        "controls": list(expected.controls),
-        "budget": expected.budget,
-        "few": list(expected.few),
-        "sizes": asdict(expected.sizes),
-    }
+    content = plan.to_json()
+    del content["seeds"], content["pretrained"]
+    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in content.items()}
+    return {"format": COMPARISON_FORMAT, **listed}
 
 
 def _check(folder: Path, described: Mapping[str, Any], *, overwrite: bool) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.lab.choices import SUGGESTED
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -164,7 +166,8 @@ def comparison_tables(results: Mapping[str, Any]) -> Iterator[Table]:
 def markdown_tables(results: Mapping[str, Any]) -> tuple[str, str]:
     """The same two tables in Markdown; methods link to their sections."""
     table, line = list(_cells(results)), training_line(results)
-    linked = [[f"[{c[0]}](#{c[0]})" if c[0] not in results["controls"] else c[0], *c[1:]] for c in table[1:]]
+    unlinked = {*results["controls"], *SUGGESTED}
+    linked = [[c[0] if c[0] in unlinked else f"[{c[0]}](#{c[0]})", *c[1:]] for c in table[1:]]
     return _markdown([table[0], *linked]), _markdown(line)
 
 

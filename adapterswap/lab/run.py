@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from adapterswap.errors import DependencyError
 from adapterswap.experts.adapters import PROVENANCE
-from adapterswap.files.folders import OutputKind, atomic_folder
+from adapterswap.files.folders import OutputKind, atomic_folder, check_target
 from adapterswap.files.smallfiles import expand
-from adapterswap.lab.bases import shipped_file
+from adapterswap.lab.bases import pretrained_seeds
 from adapterswap.lab.report import LAB_FORMAT
 from adapterswap.lab.scenes import Scene
 from adapterswap.lab.seed import DEFAULT_SIZES, METHODS, Sizes
@@ -46,72 +46,75 @@ LAB = OutputKind(_RECORD, _names)
 
 @dataclass(frozen=True)
 class LabPlan:
-    """What a run would do, for one seed unless said otherwise.
+    """A run of the lab, checked.
 
     Attributes:
-        pretrained: the seeds whose base is pretrained, not taken from the package (about two minutes each on a core).
-        pretraining_rows, math_rows, language_rows: rows of the base and of the experts.
-        development, test: problems asked.
-        methods: what is compared.
+        seeds: how many; they are 0 to `seeds` - 1.
+        out_path: the folder to write.
+        rebuild_base: pretrain the bases, even if they are shipped.
+        sizes: how many problems are asked.
+        overwrite: replace `out_path`, if the lab wrote it.
     """
 
-    scene: str
+    scene: Scene
     seeds: int
-    pretrained: tuple[int, ...]
-    pretraining_rows: int
-    math_rows: int
-    language_rows: int
-    development: int
-    test: int
-    methods: tuple[str, ...]
+    out_path: Path
+    rebuild_base: bool = False
+    sizes: Sizes = DEFAULT_SIZES
+    overwrite: bool = False
+
+    @property
+    def pretrained(self) -> tuple[int, ...]:
+        """The seeds whose base is pretrained, not taken from the package (about two minutes each on a core)."""
+        return pretrained_seeds(self.scene, range(self.seeds), rebuild_base=self.rebuild_base)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """What a dry run prints: rows and problems are those of one seed."""
+        return {
+            "scene": self.scene.name,
+            "seeds": self.seeds,
+            "pretrained": self.pretrained,
+            "pretraining_rows": self.scene.pretraining_rows,
+            "math_rows": self.scene.math_rows,
+            "language_rows": self.scene.language_rows,
+            "development": self.sizes.development,
+            "test": self.sizes.test,
+            "methods": tuple(METHODS),
+        }
 
 
-def plan_lab(scene: Scene, seeds: int, *, rebuild_base: bool = False, sizes: Sizes = DEFAULT_SIZES) -> LabPlan:
-    """What `run_lab` would do with the same arguments."""
-    return LabPlan(
-        scene=scene.name,
-        seeds=seeds,
-        pretrained=tuple(seed for seed in range(seeds) if rebuild_base or not shipped_file(scene, seed).exists()),
-        pretraining_rows=scene.pretraining_rows,
-        math_rows=scene.math_rows,
-        language_rows=scene.language_rows,
-        development=sizes.development,
-        test=sizes.test,
-        methods=tuple(METHODS),
-    )
-
-
-def run_lab(
+def plan_lab(
     scene: Scene,
     seeds: int,
     out_path: str | Path,
     *,
     rebuild_base: bool = False,
     sizes: Sizes = DEFAULT_SIZES,
-    jobs: int | None = None,
     overwrite: bool = False,
-    tell: Tell = lambda seed, what, done: None,
-) -> Study:
-    """Run seeds 0…`seeds`-1 of a scene and write results.json, answers.jsonl, a report, pictures, each seed's models.
+) -> LabPlan:
+    """Check a run of the lab; the arguments are the fields of `LabPlan`, with `scene` one of `SCENES`.
 
-    The folder appears when it is complete. On the same machine and with the same versions, the same arguments give the
-    same numbers, however many seeds run at once.
+    Raises:
+        OutputError: `out_path` exists or cannot be written.
+    """
+    check_target(out_path, kind=LAB, overwrite=overwrite)
+    return LabPlan(scene, seeds, Path(out_path), rebuild_base, sizes, overwrite)
+
+
+def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: Tell = lambda seed, what, done: None) -> Study:
+    """Run a plan and write results.json, answers.jsonl, a report, pictures and the models of each seed.
+
+    The folder appears when it is complete. On the same machine and with the same versions, the same plan gives the same
+    numbers, however many seeds run at once.
 
     Args:
-        scene: one of `SCENES`.
-        out_path: the folder to write.
-        rebuild_base: pretrain the bases, even where they are shipped.
-        sizes: how many problems are asked.
+        plan: see `plan_lab`.
         jobs: seeds at once; by default as many as there are cores.
-        overwrite: replace `out_path`, if the lab wrote it.
-        tell: called with a seed, what it is doing, and the share of it that is done.
+        tell: called with a seed, its current step, and the share of the seed that is done.
 
     Raises:
         DependencyError: the `lab` extra is not installed.
-        OutputError: `out_path` exists or cannot be written.
+        OutputError: the folder exists or cannot be written.
         AdapterswapError: a seed failed; see `run_study`.
     """
     require_libraries()
@@ -119,14 +122,16 @@ def run_lab(
     from adapterswap.lab.report import answers, results
     from adapterswap.reporting import lab_source, make_report, write_files
 
-    with atomic_folder(out_path, kind=LAB, overwrite=overwrite) as folder:
-        study = run_study(scene, seeds, folder, rebuild_base=rebuild_base, sizes=sizes, jobs=jobs, tell=tell)
+    with atomic_folder(plan.out_path, kind=LAB, overwrite=plan.overwrite) as folder:
+        study = run_study(
+            plan.scene, plan.seeds, folder, rebuild_base=plan.rebuild_base, sizes=plan.sizes, jobs=jobs, tell=tell
+        )
         content, rows = results(study), list(answers(study))
         text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
         (folder / _RECORD).write_text(text + "\n", encoding="utf-8")
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         draw_pictures(study, folder)
-        name = expand(out_path).resolve().name
+        name = expand(plan.out_path).resolve().name
         write_files(make_report(lab_source(folder, json.loads(text), rows, name=name)), folder)
     return study
 

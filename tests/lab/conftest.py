@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.lab import SCENES, Sizes, Study, run_lab
+from adapterswap.lab import SCENES, Sizes, Study, plan_lab, run_lab
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("lab") / "run"
     told: list[tuple[int, str, float]] = []
     study = run_lab(
-        scene, 1, folder, sizes=Sizes(development=60, test=120), tell=lambda *news: told.append(news)
+        plan_lab(scene, 1, folder, sizes=Sizes(development=60, test=120)), tell=lambda *news: told.append(news)
     )  # fmt: skip
     return Run(study, folder, told)

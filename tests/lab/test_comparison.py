@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from peft import PeftModel
 from refusals import refused
 from rich.console import Console
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from adapterswap import layer_swap
@@ -22,23 +23,26 @@ from adapterswap.errors import ArgumentError, OutputError, RunError
 from adapterswap.files.folders import strangers
 from adapterswap.files.smallfiles import write_json
 from adapterswap.lab import SCENES, comparing, comparison, plan_comparison, run_comparison
-from adapterswap.lab.choices import BUDGET, choices, chosen_methods
+from adapterswap.lab.choices import BUDGET, SUGGESTED, choices, chosen_methods
 from adapterswap.lab.comparing import CONTROLS, ComparisonSizes, compare_seed
 from adapterswap.lab.comparison_table import compared, comparison_tables, markdown_tables
 from adapterswap.lab.scenes import draw_problems, source_rows
 from adapterswap.lab.scoring import Questions, exact_match
 from adapterswap.methods.registry import BUILT_IN, all_methods
 from adapterswap.planning.compositions import Composition
+from adapterswap.planning.plan import Plan
 
 from .conftest import Run
 
 SIZES = ComparisonSizes(development=60, test=80, english=40)
-METHODS = ("soup", "ties", "karcher", "adamergex")
+METHODS = ("soup", "ties", "karcher", "adamergex", "dominance")
 
 
 def test_every_method_has_a_budget() -> None:
-    assert chosen_methods("all") == tuple(name for name, method in BUILT_IN.items() if method.as_composition)
-    for name in chosen_methods("all"):
+    methods = [name for name, method in BUILT_IN.items() if method.as_composition]
+    assert chosen_methods("all") == (*methods, "dominance")
+    assert [len(configurations) for configurations in SUGGESTED.values()] == [BUDGET]
+    for name in methods:
         configurations = choices(all_methods()[name])
         assert 1 <= len(configurations) <= BUDGET
         language = ["language", "source"] if name == "adamergex" else "language"
@@ -48,6 +52,7 @@ def test_every_method_has_a_budget() -> None:
 
 def test_names_of_methods() -> None:
     assert chosen_methods("soup, cat,soup") == ("soup", "task_arithmetic")
+    assert chosen_methods("dominance,soup") == ("dominance", "soup")
     for names in ("linear", "nothing"):
         with pytest.raises(ArgumentError):
             chosen_methods(names)
@@ -80,7 +85,8 @@ def test_a_seed_judges_every_configuration_and_tests_the_best(seed: tuple[Path, 
     assert list(rows) == ["layer_swap", *METHODS, *CONTROLS]
     for name in ("layer_swap", *METHODS):
         row = rows[name]
-        assert row["configurations"] == [dict(fields) for fields in choices(BUILT_IN[name])]
+        fields = SUGGESTED[name] if name in SUGGESTED else choices(BUILT_IN[name])
+        assert row["configurations"] == [dict(each) for each in fields]
         if len(row["configurations"]) > 1:
             assert row["development"][row["chosen"]["all"]] == max(row["development"])
         assert set(row["xx"]) == {str(place) for place in row["chosen"].values()}
@@ -88,6 +94,38 @@ def test_a_seed_judges_every_configuration_and_tests_the_best(seed: tuple[Path, 
     assert all(len(row["en"]) == 40 for row in rows.values())
     swap, inverse = rows["layer_swap"], rows["inverse swap"]
     assert inverse["configurations"] == [swap["configurations"][swap["chosen"]["all"]]]
+
+
+def test_dominance_gives_each_layer_to_the_larger_change(seed: tuple[Path, dict[str, Any]]) -> None:
+    place = seed[0] / "seed-0"
+    base = load_file(place / "base" / "model.safetensors")
+
+    def sizes(name: str) -> dict[int, float]:
+        """‖ΔW‖ / ‖W‖ of each layer, up to the scale that both experts share."""
+        tensors = load_file(place / name / "adapter_model.safetensors")
+        changed, own = dict.fromkeys(range(6), 0.0), dict.fromkeys(range(6), 0.0)
+        for key, a in tensors.items():
+            if "lora_A" in key:
+                module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                layer = int(module.split(".")[2])
+                changed[layer] += float(np.linalg.norm(tensors[key.replace("lora_A", "lora_B")] @ a) ** 2)
+                own[layer] += float(np.linalg.norm(base[f"{module}.weight"]) ** 2)
+        return {layer: (changed[layer] / own[layer]) ** 0.5 for layer in changed}
+
+    configs = [json.loads((place / name / "adapter_config.json").read_text()) for name in ("math", "language")]
+    assert configs[0]["r"] == configs[1]["r"]
+    assert configs[0]["lora_alpha"] == configs[1]["lora_alpha"]
+    math, language = sizes("math"), sizes("language")
+    first, *others = comparing._jobs(("dominance",), place)["dominance"]
+    assert first.fields == {"margin": 0.15, "per": "layer"}
+    assert len(others) == 7
+    assert isinstance(first.plan, Plan)
+    for slot in first.plan.slots.values():
+        layer = slot.layer
+        assert layer is not None
+        largest = max(math[layer], language[layer])
+        near = {name for name, size in (("math", math), ("language", language)) if largest <= 1.15 * size[layer]}
+        assert {term.expert for term in slot.terms} == near, layer
 
 
 def test_merged_weights_score_as_the_adapters_do(seed: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -175,8 +213,8 @@ def test_a_folder_is_continued_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(comparison, "run_seeds", work)
-    run_comparison(scene, "soup", 2, out)
-    found = run_comparison(scene, "soup", 3, out)  # a seed more
+    run_comparison(plan_comparison(scene, "soup", 2, out))
+    found = run_comparison(plan_comparison(scene, "soup", 3, out))  # a seed more
     assert asked == [[5, 6], [5, 6, 7]]
     assert json.loads((out / "results.json").read_text()) == found
     assert found["methods"] == ["soup"]
@@ -184,11 +222,11 @@ def test_a_folder_is_continued_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with refused(RunError, "out_path"):
         plan_comparison(scene, "ties", 2, out)
     assert plan_comparison(scene, "ties", 2, out, overwrite=True).pretrained == (5, 6)
-    run_comparison(scene, "ties", 1, out, overwrite=True)
+    run_comparison(plan_comparison(scene, "ties", 1, out, overwrite=True))
     assert not (out / "seed-6.json").exists()
     (out / "thesis.txt").touch()
     with refused(OutputError, "out_path"):
-        run_comparison(scene, "ties", 1, out, overwrite=True)
+        run_comparison(plan_comparison(scene, "ties", 1, out, overwrite=True))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
     with refused(OutputError, "out_path"):

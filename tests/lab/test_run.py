@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap import AdapterswapError
 from adapterswap.files.folders import check_target, strangers
-from adapterswap.lab import SCENES, Sizes, Study, run_lab
+from adapterswap.lab import SCENES, Sizes, Study, plan_lab, run_lab
 from adapterswap.lab.report import CAVEAT, results, tables
 from adapterswap.lab.run import LAB
 from adapterswap.lab.scenes import draw_problems
@@ -110,7 +110,7 @@ def test_what_may_be_replaced(run: Run, tmp_path: Path) -> None:
             path.parent.mkdir(exist_ok=True)
             path.touch()
             with pytest.raises(AdapterswapError, match="did not write"):
-                run_lab(SCENES["gap"], 1, record.parent, overwrite=True)
+                plan_lab(SCENES["gap"], 1, record.parent, overwrite=True)
             path.unlink()
             if path.parent.name == "mine":
                 path.parent.rmdir()
@@ -162,5 +162,5 @@ def test_tables_tell_means_spreads_and_paired_differences() -> None:
 def test_a_failing_seed_leaves_nothing_behind(tmp_path: Path) -> None:
     broken = replace(SCENES["gap"], math_rows=0)
     with pytest.raises(AdapterswapError):
-        run_lab(broken, 1, tmp_path / "out", sizes=Sizes(10, 10))
+        run_lab(plan_lab(broken, 1, tmp_path / "out", sizes=Sizes(10, 10)))
     assert list(tmp_path.iterdir()) == []
