@@ -44,6 +44,11 @@ NOT_RUN: list[tuple[str, str, str]] = [
         r"flores|FLORES",
         "needs FLORES's sentences, which are not shipped: tests/evaluation/test_flores.py",
     ),
+    (
+        "docs/evaluate.md",
+        r"mgsm_rev2|MGSM_REV2|afrimgsm|multijail|MULTIJAIL|score_labels",
+        "needs data that are not shipped: tests/evaluation/test_downloaded_tasks.py",
+    ),
     ("docs/evaluate.md", r"to\(\"cuda\"\)", "needs a GPU: tests/evaluation/test_processes.py"),
     ("docs/live.md", r"pinned", "compiles: tests/live/test_compiled.py"),
     (
