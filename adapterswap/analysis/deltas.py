@@ -1,6 +1,6 @@
-"""The ΔW of an expert's matrices, one at a time: low-rank for an adapter, dense for a full checkpoint.
+"""Read the ΔW of an expert's matrices one at a time: low-rank for an adapter, dense for a full checkpoint.
 
-Memory holds one module. Knows experts of both kinds; knows nothing of what is measured on them.
+Memory holds one module. Knows both kinds of experts, but not what is measured on them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adapterswap.files.numbers import open_files
 
 __all__ = ["Matrix", "Reader", "delta_reader", "matrices"]
 
-# Where a projection stands in its block, so that columns of tables follow the data through the layer.
+# The order of the projections in a block, so that the columns of tables follow the data through the layer.
 _ORDER = ("q", "query", "k", "key", "v", "value", "qkv", "attn", "query_key_value", "o", "out", "dense", "gate", "w1",
           "up", "w3", "fc1", "fc", "dense_h_to_4h", "proj", "down", "w2", "fc2", "dense_4h_to_h")  # fmt: skip
 
@@ -34,11 +34,11 @@ class Matrix:
 
     Attributes:
         name: the module's full name.
-        layer: its layer, or None.
-        part: what it is in its layer, without numbers: `self_attn.q_proj`, `mlp.experts.w1`; the name outside the
-            layers.
+        layer: its layer; None outside the layers.
+        part: its name within the layer, without numbers: `self_attn.q_proj`, `mlp.experts.w1`; outside the layers, its
+            full name.
         key: sorts parts in the order in which the data passes through them.
-        source: where it lies in its expert.
+        source: its place in the expert's files.
     """
 
     name: str
@@ -56,7 +56,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
 
     Raises:
         ArgumentError: the expert is a full checkpoint and no base is given.
-        BaseModelError: the base lacks a weight of it, or holds it in another shape.
+        BaseModelError: the base lacks one of its weights, or has it in another shape.
     """
     sources: dict[str, LoraModule | StoredTensor] = {}
     if isinstance(expert, Adapter):
@@ -65,7 +65,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
     else:
         if base is None:
             raise ArgumentError(
-                f"{expert.name} is a full checkpoint, whose changes show only in comparison with its base",
+                f"{expert.name} is a full checkpoint, so its changes can only be measured against its base",
                 "Pass `base_model`",
                 parameter="base_model",
             )
@@ -76,7 +76,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
             if own is None or own.tensor.shape != parameter.tensor.shape:
                 difference = "lacks it" if own is None else f"has it as {'×'.join(map(str, own.tensor.shape))}"
                 raise BaseModelError(
-                    f"{parameter.name} is {'×'.join(map(str, parameter.tensor.shape))} in {expert.name}, and the base "
+                    f"{parameter.name} is {'×'.join(map(str, parameter.tensor.shape))} in {expert.name}, but the base "
                     f"{difference}",
                     "Pass the base that the expert was trained from",
                     parameter="base_model",
@@ -97,7 +97,7 @@ def _matrix(name: str, source: LoraModule | StoredTensor) -> Matrix:
 
 @contextmanager
 def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Iterator[Reader]:
-    """A function that reads the ΔW of a matrix, out×in in float32, from files that stay open in the block.
+    """A function that reads the ΔW of a matrix (out×in, float32). The files stay open until the block ends.
 
     Raises:
         ExpertError: a file changed or cannot be read; a tensor holds NaN or infinity; see also `Orientation`.

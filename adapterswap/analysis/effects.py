@@ -1,7 +1,7 @@
-"""How much each layer of an expert changes what the base predicts on texts: importance by activations.
+"""How much each layer of an expert changes the base's predictions on texts: importance by activations.
 
-With one layer's attention or MLP of one expert active and everything else as in the base, KL(p_base ‖ p), summed over
-the tokens of the texts, says what that part does there, in nats. Knows a running model and texts; decides nothing.
+One layer's attention or MLP of one expert is active, and everything else is as in the base. The effect of that part is
+KL(p_base ‖ p), summed over the tokens of the texts, in nats. Knows a running model and texts; decides nothing.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 __all__ = ["blocks_of", "importance_of_activations", "read_texts"]
 
-MAX_TOKENS = 512  # of a text; the rest is cut off
-BATCH = 8  # texts at once
+MAX_TOKENS = 512  # per text; the rest is cut off
+BATCH = 8  # texts per batch
 
 
 def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list[str]:
-    """The first `limit` texts of a file: those of .jsonl rows, with the columns of common datasets; else one to a line.
+    """Read the first `limit` texts of a file: rows of a .jsonl file with the columns of common datasets, or lines.
 
     Args:
         path: the file.
-        limit: how many texts are read.
-        parameter: what the path is called where the user gave it, for errors.
+        limit: how many texts to read.
+        parameter: the public parameter that holds the path, for errors.
 
     Raises:
-        DataError: the file holds no text, or a row has other columns.
+        DataError: the file has no text, or a row has other columns.
         AdapterswapError: the file cannot be read, or is larger than 16 MiB; see `read_small`.
     """
     path = expand(path)
@@ -55,12 +55,12 @@ def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list
         if len(texts) == limit:
             break
     if not texts:
-        raise DataError(f"{path} holds no text", _FILES, parameter=parameter)
+        raise DataError(f"{path} has no text", _FILES, parameter=parameter)
     return texts
 
 
 def _readers() -> dict[tuple[str, ...], Reader]:
-    """How a row is read, by the columns that it must have; the first that fit are taken."""
+    """How to read a row, by the columns that it must have; the first match wins."""
     pairs = {
         ("prompt", "completion"): ("{prompt}", "{completion}"),
         ("question", "answer"): ("{question}", "{answer}"),  # GSM8K
@@ -104,7 +104,7 @@ def _joined(prompt: str, completion: str) -> str:
 
 
 def blocks_of(plan: Plan, expert: str) -> list[Block]:
-    """The layers and kinds that an expert of the plan adapts, in order."""
+    """The layers and kinds of modules that an expert of the plan adapts, in order."""
     found = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
     return sorted((layer, kind) for layer, kind in found if layer is not None)
 
@@ -118,12 +118,12 @@ def importance_of_activations(
     texts: Mapping[str, Sequence[str]],
     progress: Callable[[], None] = lambda: None,
 ) -> Importance:
-    """Measure each expert on its own side's texts.
+    """Measure each expert on its own texts.
 
     Args:
-        model: with the plan's experts loaded under their names.
-        tokenizer: the base's.
-        plan: any plan of the two experts.
+        model: the base with the plan's experts loaded under their names.
+        tokenizer: the base's tokenizer.
+        plan: any plan with the two experts.
         sides: `task` and `language` → the expert's name in the plan.
         texts: `task` and `language` → texts.
         progress: called after every batch of texts.
@@ -147,7 +147,7 @@ def importance_of_activations(
         if not total > 0:
             raise DataError(
                 f"the expert {expert!r} changes no prediction on the {side} texts",
-                "Use texts like those that it was trained on",
+                "Use texts like those it was trained on",
                 parameter=f"{side}_texts",
             )
         shares[side] = {block: value / total for block, value in effects.items()}
@@ -163,13 +163,13 @@ def _alone(plan: Plan, expert: str, block: Block) -> Plan:
 
 
 def _batches(tokenizer: Any, texts: Sequence[str], side: str, device: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Texts of like length together, padded on the right, where causal attention does not see it."""
+    """Batches of texts of similar length, padded on the right, where causal attention does not see the padding."""
     import torch
 
     encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"] for text in texts]
     encoded = sorted((ids for ids in encoded if len(ids) > 1), key=len)
     if not encoded:
-        raise DataError(f"no {side} text has two tokens", "Use longer texts", parameter=f"{side}_texts")
+        raise DataError(f"no {side} text has at least two tokens", "Use longer texts", parameter=f"{side}_texts")
     for start in range(0, len(encoded), BATCH):
         rows = encoded[start : start + BATCH]
         longest = max(map(len, rows))
@@ -188,7 +188,7 @@ def _predictions(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _divergence(before: torch.Tensor, now: torch.Tensor, mask: torch.Tensor) -> float:
-    """Σ over the batch's tokens of KL(before ‖ now), a row at a time: a vocabulary is wide."""
+    """KL(before ‖ now) summed over the batch's tokens; one row at a time, because vocabularies are large."""
     import torch
 
     total = 0.0

@@ -1,4 +1,4 @@
-"""The files of an analysis: what `overwrite` may replace."""
+"""The files of an analysis, which `overwrite` may replace."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ def _names(record: Mapping[str, Any]) -> Sequence[str]:
 
 
 ANALYSIS = OutputKind(_RECORD, _names)
-"""What `analyze` writes."""
+"""The kind of folder that `analyze` writes."""

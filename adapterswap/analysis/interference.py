@@ -1,6 +1,6 @@
-"""Where two experts' task vectors meet: cosine, overlap of their subspaces, and signs that disagree.
+"""How the task vectors of two experts interfere: cosine, overlap of their subspaces, and conflicting signs.
 
-For each matrix that both change: the cosine of the two ΔW; how far the subspaces overlap that they write into (columns)
+For each matrix that both change: the cosine of the two ΔW; the overlap of the subspaces that they write into (columns)
 and read from (rows); the share of elements whose signs differ. Knows numbers; draws nothing and judges nothing.
 """
 
@@ -21,46 +21,46 @@ from adapterswap.experts.checkpoints import Checkpoint
 
 __all__ = ["Interference", "ModuleInterference", "check_shared", "interfere"]
 
-# The same seed gives two LoRA experts the same initial A, and training changes A little. So many of a shared start's
-# rows agree that any threshold between chance (about 0) and 1 tells it; .92 was measured after ordinary training.
+# The same seed gives two LoRA experts the same initial A, and training changes A little: a mean cosine of .92 was
+# measured after ordinary training. By chance it is about 0, so any threshold between the two detects a shared start.
 _SHARED_START = 0.5
-_NORMAL = 1.96  # standard deviations to either side of the mean hold 95 %
+_NORMAL = 1.96  # 95 % lie within this many standard deviations of the mean
 
 
 @dataclass(frozen=True)
 class Interference:
-    """Two experts, matrix by matrix, for the matrices that both change."""
+    """Two experts compared on each matrix that both change."""
 
     experts: tuple[str, str]
     modules: tuple[ModuleInterference, ...]
 
     @property
     def shared_start(self) -> float | None:
-        """The mean cosine of A's rows where it shows that both experts started from the same A; else None.
+        """The mean cosine of A's rows if it shows that both experts started from the same A; otherwise None.
 
-        Their `read` is then an artefact of the seed, and not of what they learned.
+        With a shared start, `read` reflects the seed rather than what the experts learned.
         """
         starts = [module.start for module in self.modules if module.start is not None]
         mean = float(np.mean(starts)) if starts else 0.0
         return mean if mean > _SHARED_START else None
 
     def by_layer(self) -> dict[int, dict[str, float | None]]:
-        """Cosine (of the layer's matrices side by side), mean overlaps, and the share of signs in conflict."""
+        """By layer: the cosine over all of its matrices, mean overlaps, and the share of conflicting signs."""
         return {layer: _together(modules) for layer, modules in self._layers().items()}
 
     def shuffled_by_layer(self) -> dict[int, dict[str, tuple[float, float] | None]]:
-        """Where the same numbers lie in 95 % of cases if the second expert is shuffled: (low, high)."""
+        """By layer: the 95 % interval (low, high) of the same numbers if the second expert is shuffled."""
         return {layer: _band(modules) for layer, modules in self._layers().items()}
 
     @property
     def cosine(self) -> float | None:
-        """Of all matrices in layers, side by side."""
+        """The cosine over all matrices in the layers."""
         modules = [module for module in self.modules if module.matrix.layer is not None]
         return cosine(math.fsum(module.product for module in modules), _norms(modules))
 
     @property
     def shuffled_cosine(self) -> tuple[float, float] | None:
-        """Where `cosine` lies in 95 % of cases if the second expert is shuffled."""
+        """The 95 % interval of `cosine` if the second expert is shuffled."""
         modules = [module for module in self.modules if module.matrix.layer is not None]
         return _band(modules)["cosine"] if modules else None
 
@@ -81,11 +81,11 @@ def interfere(
 
     Args:
         experts: the two, by name.
-        base: their base, needed where one of them is a full checkpoint.
+        base: their base. Required if one of them is a full checkpoint.
         progress: called after every matrix.
 
     Raises:
-        ExpertError: they share no matrix, or hold one in different shapes; see also `delta_reader`.
+        ExpertError: they share no matrix, or a matrix has different shapes; see also `delta_reader`.
     """
     names = check_shared(experts, base)
     found = survey(experts, base, rows=False, progress=progress)
@@ -93,7 +93,7 @@ def interfere(
 
 
 def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint | None) -> tuple[str, str]:
-    """The names of two experts.
+    """The names of two experts, after a check that both change a common matrix.
 
     Raises:
         ExpertError: they share no matrix; see also `matrices`.
@@ -101,7 +101,7 @@ def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint |
     (first_name, first), (second_name, second) = experts.items()
     if not matrices(first, base).keys() & matrices(second, base).keys():
         raise ExpertError(
-            f"{first_name} and {second_name} have no matrix in common that both change",
+            f"{first_name} and {second_name} change no matrix in common",
             "Compare experts of one base that adapt the same modules",
             parameter="experts",
         )
@@ -114,7 +114,7 @@ def _norms(modules: list[ModuleInterference]) -> tuple[float, float]:
 
 
 def _band(modules: list[ModuleInterference]) -> dict[str, tuple[float, float] | None]:
-    """As `_together` puts modules together, each shuffled independently of the others."""
+    """The 95 % intervals of the numbers of `_together`, with every module shuffled independently."""
     norms = _norms(modules)
     elements = [module.elements for module in modules]
     weights: dict[str, list[float] | None] = {

@@ -1,7 +1,7 @@
-"""One name for each matrix that experts changed, whatever their files call it, so that it is compared with itself.
+"""Give each matrix one name in all experts, whatever their files call it, so that the same matrices are compared.
 
-Without a base the experts' own names are reconciled as for a composition; with one, matrices have the names under which
-the base stores them, which are those of full checkpoints too. Knows names; reads no tensor but a base's header.
+Without a base the experts' own names are reconciled as for a composition. With a base, matrices get the names under
+which the base stores them, which full checkpoints use too. Knows names; reads only headers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -
 
     Args:
         experts: by name.
-        base: their base, where it is known.
+        base: their base, if it is known.
 
     Raises:
-        ExpertError: adapters name a module differently, and their base cannot say which names belong together.
+        ExpertError: adapters use different names for a module, and the base does not resolve them.
         BaseModelError: the base lacks a module of an adapter, or has it in another shape.
-        UnsupportedError: an adapter is of a kind whose ΔW is not s·B·A.
+        UnsupportedError: the ΔW of an adapter is not s·B·A.
     """
     problems = Problems(ExpertError)
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}

@@ -1,7 +1,7 @@
-"""Pictures of an analysis: changed rows by layer and module, norms by layer, and where two experts meet.
+"""Pictures of an analysis: changed rows by layer and module, norms by layer, and how two experts interfere.
 
-Knows tables of numbers and matplotlib. The layout of the first follows figures 2 and 4-9 of Bandarkar et al. (ICLR
-2025): a row for each layer with the last on top, a column for each matrix, darker where more changed.
+Knows tables of numbers and matplotlib. The first picture follows figures 2 and 4-9 of Bandarkar et al. (ICLR 2025): one
+row per layer with the last on top, one column per matrix, darker where more changed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["draw_fractions", "draw_interference", "draw_meetings", "draw_norms",
 _BAND = "#dcdcdc"
 _CELL = 0.27  # inches that a number needs
 
-_TALLEST = 40.0  # inches of a heatmap's rows; more layers share them
+_TALLEST = 40.0  # inches for all rows of a heatmap at most
 _TOGETHER = 6  # experts in one panel
-_ABREAST = 5.0  # inches, from which three panels stand side by side
+_ABREAST = 5.0  # inches of width that three panels in a row need
 
 
 def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: bool = True) -> Figure:
@@ -32,7 +32,7 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
     Args:
         tables: the experts' shares.
         width: in inches.
-        one_scale: the same colours for all; otherwise each ends at its own largest share, as in the paper.
+        one_scale: use one colour scale for all; otherwise each ends at its own largest share, as in the paper.
     """
     import numpy as np
 
@@ -73,7 +73,7 @@ def _bar(figure: Figure, image: Any, panels: Sequence[Any]) -> None:
 
 
 def _hatch(axes: Any, values: Any) -> None:
-    """Hatch what no expert adapts: it has no share, which is not a share of 0."""
+    """Hatch modules that the expert does not adapt: no share is not a share of 0."""
     import numpy as np
     from matplotlib.patches import Rectangle
 
@@ -86,7 +86,7 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
     """A line for each expert: ‖ΔW‖ of every layer, or ‖ΔW‖ / ‖W‖ where `relative`.
 
     Experts of one family (math1, math2, …: names that differ in their last number) share a colour, and differ in line
-    and marker. More than `_TOGETHER` experts have a panel for each family, on the same axes, so that lines stay apart.
+    and marker. With more than `_TOGETHER` experts, each family has its own panel, with shared axes.
     """
     look = _by_family(list(norms))
     columns, lines = _legend_shape(list(norms), width)
@@ -121,11 +121,11 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
 
 
 def draw_interference(pair: Interference, width: float) -> Figure:
-    """Three panels over the layers: the cosine, the overlap of subspaces beside chance, the signs in conflict.
+    """Three panels over the layers: the cosine, the overlap of subspaces compared with chance, the conflicting signs.
 
-    A grey band behind each line shows where it lies in 95 % of cases if one of the experts is shuffled. The axes show
-    no less than a tenth to either side of what two unrelated experts have (cosines of 0, one half of the signs), so
-    that noise does not look like a finding.
+    The grey band behind each line is its 95 % interval if one of the experts is shuffled. The axes extend at least 0.1
+    to either side of the values of unrelated experts (a cosine of 0, half of the signs), so that noise does not look
+    like a finding.
     """
     layers, shuffled = pair.by_layer(), pair.shuffled_by_layer()
     stacked = width < _ABREAST
@@ -166,10 +166,10 @@ def _draw_band(axes: Any, ends: Sequence[tuple[int, Any]], hatch: str, label: st
 
 
 def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
-    """The cosine of every two experts, all layers together: a square of experts by experts.
+    """The cosine of every pair of experts over all layers, as a square of experts by experts.
 
-    Cosines within the band of a shuffled expert are grey. Colours end at the cosine that is largest in size, or at a
-    tenth where all are smaller, so that noise stays pale.
+    Cosines within the band of a shuffled expert are grey. Colours end at the largest absolute cosine, or at 0.1 if all
+    are smaller, so that noise stays pale.
     """
     import numpy as np
 
@@ -210,7 +210,7 @@ def _wrapped_names(pair: Interference, width: float) -> str:
 
 
 def _by_family(experts: Sequence[str]) -> dict[str, Look]:
-    """Colour by family, marker and line by member."""
+    """The look of each line: colour by family, marker and line style by member."""
     families = list(dict.fromkeys(family_of(name) for name in experts))
     hues = {family: look.colour for family, look in zip(families, looks(len(families)), strict=True)}
     members: dict[str, int] = {}

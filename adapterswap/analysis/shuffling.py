@@ -1,7 +1,7 @@
 """What two experts' ΔW would have in common if the rows and columns of one were in random order.
 
-A shuffled ΔW has the norm, the rank and the numbers of the real one and nothing to do with the other expert, so what
-lies within its band is no finding. Knows numbers; reads no expert.
+A shuffled ΔW keeps the norm, the rank and the entries of the real one, but has nothing to do with the other expert.
+Numbers within the band of the shuffled ones are therefore chance. Knows numbers; reads no expert.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Vectors = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Null:
-    """A number's mean and variance over shuffles."""
+    """The mean and variance of a number over shuffles."""
 
     mean: float
     variance: float
@@ -27,7 +27,7 @@ class Null:
 
 @dataclass(frozen=True)
 class Marginals:
-    """What `shuffled_product` needs of a matrix (n×m).
+    """What `shuffled_product` needs to know about a matrix (n×m).
 
     Attributes:
         rows: the sum of each row (n).
@@ -41,15 +41,15 @@ class Marginals:
 
 
 def shuffled_product(one: Marginals, other: Marginals) -> Null:
-    """Mean and variance of ⟨X, P·Y·Q⟩ over all permutations P of the rows and Q of the columns, each as likely.
+    """Mean and variance of ⟨X, P·Y·Q⟩ over all permutations P of the rows and Q of the columns, all equally likely.
 
     X splits into its mean μ, row effects a, column effects b and a rest, which are orthogonal (a two-way analysis of
-    variance), and so does Y. With n rows and m columns the mean is n·m·μ·μ', and the variance
+    variance), and so does Y. With n rows and m columns the mean is n·m·μ·μ', and the variance is
     m²·‖a‖²·‖a'‖²/(n−1) + n²·‖b‖²·‖b'‖²/(m−1) + ‖rest‖²·‖rest'‖²/((n−1)(m−1)).
     """
     n, m = len(one.rows), len(one.columns)
     (mean, a, b, rest), (mean_, a_, b_, rest_) = _effects(one), _effects(other)
-    fewer = max(1, n - 1), max(1, m - 1)  # of one row there are no effects, and nothing is divided
+    fewer = max(1, n - 1), max(1, m - 1)  # a single row has no effects, so its divisor does not matter
     variance = m**2 * a * a_ / fewer[0] + n**2 * b * b_ / fewer[1] + rest * rest_ / (fewer[0] * fewer[1])
     return Null(n * m * mean * mean_, variance)
 
@@ -66,8 +66,8 @@ def _effects(matrix: Marginals) -> tuple[float, float, float, float]:
 def shuffled_overlap(one: Vectors, other: Vectors, name: str, shuffles: int) -> Null:
     """‖Q₁ᵀ·P·Q₂‖² / min(rank) for orthonormal columns Q₁ (n×p), Q₂ (n×q) and permutations P, drawn by `name`.
 
-    The variance is that of the shuffles, but no less than that of subspaces of any direction, which is
-    2·p·q·(n−p)·(n−q) / (n²·(n−1)·(n+2)) for ‖Q₁ᵀ·Q₂‖²: a few shuffles alone may lie together by chance.
+    The variance is that of the shuffles, but at least that of uniformly random subspaces, which is
+    2·p·q·(n−p)·(n−q) / (n²·(n−1)·(n+2)) for ‖Q₁ᵀ·Q₂‖²: a few shuffles may be close together by chance.
     """
     n, p, q = len(one), one.shape[1], other.shape[1]
     if not min(p, q):

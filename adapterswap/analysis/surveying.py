@@ -1,8 +1,8 @@
-"""One pass through the matrices of several experts: what each changed, and how every two lie to each other.
+"""One pass through the matrices of several experts: what each changed, and how each pair compares.
 
 Norms, cosines and overlaps of adapters come from their joint cores. Mean absolute values of rows and signs need the
-dense ΔW: blocks of rows, formed once for everything that is measured on them. Memory holds a block and the factors of a
-few matrices, or one dense ΔW of each full checkpoint. Knows numbers; draws nothing.
+dense ΔW, which is formed in blocks, once for all measurements. Memory holds a block and the factors of a few matrices,
+or one dense ΔW of each full checkpoint. Knows numbers; draws nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Expert = Adapter | Checkpoint
 Vectors = npt.NDArray[np.floating]
 Core = npt.NDArray[np.float64]
 
-# A dense ΔW has as many directions as rows; so many of the largest, or those that reach this error, stand for it.
+# A dense ΔW has as many directions as rows. It is represented by at most this many, or by those that reach this error.
 _DIRECTIONS, _ERROR = 16, 1e-3
-_NOTHING = 1e-6  # what a direction carries that is left out, beside the strongest
+_NOTHING = 1e-6  # directions below this share of the strongest are left out
 
 _BLOCK, _WIDTH = 2**19, 4096  # elements and columns of ΔW that are formed at a time: the cache holds most of them
 _COUNTED = 255  # rows at a time, so that a byte can count what is true in a column
-_STORED = 2**20  # elements of a base's weight that are read at a time
-_SHUFFLES = 24  # of a matrix, over all pairs; of each pair from 2 to 8
+_STORED = 2**20  # elements of a base's weight to read at a time
+_SHUFFLES = 24  # per matrix, divided among the pairs; each pair gets 2 to 8
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class ModuleChange:
     """How much one matrix changed.
 
     Attributes:
-        matrix: which.
-        rows: the mean absolute value of each row of ΔW (out values); none where only pairs were compared.
+        matrix: the matrix.
+        rows: the mean absolute value of each row of ΔW (out values); empty if only pairs were compared.
         norm: ‖ΔW‖ (Frobenius).
-        base_norm: ‖W‖ of the base; None where no base was given.
+        base_norm: ‖W‖ of the base; None without a base.
     """
 
     matrix: Matrix
@@ -67,16 +67,16 @@ class ModuleInterference:
     """Two ΔW of one matrix, X and Y (out×in).
 
     Attributes:
-        matrix: which.
+        matrix: the matrix.
         product, norms: ⟨X, Y⟩, and ‖X‖ and ‖Y‖ (Frobenius).
-        written: ‖Qₓᵀ·Q_y‖² / min(rank) for orthonormal bases of the columns: 1 where one subspace holds the other.
+        written: ‖Qₓᵀ·Q_y‖² / min(rank) for orthonormal bases of the columns: 1 if one subspace contains the other.
         read: the same for the rows.
-        by_chance: what `written` and `read` would be for random subspaces: max(rank) / out, and max(rank) / in.
-        conflicts: elements where X and Y have different signs, both not zero.
-        elements: elements where both are not zero.
-        shuffled: `product`, `written`, `read` and the share of signs in `conflict` where Y is shuffled.
-        start: the mean cosine of A's rows at equal places; None where ranks differ or an expert has no A. Near 0 unless
-            both were trained from one initial A.
+        by_chance: `written` and `read` of random subspaces: max(rank) / out, and max(rank) / in.
+        conflicts: the number of elements where X and Y are not zero and have different signs.
+        elements: the number of elements where neither X nor Y is zero.
+        shuffled: `product`, `written`, `read` and the share of signs in `conflict` if Y is shuffled.
+        start: the mean cosine of corresponding rows of A; None if ranks differ or an expert has no A. Near 0 unless
+            both were trained from the same initial A.
     """
 
     matrix: Matrix
@@ -97,11 +97,11 @@ class ModuleInterference:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found.
+    """The results of `survey`.
 
     Attributes:
         changes: by expert, its matrices in the order of layers.
-        meetings: by two experts, the matrices that both have, in the order of the first one's.
+        meetings: by pair of experts, the matrices that both have, in the first expert's order.
     """
 
     changes: Mapping[str, list[ModuleChange]]
@@ -116,17 +116,17 @@ def survey(
     pairs: bool = True,
     progress: Callable[[], None] = lambda: None,
 ) -> Survey:
-    """Measure experts, and every two of them together.
+    """Measure experts one by one and in pairs.
 
     Args:
         experts: by name.
-        base: their base: needed for full checkpoints; for adapters it adds the base's norms.
-        rows: measure the rows of each, of matrices that one expert alone has too.
-        pairs: compare every two.
-        progress: called after every matrix, once for all experts.
+        base: their base. Required for full checkpoints; for adapters it adds the base's norms.
+        rows: measure the rows of each expert, including matrices that only one expert has.
+        pairs: compare every pair.
+        progress: called once per matrix, for all experts together.
 
     Raises:
-        ExpertError: two experts hold a matrix in different shapes; see also `matrices` and `delta_reader`.
+        ExpertError: a matrix has different shapes in two experts; see also `matrices` and `delta_reader`.
     """
     found = {name: matrices(expert, base) for name, expert in experts.items()}
     names = list(dict.fromkeys(name for held in found.values() for name in held))
@@ -166,7 +166,7 @@ class _Found:
 def _measure(
     held: Mapping[str, Matrix], readers: Mapping[str, Reader], base_norm: float | None, *, rows: bool, pairs: bool
 ) -> _Found:
-    """Everything about one matrix, for the experts that have it."""
+    """Measure one matrix of all experts that have it."""
     deltas = {expert: readers[expert](matrix) for expert, matrix in held.items()}
     for one, other in combinations(deltas, 2):
         if deltas[one].shape != deltas[other].shape:
@@ -238,15 +238,15 @@ _NONE = np.zeros(0)
 
 @dataclass
 class _Dense:
-    """What the dense ΔW say.
+    """Measurements on dense ΔW.
 
     Attributes:
-        means: by expert, the mean absolute value of each row; empty where they are not wanted.
-        squares: by expert with a full checkpoint's ΔW, ‖ΔW‖².
-        products: by two experts of which one is a full checkpoint, ⟨X, Y⟩.
-        conflicts, elements: by two experts, see `ModuleInterference`.
-        sums: by expert with a full checkpoint's ΔW, where there are pairs.
-        signs: by expert, of its signs (−1, 0 and 1), where there are pairs.
+        means: by expert, the mean absolute value of each row; empty if not requested.
+        squares: by full checkpoint, ‖ΔW‖².
+        products: by pair with a full checkpoint, ⟨X, Y⟩.
+        conflicts, elements: by pair, see `ModuleInterference`.
+        sums: by full checkpoint, the marginals of ΔW, if pairs are compared.
+        signs: by expert, the marginals of its signs (−1, 0 and 1), if pairs are compared.
     """
 
     means: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class _Dense:
 def _by_blocks(
     deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples: list[tuple[str, str]], *, rows: bool
 ) -> _Dense:
-    """Form the rows of all ΔW, a block at a time, and measure them.
+    """Form all ΔW block by block, and measure them.
 
     Raises:
         UnsupportedError: a product of factors overflows float32.
@@ -296,7 +296,7 @@ def _by_blocks(
                 else:
                     block[:] = delta[in_rows, in_columns]
                 sums = np.abs(block, out=magnitudes) @ ones[: shape[1]]
-            if not np.isfinite(sums).all():  # of numbers that are not, or only the sum is too large
+            if not np.isfinite(sums).all():  # an entry is not finite, or only the sum overflows
                 sums = np.abs(finite(block, held[expert].name)).sum(axis=1, dtype=np.float64)
             absolute[expert][in_rows] += sums
             if expert in whole:
@@ -375,7 +375,7 @@ def _shuffled_conflict(one: Marginals, other: Marginals) -> Null:
 
 
 def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) -> float | None:
-    """‖W‖ of the base's own weight, which is read a part at a time; None where it has none in floating point."""
+    """‖W‖ of the base's own weight, read in parts; None if the base does not store it in floating point."""
     own = base.parameters.get(f"{name}.weight") if base else None
     if base is None or own is None or own.tensor.dtype not in FLOATS:
         return None
@@ -387,7 +387,7 @@ def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) ->
 
 
 def _start(one: Delta, other: Delta) -> float | None:
-    """The mean cosine of two A's rows at equal places; rows of zeros count as 0."""
+    """The mean cosine of corresponding rows of two A; rows of zeros count as 0."""
     if not isinstance(one, Factors) or not isinstance(other, Factors) or one.a.shape != other.a.shape:
         return None
     x, y = one.a.astype(np.float64), other.a.astype(np.float64)
@@ -405,7 +405,7 @@ def _dense_space(delta: npt.NDArray[np.float32]) -> tuple[Vectors, Vectors]:
 
 
 def _orthonormal(matrix: Vectors) -> Vectors:
-    """A basis of the columns' space: directions that carry nothing are left out."""
+    """An orthonormal basis of the columns' space, without directions that carry nothing."""
     u, sigma, _ = np.linalg.svd(matrix, full_matrices=False)
     basis: Vectors = u[:, sigma > sigma[0] * _NOTHING]
     return basis
