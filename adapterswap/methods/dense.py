@@ -1,6 +1,6 @@
 """Arithmetic on dense ΔW: keeping the largest entries, dropping at random, electing signs, inner products.
 
-What `methods` is made of. Knows arrays, nothing of adapters.
+The building blocks of the methods. Knows arrays, nothing of adapters.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = [
     "weighted_sum",
 ]
 
-_BLOCK = 2**20  # entries whose products are summed at once
+_BLOCK = 2**20  # entries per block
 
 Delta = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
 
 def weighted_sum(deltas: Mapping[str, Delta], weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-    """λ·Σ w_i·ΔW_i, divided by Σ w_i where weights are normalised."""
+    """λ·Σ w_i·ΔW_i, divided by Σ w_i if weights are normalised."""
     total = _add([np.float32(weights[name]) * delta for name, delta in deltas.items()])
     return _scaled(total, np.asarray(sum(weights[name] for name in deltas), np.float32), settings)
 
 
 def sum_agreeing(deltas: Mapping[str, Delta], weights: Mapping[str, float], settings: MethodSettings) -> Delta:
-    """TIES' election: entry by entry, λ times the sum of what agrees with the sign of Σ w_i·ΔW_i.
+    """TIES' election of signs: λ times the sum, entry by entry, of those w_i·ΔW_i with the sign of Σ w_i·ΔW_i.
 
-    Divided by the sum of the agreeing weights where weights are normalised.
+    Divided by the sum of their weights if weights are normalised.
     """
     weighted = {name: np.float32(weights[name]) * delta for name, delta in deltas.items()}
     total = _add(list(weighted.values()))
@@ -69,7 +69,7 @@ def _add(deltas: Sequence[Delta]) -> Delta:
 
 
 def drop(deltas: Mapping[str, Delta], settings: MethodSettings) -> dict[str, Delta]:
-    """DARE's drop and rescale: each entry is kept with the probability `density`, and then divided by it."""
+    """DARE's drop and rescale: each entry is kept with probability `density` and divided by it."""
     return {
         name: np.where(
             drop_mask(delta.shape, settings["density"], seed=settings["seed"], expert=name, module=settings.module),
@@ -81,7 +81,7 @@ def drop(deltas: Mapping[str, Delta], settings: MethodSettings) -> dict[str, Del
 
 
 def keep_largest(delta: Delta, density: float) -> Delta:
-    """ΔW with its `density` share of entries of largest absolute value (at least one), and zeros for the others."""
+    """ΔW with the `density` share of its entries of largest absolute value (at least one), and zeros elsewhere."""
     if density >= 1:
         return delta
     count = max(1, int(density * delta.size))
@@ -92,9 +92,9 @@ def keep_largest(delta: Delta, density: float) -> Delta:
 
 
 def keep_between(delta: Delta, density: float, gamma: float) -> Delta:
-    """Breadcrumbs' masks: without the `gamma` share of largest entries, the `density` share of the largest that remain.
+    """Breadcrumbs' masks: drop the `gamma` share of largest entries, keep the `density` share of the largest ones left.
 
-    Where both together are more than all, less of the largest is taken away.
+    If the two shares add up to more than 1, fewer of the largest are dropped.
     """
     if density >= 1:
         return delta
@@ -110,8 +110,8 @@ def keep_between(delta: Delta, density: float, gamma: float) -> Delta:
 
 
 def ranked_chances(delta: Delta, density: float, epsilon: float) -> Delta:
-    """DELLA's probability with which each entry is kept: density - ε for the smallest of its row, density + ε for the
-    largest, evenly by rank between them. A row is what the last axis runs through."""
+    """DELLA's probability of keeping each entry: density - ε for the smallest of its row, density + ε for the largest,
+    and evenly by rank between them. Rows run along the last axis."""
     rows = np.abs(delta).reshape(-1, delta.shape[-1] if delta.ndim else 1)
     ranks = np.empty(rows.shape, np.float32)
     width = rows.shape[1]
@@ -121,9 +121,9 @@ def ranked_chances(delta: Delta, density: float, epsilon: float) -> Delta:
 
 
 def keep_ranked(delta: Delta, chances: Delta, drawn: Mask, rescale: str) -> Delta:
-    """DELLA's drop and rescale: `drawn` says what is kept.
+    """DELLA's drop and rescale, where `drawn` marks the entries to keep.
 
-    `l1` gives what is left the sum of absolute values that there was; `probability` divides each entry by its chance.
+    `l1` restores the sum of absolute values of ΔW; `probability` divides each entry by its chance of being kept.
     """
     kept = np.where(drawn, delta, np.float32(0))
     if rescale == "probability":
@@ -136,17 +136,17 @@ def keep_ranked(delta: Delta, chances: Delta, drawn: Mask, rescale: str) -> Delt
 
 
 def drop_mask(shape: tuple[int, ...], density: float | Delta, *, seed: int, expert: str, module: str) -> Mask:
-    """A random choice of what is kept: independent for each entry, with probability `density`.
+    """A random mask of entries to keep: independent for each entry, with probability `density`.
 
-    Drawn from the seed, the expert's name (that of an average of several is one name) and the module's, so that it
-    depends on no order of computation.
+    It is drawn from the seed, the expert's name (an average of several has one name) and the module's name, so it does
+    not depend on the order of computation.
     """
     digest = hashlib.sha256(f"{seed}\0{expert}\0{module}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest, "little")).random(shape, np.float32) < density
 
 
 def gram_of(arrays: Sequence[Delta]) -> npt.NDArray[np.float64]:
-    """⟨X_i, X_j⟩ of all pairs, in float64, a block of entries at a time."""
+    """⟨X_i, X_j⟩ of all pairs in float64, computed in blocks."""
     flat = [array.reshape(-1) for array in arrays]
     gram = np.zeros((len(flat), len(flat)))
     for start in range(0, flat[0].size, _BLOCK):

@@ -1,6 +1,6 @@
-"""Weighted sums whose coefficients need no tensor, and the layer swap, which combines nothing itself.
+"""Weighted sums whose coefficients do not depend on tensors, and the layer swap, which only allocates layers.
 
-Their coefficients are in the plan (`planning`), so there is nothing to compute here but what they are.
+`planning` puts their coefficients into the plan, so nothing is computed here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AdaMergeX(Method):
     reference = "Zhao et al., NAACL 2025, arXiv:2402.18913"
     formula = "w·ΔW_task + λ·(ΔW_target - ΔW_source), with the language experts in the order target, source"
     notes = (
-        "The language experts are those of one reference task in the target language and in the source language: "
+        "The language experts are trained on one reference task, in the target language and in the source language: "
         "`-l target -l source`."
     )
     parameters = (SCALE,)

@@ -1,6 +1,6 @@
-"""What a method is: its name, its parameters, where it comes from, and how it combines ΔW.
+"""What a method is: its name, its parameters, its reference, and how it combines ΔW.
 
-Written so that listing methods costs no import of numpy. Knows nothing of rules, plans or files.
+Listing methods does not import numpy. Knows nothing of rules, plans or files.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = [
     "SpanMethod",
 ]
 
-LARGEST = 1e9  # of weights and factors, so that no sum of them overflows
+LARGEST = 1e9  # bound of weights and factors, so that no sum of them overflows
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A value that a method takes. Options, keys of recipes and of short names, and sweeps' grids follow from it.
+    """A parameter of a method. Its option, its keys in recipes and short names, and sweeps' grids follow from it.
 
     Attributes:
         name: as users type it: lower-case letters, digits and _.
         description: one line.
-        default: its type (float, int, bool or str) is the parameter's type. Write 1.0 for a float.
-        gt, ge, lt, le: bounds: above, at least, below, at most. Floats are finite in any case.
-        choices: the strings that are allowed.
-        required: a whole composition must say it; `default` is then what rules have.
-        rule_name: what rules call it, if not `name`.
-        shared: all rules of a composition have one value, so it is a field of compositions, and of no rule.
+        default: the default, whose type (float, int, bool or str) is the parameter's type. Write 1.0 for a float.
+        gt, ge, lt, le: bounds: above, at least, below, at most. Floats must always be finite.
+        choices: the allowed strings.
+        required: a whole composition must set it; rules use `default`.
+        rule_name: its name in rules, if it differs from `name`.
+        shared: all rules of a composition share one value, so it is a field of compositions and not of rules.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Parameter:
         return type(self.default)
 
     def called(self, *, in_rules: bool) -> str:
-        """Its name in rules, or in compositions."""
+        """The name in rules or in compositions."""
         return (in_rules and self.rule_name) or self.name
 
     @property
     def allowed(self) -> str:
-        """Which values it may have, in words: `above 0, at most 1`."""
+        """The allowed values in words: `above 0, at most 1`."""
         if self.choices:
             return ", ".join(self.choices)
         if self.kind is bool:
@@ -81,18 +81,19 @@ class Parameter:
 SCALE = Parameter(
     "scale", "factor λ of the combined ΔW", 1.0, ge=-LARGEST, le=LARGEST, rule_name="lambda"
 )  # fmt: skip
-DENSITY = Parameter("density", "share of ΔW that is kept", 1.0, gt=0, le=1, required=True)
-SEED = Parameter("seed", "seed of what is dropped", 0, ge=0, shared=True)
+DENSITY = Parameter("density", "share of ΔW to keep", 1.0, gt=0, le=1, required=True)
+SEED = Parameter("seed", "seed of the random choices", 0, ge=0, shared=True)
 
 
 @dataclass(frozen=True)
 class MethodSettings:
-    """What a method computes one module with. `settings["density"]` is a parameter's value.
+    """The settings for one module. `settings["density"]` is the value of a parameter.
 
     Attributes:
-        values: of the method's parameters, by name.
-        normalize: weights are divided by their sum.
-        module: the module's name; with the seed it decides random choices, so that no order of computation does.
+        values: the values of the method's parameters, by name.
+        normalize: divide weights by their sum.
+        module: the module's name. It seeds random choices together with the seed, so that they do not depend on the
+            order of computation.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -108,22 +109,22 @@ class Method:
 
     Attributes:
         name: as users type it.
-        title: what model cards call it.
+        title: its name in model cards.
         reference: the paper.
         formula: what it computes, in one line.
-        notes: what else a reader should know, such as where it differs from mergekit.
-        parameters: what it takes beside weights.
-        published: values of its parameters that the paper uses where nothing is tuned. A sweep marks a configuration
-            with these values, and with the defaults of all others, as the paper's.
+        notes: other facts for the reader, such as differences from mergekit.
+        parameters: its parameters beside weights.
+        published: parameter values that the paper uses without tuning. A sweep marks a configuration with these values
+            and the defaults of all others as the paper's.
         linear: the result is a weighted sum of the experts' ΔW, so an adapter holds it exactly.
-        normalizes: weights are divided by their sum unless the user says otherwise.
+        normalizes: weights are divided by their sum by default.
         acts_on: `delta` combines ΔW; `weights` combines whole weights W, so only full weights can hold the result.
         weighted: experts may have weights; otherwise all count the same.
-        sides: how many experts (averages count as one) it combines at least and at most; None is any number.
-        needs_factors: it works on LoRA's factors, so that full checkpoints are refused.
-        counts_absent: an expert that does not change a module enters with ΔW = 0. Otherwise it is left out.
-        in_rules: a rule's blend may name it; `linear` is what soups and task arithmetic are in rules.
-        as_composition: a whole composition may name it.
+        sides: the minimum and maximum number of experts (an average counts as one); None means no maximum.
+        needs_factors: it needs LoRA's factors, so full checkpoints are refused.
+        counts_absent: an expert that does not change a module takes part with ΔW = 0; otherwise it is left out.
+        in_rules: a rule's blend may use it. In rules, soups and task arithmetic are called `linear`.
+        as_composition: a whole composition may use it.
     """
 
     name: ClassVar[str]
@@ -144,25 +145,25 @@ class Method:
     as_composition: ClassVar[bool] = True
 
     def has(self, parameter: Parameter) -> bool:
-        """Whether a parameter of this one's name is among its own."""
+        """Whether the method has a parameter of this name."""
         return any(own.name == parameter.name for own in self.parameters)
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raise ValueError if the values of the parameters do not go together."""
+        """Raise ValueError if the parameters' values are not compatible."""
 
     def spans(self, values: Mapping[str, Any]) -> bool:
-        """Whether the result is a weighted sum whose coefficients depend on the experts' inner products alone."""
+        """Whether the result is a weighted sum with coefficients that follow from the experts' inner products."""
         return False
 
     def exact_in_adapters(self, values: Mapping[str, Any]) -> bool:
-        """Whether an adapter holds the result as it is, with these values of the parameters."""
+        """Whether an adapter can hold the result exactly, with these parameter values."""
         return self.linear
 
 
 class NonlinearMethod(Method, ABC):
-    """A method that needs the dense ΔW of a module: an adapter holds its result as far as a rank allows.
+    """A method that needs the dense ΔW of a module: an adapter holds its result up to a chosen rank.
 
-    Where `acts_on` is `weights`, W stands for ΔW below.
+    If `acts_on` is `weights`, read W for ΔW below.
     """
 
     linear: ClassVar[bool] = False
@@ -177,20 +178,20 @@ class NonlinearMethod(Method, ABC):
         """The merged ΔW of one module.
 
         Args:
-            deltas: the ΔW of each side (an expert, or the average of several), by name; float32, of one shape: out×in,
-                or that of a stored tensor of any number of axes. They must not be changed in place.
+            deltas: the ΔW of each side (an expert, or the average of several), by name, in float32. All have the same
+                shape: out×in, or that of a stored tensor with any number of axes. Do not change them in place.
             weights: w_i, by the same names.
             settings: see `MethodSettings`.
 
         Returns:
-            An array of the same shape, float32.
+            A float32 array of the same shape.
         """
 
 
 class SpanMethod(Method, ABC):
-    """A method whose result is a weighted sum of the ΔW, with coefficients found from their inner products.
+    """A method whose result is a weighted sum of the ΔW, with coefficients from their inner products.
 
-    So an adapter holds the result exactly, and no dense ΔW is formed for it.
+    An adapter therefore holds the result exactly, and no dense ΔW is formed.
     """
 
     counts_absent: ClassVar[bool] = True
@@ -205,10 +206,10 @@ class SpanMethod(Method, ABC):
     def coefficients(
         self, gram: npt.NDArray[np.float64], weights: Sequence[float], settings: MethodSettings
     ) -> Sequence[float]:
-        """The coefficient of each side's ΔW.
+        """The coefficients of the sides' ΔW.
 
         Args:
-            gram: ⟨ΔW_i, ΔW_j⟩ of all sides, n×n.
+            gram: ⟨ΔW_i, ΔW_j⟩ of all n sides, n×n.
             weights: w_i, in the same order.
             settings: see `MethodSettings`.
         """
@@ -216,7 +217,7 @@ class SpanMethod(Method, ABC):
     def combine(
         self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings
     ) -> npt.NDArray[np.float32]:
-        """The same of dense ΔW; see `NonlinearMethod.combine`."""
+        """The weighted sum of dense ΔW; see `NonlinearMethod.combine`."""
         from adapterswap.methods.dense import gram_of, summed
 
         listed = list(deltas.values())

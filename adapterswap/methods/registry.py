@@ -1,13 +1,13 @@
-"""The methods that there are: our own, and those that installed packages add.
+"""The registry of methods: built-in ones, and those that installed packages add.
 
-A package adds one by an entry point of the group `adapterswap.methods` that names a subclass of `NonlinearMethod` or
-`SpanMethod`:
+A package adds a method with an entry point in the group `adapterswap.methods` that names a subclass of
+`NonlinearMethod`, `SpanMethod` or `CoreMethod`:
 
     [project.entry-points."adapterswap.methods"]
     keep_positive = "my_package:KeepPositive"
 
-Its parameters are what the class declares, new ones among them. Packages are asked only for a name that is not one of
-ours, or for the whole list.
+The class declares its parameters, which may be new ones. Packages are loaded only for a name that is not built in, or
+for the whole list.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ BUILT_IN: dict[str, Method] = {
 }  # fmt: skip
 
 ALIASES = {"cat": "task_arithmetic"}
-"""Other names of our own methods: CAT (arXiv:2410.13025) with given weights is a weighted sum of ΔW."""
+"""Other names of built-in methods: CAT (arXiv:2410.13025) with fixed weights is a weighted sum of ΔW."""
 
 PARAMETERS: dict[str, Parameter] = {}
-"""Every parameter of our own methods by name. A name means one thing in all of them; its default may differ."""
+"""The parameters of all built-in methods by name. A name has one meaning in all of them; its default may differ."""
 for _method in BUILT_IN.values():
     for _parameter in _method.parameters:
         PARAMETERS.setdefault(_parameter.name, _parameter)
@@ -89,17 +89,17 @@ RESERVED = frozenset(
         "stack", "task", "task_type", "task_weight", "top", "top_transition", "weights",
     }
 )  # fmt: skip
-"""What compositions, rules and sweeps mean something else by, so that no parameter can be called so."""
+"""Names with another meaning in compositions, rules or sweeps, which no parameter may have."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def find_method(name: str) -> Method:
-    """The method called `name`, or of which it is an alias.
+    """The method with this name or alias.
 
     Raises:
-        ArgumentError: there is none.
-        DependencyError: the package that adds it does not add a sound one.
+        ArgumentError: there is no such method.
+        DependencyError: a package adds it, but not as a valid method.
     """
     name = ALIASES.get(name, name)
     if name in BUILT_IN:
@@ -115,10 +115,10 @@ def find_method(name: str) -> Method:
 
 
 def check_name(name: str, *, in_rules: bool) -> str:
-    """The method's own name, if it is a method of rules, or of whole compositions.
+    """The method's own name, after a check that rules, or whole compositions, may use it.
 
     Raises:
-        ValueError: it is not; as validators of fields raise.
+        ValueError: they may not. Validators of fields raise this class.
     """
     try:
         method = find_method(name)
@@ -131,32 +131,32 @@ def check_name(name: str, *, in_rules: bool) -> str:
 
 
 def all_methods() -> dict[str, Method]:
-    """Every method by name: our own, then those of installed packages.
+    """All methods by name: built-in ones, then those of installed packages.
 
     Raises:
-        DependencyError: a package adds one that is not sound.
+        DependencyError: a package adds an invalid method.
     """
     return BUILT_IN | {name: _loaded(name) for name in sorted(_added())}
 
 
 def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
-    """The names that a composition may give as its method, or with `in_rules` a rule's blend.
+    """The names of methods that compositions may use or, with `in_rules`, blends of rules.
 
-    `packages` adds aliases, and what installed packages call theirs, which are not loaded for it.
+    `packages` adds aliases and the names from installed packages, without loading them.
     """
     own = [name for name, method in BUILT_IN.items() if (method.in_rules if in_rules else method.as_composition)]
     return [*own, *ALIASES, *sorted(_added())] if packages else own
 
 
 def in_adapters(method: Method) -> str:
-    """How an adapter holds a method's result, by its default parameters: `exact`, `reduced` or `no`."""
+    """How an adapter holds the method's result with default parameters: `exact`, `reduced` or `no`."""
     if method.acts_on == "weights":
         return "no"
     return "exact" if method.exact_in_adapters({p.name: p.default for p in method.parameters}) else "reduced"
 
 
 def own_parameters(name: str) -> tuple[Parameter, ...]:
-    """The parameters of a method that each of its rules has a value of; those that rules share are left out.
+    """The method's parameters that each rule sets itself, without those that all rules share.
 
     Raises:
         AdapterswapError: see `find_method`.
@@ -165,7 +165,7 @@ def own_parameters(name: str) -> tuple[Parameter, ...]:
 
 
 def having(parameter: str, *, in_rules: bool = False) -> list[str]:
-    """Our own methods that have a parameter of this name."""
+    """The built-in methods that have a parameter of this name."""
     return [
         name for name in names_of(in_rules=in_rules) if any(parameter == own.name for own in BUILT_IN[name].parameters)
     ]
@@ -173,7 +173,7 @@ def having(parameter: str, *, in_rules: bool = False) -> list[str]:
 
 @cache
 def _added() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points  # here, since `adapterswap compose -h` does without it
+    from importlib.metadata import entry_points  # here, because `adapterswap compose -h` does not need it
 
     return {found.name: found for found in entry_points(group=GROUP) if found.name not in BUILT_IN}
 
@@ -192,12 +192,12 @@ def _loaded(name: str) -> Method:
     if getattr(kind, "name", None) != name or not _NAME.fullmatch(name):
         raise DependencyError(
             f"{where} has the name {getattr(kind, 'name', None)!r}",
-            "Give the class and the entry point one name of lower-case letters, digits and _",
+            "Use the same name for the class and the entry point, with lower-case letters, digits and _",
         )
     if lacking := [
         field for field in ("title", "reference", "formula") if not isinstance(getattr(kind, field, None), str)
     ]:
-        raise DependencyError(f"{where} does not say its {lacking[0]}", remedy)
+        raise DependencyError(f"{where} has no `{lacking[0]}`", remedy)
     for parameter in kind.parameters:
         if (fault := _fault(parameter)) is not None:
             raise DependencyError(f"{where} has the parameter {fault}", remedy)
@@ -208,19 +208,19 @@ def _loaded(name: str) -> Method:
 
 
 def _fault(parameter: object) -> str | None:
-    """What is wrong with a parameter that a package declares; None if nothing is."""
+    """What is wrong with a parameter that a package declares; None if it is valid."""
     if not isinstance(parameter, Parameter):
         return f"{parameter!r}, which is not a Parameter"
     name = parameter.name
     if not _NAME.fullmatch(name) or not _NAME.fullmatch(parameter.called(in_rules=True)):
-        return f"{name!r}, and a name has lower-case letters, digits and _"
+        return f"{name!r}; use lower-case letters, digits and _"
     if {name, parameter.called(in_rules=True)} & RESERVED:
         return f"{name!r}, a name that compositions use for something else"
     known = PARAMETERS.get(name)
     if known is not None and (known.kind, known.rule_name, known.shared) != (
         parameter.kind, parameter.rule_name, parameter.shared,
     ):  # fmt: skip
-        return f"{name!r}, which other methods have with another type: import it from adapterswap.methods.method"
+        return f"{name!r}, which other methods declare with another type: import it from adapterswap.methods.method"
     if parameter.kind not in (float, int, bool, str) or bool(parameter.choices) != (parameter.kind is str):
         return f"{name!r} of {parameter.default!r}: give it a float, int or bool, or a str with its choices"
     return None

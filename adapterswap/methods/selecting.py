@@ -1,4 +1,4 @@
-"""Methods that decide entry by entry how much of which expert enters: SCE, NearSwap, Arcee Fusion."""
+"""Methods that weight the experts entry by entry: SCE, NearSwap, Arcee Fusion."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ArceeFusion", "NearSwap", "Sce"]
 
-_BLOCK = 2**18  # entries that are computed in float64 at once
+_BLOCK = 2**18  # entries to compute in float64 at a time
 
-SELECT_TOPK = Parameter(
-    "select_topk", "share of entries that is kept, those that vary most over experts", 1.0, ge=0, le=1
-)
+SELECT_TOPK = Parameter("select_topk", "share of entries to keep, those that vary most over experts", 1.0, ge=0, le=1)
 
 
 class Sce(NonlinearMethod):
@@ -28,7 +26,9 @@ class Sce(NonlinearMethod):
     title = "SCE (Wan et al. 2024)"
     reference = "Wan et al. 2024 (FuseChat), arXiv:2408.07990"
     formula = "of the entries that vary most, Σ η_i·ΔW_i/Σ η_i over those with the elected sign; η_i = ‖ΔW_i‖²/Σ‖ΔW‖²"
-    notes = "mergekit gives all experts one weight where the mean squares of ΔW sum to under 1e-6; here η always holds."
+    notes = (
+        "mergekit weights all experts equally if the mean squares of ΔW sum to less than 1e-6; here η always applies."
+    )
     parameters = (SELECT_TOPK,)
     weighted = False
     counts_absent = True
@@ -53,7 +53,7 @@ class Sce(NonlinearMethod):
         return np.asarray((stacked * agreeing).sum(axis=0) / divisor, np.float32)
 
 
-NEAR = Parameter("t", "how far an entry may be moved at most", 0.001, gt=0)
+NEAR = Parameter("t", "largest distance that an entry may move", 0.001, gt=0)
 
 
 class NearSwap(NonlinearMethod):
@@ -82,8 +82,8 @@ class ArceeFusion(NonlinearMethod):
     reference = "Arcee AI 2025, https://github.com/arcee-ai/mergekit"
     formula = "W_1, and W_2 where |W_2 - W_1|·KL(softmax of W_2's row, of W_1's) is at least median + 1.5·(Q3 - Q1)"
     notes = (
-        "mergekit's base_model is the first expert here (the task's), and its model the second. Quartiles are those of "
-        "all entries; above a million mergekit draws a sample."
+        "mergekit's base_model is the first expert here (the task's), and its model the second. Quartiles are computed "
+        "over all entries; mergekit samples tensors of more than a million."
     )
     acts_on: ClassVar[Literal["delta", "weights"]] = "weights"
     weighted = False
@@ -101,7 +101,7 @@ class ArceeFusion(NonlinearMethod):
 
 
 def _importance(one: Array, other: Array) -> Array:
-    """|W_2 - W_1|·KL of the rows' softmaxes; in float64 a few rows at a time, since the two differ by little."""
+    """|W_2 - W_1|·KL of the rows' softmaxes; in float64, because the two differ by little, and a few rows at a time."""
     import numpy as np
 
     rows = [np.atleast_1d(array).reshape(-1, array.shape[-1] if array.ndim else 1) for array in (one, other)]

@@ -1,7 +1,7 @@
 """TIES, DARE, DELLA, Breadcrumbs and magnitude pruning: methods that keep a share of each ΔW.
 
-They act on the ΔW of a module, never on A and B apart: pruning the factors is pruning nothing that the papers speak of.
-Parameters are named as in mergekit (density, weight, normalize, lambda).
+They act on the ΔW of a module, as in the papers, and never on A and B separately. Parameters are named as in mergekit
+(density, weight, normalize, lambda).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Breadcrumbs", "BreadcrumbsTies", "DareLinear", "DareTies", "Della", "DellaLinear", "MagnitudePrune", "Ties"]
 
-EPSILON = Parameter("epsilon", "how far the chance to be kept goes below and above the density", 0.15, ge=0, lt=1)
+EPSILON = Parameter("epsilon", "how far the chance of being kept goes below and above the density", 0.15, ge=0, lt=1)
 RESCALE = Parameter(
     "rescale",
-    "what is kept gets the L1 norm of all (l1), or is divided by its chance as in the paper",
+    "rescale kept entries to the L1 norm of ΔW (l1), or divide each by its chance as in the paper",
     "l1",
     choices=("l1", "probability", "none"),
 )
-GAMMA = Parameter("gamma", "share of the largest entries that is dropped", 0.01, ge=0, lt=1)
+GAMMA = Parameter("gamma", "share of the largest entries to drop", 0.01, ge=0, lt=1)
 
 
 class _Sparse(NonlinearMethod):
-    """Each ΔW loses entries; what is left is added up, after TIES' election of signs where the method has one."""
+    """Drop entries of each ΔW, then add up the rest, with TIES' election of signs if `elects`."""
 
     elects: ClassVar[bool] = False
 
     @abstractmethod
     def kept(self, deltas: Deltas, settings: MethodSettings) -> Deltas:
-        """What is left of each ΔW."""
+        """Each ΔW with zeros for the entries that are dropped."""
 
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.methods.dense import sum_agreeing, weighted_sum
@@ -108,8 +108,9 @@ class MagnitudePrune(_Largest):
 class _DellaBase(_Sparse):
     reference = "Deep et al. 2024, arXiv:2406.11617"
     notes = (
-        "An entry's chance to be kept grows evenly with its rank in its row, from density - ε to density + ε. mergekit "
-        "rescales to the L1 norm, the default here; the paper divides by the chance (`rescale: probability`)."
+        "An entry's chance of being kept grows evenly with its rank in its row, from density - ε to density + ε. By "
+        "default kept entries are rescaled to the L1 norm, as in mergekit; the paper divides by the chance "
+        "(`rescale: probability`)."
     )
     parameters = (SCALE, DENSITY, EPSILON, RESCALE, SEED)
 
@@ -117,7 +118,7 @@ class _DellaBase(_Sparse):
         density, epsilon = values["density"], values["epsilon"]
         if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
             raise ValueError(
-                f"density is {density:g} and epsilon {epsilon:g}, and density - epsilon and density + epsilon must lie "
+                f"density is {density:g} and epsilon {epsilon:g}, but density - epsilon and density + epsilon must be "
                 "between 0 and 1"
             )
 
@@ -153,7 +154,7 @@ class DellaLinear(_DellaBase):
 class Breadcrumbs(_Between):
     name = "breadcrumbs"
     title = "Model Breadcrumbs (Davari & Belilovsky 2024)"
-    notes = "As in mergekit: where gamma and the density are more than all together, fewer of the largest are dropped."
+    notes = "As in mergekit, fewer of the largest are dropped if gamma and the density add up to more than 1."
     reference = "Davari & Belilovsky, ECCV 2024, arXiv:2312.06795"
     formula = "each ΔW loses its γ share of largest entries and keeps the density share below them; then λ·Σ w_i·ΔW_i"
     parameters = (SCALE, DENSITY, GAMMA)

@@ -1,8 +1,8 @@
 """Methods on singular values and aligned spaces: TSV-Merge, Iso-C, Iso-CTS, KnOTS, Core Space.
 
-A ΔW of LoRA has few directions. All of them lie in the joint space of the experts: ΔW_i = U·M_i·Vᵀ with one U (out×p),
-one V (in×q), and cores M_i (p×q). What happens to the cores happens to the ΔW, so the result has at most that rank, and
-an adapter holds it. Knows arrays, nothing of adapters.
+LoRA's ΔW have few directions, which together span the joint space of the experts: ΔW_i = U·M_i·Vᵀ with one U (out×p),
+one V (in×q) and cores M_i (p×q). The methods combine the cores, so the rank of the result is at most min(p, q), and an
+adapter can hold it. Knows arrays, nothing of adapters.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CoreDareTies", "CoreMethod", "CoreTies", "IsoC", "IsoCts", "KnotsDareTies", "KnotsTies", "Tsv"]
 
-# Parts of the largest singular value below which a direction counts as none: of ΔW, which may be rounded to float32,
-# and of factors alone.
+# Directions below this share of the largest singular value count as none: for ΔW, which may be rounded to float32, and
+# for factors.
 _NONE, _NONE_OF_FACTORS = 1e-6, 1e-10
 
 
 class CoreMethod(Method, ABC):
-    """A method on the joint space of the experts: its result has no more directions than they have together."""
+    """A method on the joint space of the experts, in which its result lies too."""
 
     linear = False
     counts_absent = True
@@ -44,9 +44,9 @@ class CoreMethod(Method, ABC):
         return True
 
     def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: MethodSettings) -> Array:
-        """The merged ΔW of dense ones; of a stored tensor with more axes than two, matrix by matrix.
+        """The merged ΔW from dense ones. Stored tensors with more than two axes are merged matrix by matrix.
 
-        A vector has no singular values; there the weighted mean is taken, times λ, as the authors do.
+        Vectors have no singular values, so λ times their weighted mean is taken, as in the authors' code.
         """
         import numpy as np
 
@@ -71,10 +71,10 @@ class CoreMethod(Method, ABC):
         return np.asarray(left @ self._core(cores, shape, weights, settings) @ right.T, np.float64)
 
     def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: MethodSettings) -> Pair:
-        """The factors B (out×k) and A (k×in) of the merged ΔW, from those of each side's; no dense ΔW is formed.
+        """The factors B (out×k) and A (k×in) of the merged ΔW, from the factors of each side. No dense ΔW is formed.
 
         Args:
-            pairs: (B, A) by side; a side that changes nothing is left out.
+            pairs: (B, A) by side, without sides that do not change the module.
             weights: w_i of all sides.
             settings: see `MethodSettings`.
         """
@@ -99,15 +99,15 @@ class CoreMethod(Method, ABC):
         """The merged core, λ included.
 
         Args:
-            cores: of the sides, p×q, float64.
-            shape: of ΔW, (out, in).
+            cores: the core of each side, p×q, float64.
+            shape: the shape of ΔW, (out, in).
             weights: w_i of the sides.
             settings: see `MethodSettings`.
         """
 
 
 def _directions(matrix: Core, none: float = _NONE) -> Core:
-    """An orthonormal basis of the columns, by falling singular values; without those that are rounding."""
+    """An orthonormal basis of the columns, by descending singular values, without those that are only rounding."""
     import numpy as np
 
     u, sigma, _ = np.linalg.svd(matrix, full_matrices=False)
@@ -115,7 +115,7 @@ def _directions(matrix: Core, none: float = _NONE) -> Core:
 
 
 def _joint(pairs: Pairs, weights: Mapping[str, float]) -> tuple[Joint, Cores]:
-    """The joint space of the sides, and the core of each; that of a side that changes nothing is zero."""
+    """The joint space of the sides, and the core of each; the core is zero for a side that changes nothing."""
     import numpy as np
 
     from adapterswap.changes.deltas import Factors
@@ -128,7 +128,7 @@ def _joint(pairs: Pairs, weights: Mapping[str, float]) -> tuple[Joint, Cores]:
 
 
 def _svd(matrix: Core, count: int, cores: Cores) -> tuple[Core, Core, Core]:
-    """The first singular vectors and values, without those of values that are rounding beside the experts' own size."""
+    """The first singular vectors and values, without values that are only rounding relative to the experts' norms."""
     import numpy as np
 
     u, sigma, vt = np.linalg.svd(matrix, full_matrices=False)
@@ -138,7 +138,7 @@ def _svd(matrix: Core, count: int, cores: Cores) -> tuple[Core, Core, Core]:
 
 
 def _orthogonal(columns: Core) -> Core:
-    """The nearest matrix with orthonormal columns (the polar factor), or as near as dependent columns allow."""
+    """The nearest matrix with orthonormal columns (the polar factor), or nearly so if they are dependent."""
     import numpy as np
 
     u, sigma, vt = np.linalg.svd(columns, full_matrices=False)
@@ -152,8 +152,8 @@ class Tsv(CoreMethod):
     reference = "Gargiulo et al., CVPR 2025, arXiv:2412.00081"
     formula = "λ·U⊥·Σ·V⊥ᵀ of the experts' first singular vectors side by side, each side made orthonormal"
     notes = (
-        "Each of n experts keeps min(out, in)/n singular values, rounded down, as in the authors' code: all that an "
-        "expert has, unless its rank is higher. Those that are zero take no part. Vectors (biases, norms) are averaged."
+        "Each of n experts keeps min(out, in)/n singular values, rounded down, as in the authors' code; an expert of "
+        "lower rank keeps all. Singular values of zero are left out. Vectors (biases, norms) are averaged."
     )
     parameters = (SCALE,)
     weighted = False
@@ -186,8 +186,9 @@ class IsoC(CoreMethod):
     reference = "Marczak et al., ICML 2025, arXiv:2502.04959"
     formula = "λ·σ̄·U·Vᵀ of the singular vectors of Σ ΔW_i, with σ̄ the mean of its singular values"
     notes = (
-        "The mean is over the directions that Σ ΔW_i has. The authors' code divides by the size of the matrix, which "
-        "is the same for fine-tuned weights; LoRA leaves most of those directions undefined. Vectors are averaged."
+        "The mean is over the nonzero singular values of Σ ΔW_i. The authors' code divides by the size of the matrix, "
+        "which is the same for fine-tuned weights; with LoRA most of those directions are undefined. Vectors are "
+        "averaged."
     )
     parameters = (SCALE,)
     weighted = False
@@ -211,8 +212,8 @@ class IsoCts(CoreMethod):
     reference = "Marczak et al., ICML 2025, arXiv:2502.04959"
     formula = "λ·σ̄·U⊥·V⊥ᵀ of the first singular vectors of Σ ΔW_i and of the ΔW_i outside of these; σ̄ their mean value"
     notes = (
-        "How many directions are common follows the authors' code: so many that the others can be shared evenly; "
-        "counted of those that Σ ΔW_i has. Vectors are averaged."
+        "As in the authors' code, the number of common directions is adjusted so that the others divide evenly among "
+        "the experts; only directions of Σ ΔW_i with nonzero singular values count. Vectors are averaged."
     )
     parameters = (SCALE, COMMON)
     weighted = False
@@ -226,7 +227,7 @@ class IsoCts(CoreMethod):
         u, sigma, vt = _svd(total, min(total.shape), cores)
         size, count = len(sigma), len(cores)
         own = round((size - int(size * settings["common_space_fraction"])) / count)
-        own -= own * count > size  # it was rounded up beyond all
+        own -= own * count > size  # rounding up may exceed the total
         shared = size - own * count
         u, sigma, vt = u[:, :shared], sigma[:shared], vt[:shared]
         found = [_svd(core - u @ (u.T @ core), own, cores) for core in cores.values()]
@@ -237,10 +238,10 @@ class IsoCts(CoreMethod):
 
 
 class _Knots(CoreMethod):
-    """KnOTS: the ΔW side by side are U·Σ·[V_1ᵀ, V_2ᵀ, …]; Σ·V_iᵀ = Uᵀ·ΔW_i are merged entry by entry."""
+    """KnOTS: [ΔW_1, ΔW_2, …] = U·Σ·[V_1ᵀ, V_2ᵀ, …], and the Σ·V_iᵀ = Uᵀ·ΔW_i are merged entry by entry."""
 
     reference = "Stoica et al., ICLR 2025, arXiv:2410.19735"
-    notes = "Shares are of a module's entries; the authors' code counts over all modules together."
+    notes = "Shares count the entries of one module; the authors' code counts over all modules together."
     normalizes = True
 
     def _combine_dense(self, deltas: Cores, weights: Mapping[str, float], settings: MethodSettings) -> Core:
@@ -264,10 +265,10 @@ class _Knots(CoreMethod):
 
 
 class _Core(CoreMethod):
-    """Core Space: the cores between the left singular vectors of all B and the right ones of all A."""
+    """Core Space: cores between the left singular vectors of all B and the right singular vectors of all A."""
 
     reference = "Panariello et al., NeurIPS 2025, arXiv:2509.17786"
-    notes = "The space is made of the factors A and B, so full checkpoints and vectors are refused. λ·s is part of B."
+    notes = "The space comes from LoRA's A and B (with its scale), so full checkpoints and vectors are refused."
     normalizes = True
     needs_factors = True
 
@@ -288,14 +289,14 @@ class _Core(CoreMethod):
 
     def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: MethodSettings) -> Array:
         raise UnsupportedError(
-            f"{settings.module}: {self.name} works in the space of LoRA's factors, and an expert has whole weights",
-            "Use the method of the same kind on ΔW, or cut adapters out of the checkpoints with `adapterswap extract`",
+            f"{settings.module}: {self.name} needs LoRA's factors, but an expert has whole weights",
+            "Use the corresponding method on ΔW, or extract adapters from the checkpoints with `adapterswap extract`",
             parameter="method",
         )
 
 
 class _EntryByEntry:
-    """The cores are merged as `method` merges ΔW, entry by entry."""
+    """Merge the cores entry by entry, as `method` merges ΔW."""
 
     method: ClassVar[NonlinearMethod]
 

@@ -1,7 +1,7 @@
 """Methods that find their coefficients from norms and angles: SLERP and its relatives, the Karcher mean, Model Stock.
 
-Each result lies in the span of the experts, so their inner products decide everything: coefficients are found from n×n
-numbers in float64. Knows no dense ΔW but where a method turns each row by itself.
+Each result lies in the span of the experts, so the coefficients follow from their n×n inner products, in float64. Dense
+ΔW are used only if a method rotates each row separately.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Karcher", "ModelStock", "MultiSlerp", "NuSlerp", "Slerp"]
 
-_ALIKE = 0.9995  # |cosine| from which SLERP takes two directions for one
-# Sines up to which NuSLERP takes the straight line. mergekit has 1e-8 for both; between opposite directions the way
-# depends on the rounding of float32 long before.
+_ALIKE = 0.9995  # |cosine| above which SLERP treats two directions as the same
+# Sines up to which NuSLERP interpolates linearly. mergekit has 1e-8 for both, but between opposite directions the path
+# depends on the rounding of float32 much earlier.
 _PARALLEL, _OPPOSITE = 1e-6, 1e-3
-_SINGULAR = 1e-6  # size of Model Stock's denominator below which its share is not finite
+_SINGULAR = 1e-6  # Model Stock's denominators below this size count as zero
 
 
 class Slerp(SpanMethod):
@@ -38,7 +38,7 @@ class Slerp(SpanMethod):
     sides = (2, 2)
 
     def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> tuple[float, float]:
-        """The straight line's 1-t and t where the two point (almost) the same or opposite ways, or one is zero."""
+        """SLERP's coefficients, or 1-t and t if the two are (almost) parallel or opposite, or one is zero."""
         t = weights[1] / (weights[0] + weights[1])
         norms = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
         cosine = float(gram[0, 1]) / norms if norms else 1.0
@@ -50,7 +50,7 @@ def _turned(t: float, cosine: float) -> tuple[float, float]:
     return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
 
-FLATTEN = Parameter("nuslerp_flatten", "turn the whole ΔW at once; false turns each row by itself", True)
+FLATTEN = Parameter("nuslerp_flatten", "rotate the whole ΔW at once; false rotates each row separately", True)
 ROW_WISE = Parameter("nuslerp_row_wise", "with nuslerp_flatten false: along the first axis of ΔW, not the last", False)
 
 
@@ -58,10 +58,12 @@ class NuSlerp(SpanMethod):
     name = "nuslerp"
     title = "NuSLERP of ΔW (mergekit)"
     reference = "mergekit, https://github.com/arcee-ai/mergekit (Shoemake, SIGGRAPH 1985)"
-    formula = "SLERP of ΔW, of each row by itself with `nuslerp_flatten: false`; a ΔW of zero is at right angles to all"
+    formula = (
+        "SLERP of ΔW, of each row separately with `nuslerp_flatten: false`; a ΔW of zero is at right angles to all"
+    )
     notes = (
-        "As mergekit with a base_model. Without one mergekit turns whole weights. ΔW that point in opposite directions "
-        "to 0.06 degrees are joined by the straight line."
+        "As mergekit with a base_model; without one mergekit interpolates whole weights. ΔW that are opposite to "
+        "within 0.06 degrees are interpolated linearly."
     )
     parameters = (FLATTEN, ROW_WISE)
     normalizes = True
@@ -96,7 +98,7 @@ class NuSlerp(SpanMethod):
         return np.asarray(a * one + b * other, np.float32)
 
 
-EPS = Parameter("eps", "norm below which directions count as none", 1e-8, gt=0, lt=1)
+EPS = Parameter("eps", "norms below this count as zero", 1e-8, gt=0, lt=1)
 
 
 class MultiSlerp(SpanMethod):
@@ -105,15 +107,15 @@ class MultiSlerp(SpanMethod):
     reference = "Goddard 2025, https://goddard.blog/posts/multislerp-wow-what-a-cool-idea"
     formula = "the direction of Σ w_i·ΔW_i/‖ΔW_i‖, with the length Σ w_i·‖ΔW_i‖"
     notes = (
-        "As mergekit with a base_model. mergekit goes through the tangent space at the mean direction, where the "
-        "weighted sum is zero, so this is its result. Directions of three or more that cancel are refused."
+        "As mergekit with a base_model. mergekit works in the tangent space at the mean direction, where the weighted "
+        "sum is zero, so the result is the same. Three or more directions that cancel are refused."
     )
     parameters = (EPS,)
     normalizes = True
     sides = (1, None)
 
     def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> list[float]:
-        """The tangent vectors at the mean's own direction cancel, so what mergekit adds of them is zero."""
+        """The tangent vectors at the mean's direction cancel, so the term that mergekit adds for them is zero."""
         total = math.fsum(weights) if settings.normalize else 1.0
         shares = [weight / total for weight in weights]
         if len(shares) == 1:
@@ -126,16 +128,16 @@ class MultiSlerp(SpanMethod):
             if len(shares) == 2 or not any(norms):
                 return shares
             raise UnsupportedError(
-                f"{settings.module}: the directions of the experts cancel, so multislerp has none to go in",
-                "Give the experts other weights, or use another method",
+                f"{settings.module}: the directions of the experts cancel, so multislerp has no mean direction",
+                "Use other weights or another method",
                 parameter="weights",
             )
         reach = math.fsum(share * norm for share, norm in zip(shares, norms, strict=True))
         return [reach / length * part for part in parts]
 
 
-MAX_ITER = Parameter("max_iter", "steps at most", 10, ge=1, le=10_000)
-TOL = Parameter("tol", "length of a step from which the mean counts as found", 1e-5, gt=0, lt=1)
+MAX_ITER = Parameter("max_iter", "maximum number of steps", 10, ge=1, le=10_000)
+TOL = Parameter("tol", "length of a step below which the search stops", 1e-5, gt=0, lt=1)
 
 
 class Karcher(SpanMethod):
@@ -143,14 +145,14 @@ class Karcher(SpanMethod):
     title = "the Karcher mean of whole weights"
     reference = "Karcher, Comm. Pure Appl. Math. 1977; arXiv:2603.04972"
     formula = "the mean of W_i/‖W_i‖ on the sphere, by steps along the mean tangent; times the mean norm"
-    notes = "As mergekit, on the experts' whole weights; the base enters only where an expert is an adapter."
+    notes = "As mergekit, on the experts' whole weights; the base is used only if an expert is an adapter."
     parameters = (MAX_ITER, TOL)
     linear = False
     acts_on: ClassVar[Literal["delta", "weights"]] = "weights"
     weighted = False
 
     def spans(self, values: Mapping[str, Any]) -> bool:
-        return False  # in ΔW: the base's weights are part of every W_i
+        return False  # not in ΔW: every W_i contains the base's weights
 
     def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> list[float]:
         import numpy as np
@@ -175,7 +177,9 @@ class Karcher(SpanMethod):
             tangent = np.zeros_like(mean)
             for i, dot in enumerate(np.clip(cosines @ mean, -1, 1)):
                 angle = math.acos(float(dot))
-                if angle < tol or math.sin(angle) < _PARALLEL:  # it is there, or opposite: every way is as short
+                if (
+                    angle < tol or math.sin(angle) < _PARALLEL
+                ):  # already there, or opposite, where all paths have one length
                     continue
                 tangent[i] += share * angle / math.sin(angle)
                 tangent -= share * angle / math.sin(angle) * dot * mean
@@ -190,7 +194,7 @@ class Karcher(SpanMethod):
         return [float(value) for value in found]
 
 
-FILTER_WISE = Parameter("filter_wise", "find the share of each row by itself", False)
+FILTER_WISE = Parameter("filter_wise", "compute t for each row separately", False)
 
 
 class ModelStock(SpanMethod):
@@ -200,7 +204,7 @@ class ModelStock(SpanMethod):
     formula = "t·mean ΔW_i, with t = n·cos θ/(1 + (n-1)·cos θ) and cos θ the mean cosine of all pairs"
     notes = (
         "mergekit's formula in ΔW, where the base cancels, so it works in adapters too. mergekit bounds ‖ΔW_i‖·‖ΔW_j‖ "
-        "from below by 1e-6, so cosines of tiny tensors come out too small; here they do not. t is 0 where it is not "
+        "from below by 1e-6, which makes cosines of tiny tensors too small; here they are exact. t is 0 if it is not "
         "finite."
     )
     parameters = (FILTER_WISE,)
@@ -231,7 +235,7 @@ class ModelStock(SpanMethod):
 
 
 def _stock_share(gram: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """t for each of the n×n Gram matrices along the last axis; an expert that changes nothing is at right angles."""
+    """t for each n×n Gram matrix along the last axis; an expert with ΔW = 0 counts as orthogonal to the others."""
     import numpy as np
 
     count = len(gram)
@@ -241,6 +245,6 @@ def _stock_share(gram: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     one, other = np.triu_indices(count, 1)
     mean = cosines[one, other].mean(axis=0)
     below = 1 + (count - 1) * mean
-    share = np.zeros_like(mean)  # the base, where it is not finite: opposing experts would be amplified
+    share = np.zeros_like(mean)  # 0 (the base) if t is not finite: opposing experts would be amplified
     np.divide(count * mean, below, out=share, where=np.abs(below) >= _SINGULAR)
     return np.asarray(share, np.float64)
