@@ -1,8 +1,7 @@
-"""Full weights from a plan: the executor that streams tensors from shards to shards.
+"""Write full weights from a plan: the executor that streams tensors from shards to shards.
 
-Memory is bounded by a few blocks of rows, not by the model, but for nonlinear methods, which need a tensor whole. The
-folder appears whole or not at all, and the same inputs give the same bytes. Knows how a plan is carried out on full
-weights; knows nothing of how it was asked for.
+Memory is bounded by a few blocks of rows, not by the model; only nonlinear methods need whole tensors. The folder
+appears whole or not at all, and the same inputs give the same bytes. Knows plans, but not the requests behind them.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ __all__ = ["Merged", "ModelForm", "merge", "prepare_model", "write_model"]
 
 @dataclass(frozen=True)
 class Merged:
-    """Full weights as they are (to be) written: the plan with its numbers, the form, the shards.
+    """Full weights, ready to be written: the plan with its numbers, the form, the shards.
 
     Attributes:
-        plan: with its final coefficients.
+        plan: the plan with its final coefficients.
         form, shards: how it is written.
-        magnitudes: each expert's mean absolute ΔW, where weights depend on it.
-        kept_rows: by (expert, module): which rows of an adapter's ΔW stay.
-        kept_share: the share of each adapter's rows that stays, where a threshold is asked for.
-        quantised: the base that was dequantised.
+        magnitudes: each expert's mean absolute ΔW, if weights depend on it.
+        kept_rows: by (expert, module): which rows of an adapter's ΔW are kept.
+        kept_share: the share of each adapter's rows that is kept, if the composition has a row threshold.
+        quantised: the base that was dequantised, if any.
     """
 
     plan: Plan
@@ -60,7 +59,7 @@ class Merged:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What only the tensors told: magnitudes, and shares of rows that are kept."""
+        """Values measured on the tensors: magnitudes, and shares of kept rows."""
         measured = {"magnitudes": dict(self.magnitudes), "kept_rows": dict(self.kept_share)}
         return {key: values for key, values in measured.items() if values}
 
@@ -78,31 +77,30 @@ def merge(
 ) -> Path:
     """Write full weights: a base with an adapter or a composition merged into it, or composed full checkpoints.
 
-    Every ΔW is summed in float32 and rounded once. What no expert changes, or one full checkpoint owns, is copied byte
-    for byte. Config, tokenizer and the layout of the shards are the base's (without a base, the first full expert's).
+    ΔW are summed in float32 and rounded once. Tensors that no expert changes, or that one full checkpoint owns, are
+    copied byte for byte. Config, tokenizer and shard layout are the base's (without a base, the first full expert's).
 
     Args:
         plan: a plan, or an adapter: opened, a folder or a Hub id.
-        base_model: the base; by default the one that the experts name. It may be left out where no byte of it is
-            needed.
-        out_path: the folder; it appears whole or not at all.
+        base_model: the base; by default the one that the experts name. Optional if none of its bytes are needed.
+        out_path: the folder, which appears whole or not at all.
         max_shard_size: such as `2GB`; by default the base's shards are kept.
-        dtype: of the result; by default each tensor's in the base.
+        dtype: the dtype of the result; by default each tensor keeps the base's dtype.
         dequantize: merge into the weights that a quantised base computes with, in the model's dtype. The result is not
-            quantised. It needs memory for the whole base, and the library that quantised it.
+            quantised. This needs memory for the whole base, and the library that quantised it.
         device: where torch computes: auto, cpu, cuda (all visible GPUs), cuda:N or mps.
-        overwrite: replace the folder, if `merge` or its like wrote it.
+        overwrite: replace the folder if adapterswap wrote it.
 
     Returns:
-        The folder's path.
+        The path of the folder.
 
     Raises:
         ArgumentError: an argument has the wrong type or value.
         OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
             written.
-        NotFoundError, BaseModelError: the base is not known or damaged, does not fit the experts, or is not the one
-            whose weights they carry copies of.
-        ExpertError: a source holds NaN or infinity, or changed since it was opened.
+        NotFoundError, BaseModelError: the base is unknown or damaged, does not fit the experts, or differs from the
+            copies of its weights that they carry.
+        ExpertError: a source holds NaN or infinity, or changed after it was opened.
         UnsupportedError: a result overflows its dtype, or cannot be computed from these tensors.
         AdapterswapError: see `open_expert`, `make_plan` and `bases.choose_device`.
     """
@@ -121,7 +119,7 @@ def merge(
 
 
 def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) -> Merged:
-    """Find the numbers that the plan leaves open, and lay the shards out. Writes nothing.
+    """Compute the numbers that the plan leaves open, and lay out the shards. Writes nothing.
 
     Raises:
         AdapterswapError: see `merge`.
@@ -137,8 +135,8 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
     else:
         if form.dequantize:
             raise UnsupportedError(
-                f"{next(iter(plan.checkpoints))} is a full checkpoint, and only the base of adapters is dequantised",
-                "Give checkpoints in floating point numbers",
+                f"{next(iter(plan.checkpoints))} is a full checkpoint; only the base of adapters can be dequantised",
+                "Use checkpoints with floating point weights",
                 parameter="dequantize",
             )
         if base_model is not None and base_model != plan.composition.base_model:
@@ -149,11 +147,11 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
         check_base(
             _copies(full), full.base, full.base.name,
             effect="which PEFT would put in its place",
-            remedy="Give the base that it was trained on with `base_model`",
+            remedy="Pass the base that it was trained on as `base_model`",
             parameter="base_model",
         )  # fmt: skip
     if quantised is not None:
-        note = f"the base {quantised.name} is quantised: the result has the weights that it computes with, and ΔW"
+        note = f"the base {quantised.name} is quantised: ΔW is added to the weights that it computes with"
         full = replace(full, notes=(*full.notes, note))
     return Merged(
         full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantised
@@ -161,7 +159,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None) ->
 
 
 def _copies(plan: Plan) -> Iterator[Carried]:
-    """The copies that experts carry of weights whose LoRA enters."""
+    """The experts' copies of base weights whose LoRA takes part."""
     for slot in plan:
         for term in slot.terms:
             copy = copy_beside(term.change)
@@ -177,7 +175,7 @@ def write_model(
     overwrite: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write what `prepare_model` made; see `merge`. `progress` is called for every tensor that is written."""
+    """Write the result of `prepare_model`; see `merge`. `progress` is called after every tensor."""
     out_path = expand(out_path)
     plan, form = merged.plan, merged.form
     devices = choose_devices(device)

@@ -1,7 +1,7 @@
-"""Read what a tensor of the result is made of, block by block, and note what entered.
+"""Read the sources of a tensor of the result, block by block, and record what was used.
 
-A block is a range of rows; memory is bounded by blocks, not by tensors, wherever a method allows it. Knows files and
-plans; computes nothing.
+A block is a range of rows. Memory is bounded by blocks rather than tensors wherever the method allows it. Knows files
+and plans; computes nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from adapterswap.planning.slots import Slot, Term
 
 __all__ = ["Block", "Entered", "Part", "Work", "read_blocks"]
 
-_REMEMBERED = 8  # parameters of mixtures: two experts' changes of the parameters of two layers
-_COPIED = 2**20  # bytes of a block that is copied, and
-_COMPUTED = 2**18  # elements of one that is computed, 1 MB in float32: both stay in a core's cache
+_REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
+_COPIED = 2**20  # bytes of a block to copy, and
+_COMPUTED = 2**18  # elements of a block to compute, 1 MB in float32: both fit in a core's cache
 
 
 @dataclass(frozen=True)
 class Work:
-    """A tensor of the result: what becomes of it, and its place in a file that is open for writing."""
+    """A tensor of the result: its slot, and its place in a file that is open for writing."""
 
     slot: Slot
     place: Tensor
@@ -43,13 +43,13 @@ class Work:
 
     @property
     def copied(self) -> Whole | None:
-        """The tensor whose bytes are the result's."""
+        """The tensor to copy byte for byte; None if the result must be computed."""
         found = self.slot.copied
         return found if found is not None and found.tensor.dtype == self.place.dtype else None
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The shape with all but the last axis as rows; a vector is a column."""
+        """The shape as (rows, columns): all axes but the last are rows, and a vector is one column."""
         shape = self.place.shape
         return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
 
@@ -65,11 +65,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows `start` to `stop` of a tensor of the result, and what they are made of.
+    """Rows `start` to `stop` of a tensor of the result, with their sources.
 
-    For a tensor that is copied, `start` and `stop` count bytes. `factors` are the whole A and B of each low-rank term,
-    and come with the first block of a tensor alone, or of each of its matrices (`Slot.matrices`), which begins at the
-    row `origin`. `opaque` are the tensors of each opaque term, by name.
+    For a tensor that is copied, `start` and `stop` count bytes. `factors` are the whole A and B of each low-rank term;
+    only the first block of a tensor has them, or of each of its matrices (`Slot.matrices`), which begins at row
+    `origin`. `opaque` are the tensors of each opaque term, by name.
     """
 
     work: Work
@@ -83,7 +83,7 @@ class Block:
 
     @property
     def parts(self) -> Iterator[Part]:
-        """All that was read."""
+        """All parts that were read."""
         yield from self.whole
         if self.base is not None:
             yield self.base
@@ -95,10 +95,10 @@ class Block:
 
 @dataclass
 class Entered:
-    """What of each expert went into the result, by expert and name: tensors copied, and those that were computed with.
+    """The source tensors of the result, by expert and name: copied ones, and inputs of computed ones.
 
-    A copied tensor is in the result byte for byte, so the result itself says what it was, and it is not hashed:
-    that would take longer than copying it. Of the others, nothing but their SHA-256 would be left.
+    Only the inputs of computed tensors are hashed. A copied tensor can be compared with the result byte for byte, and
+    hashing it would take longer than copying.
     """
 
     copied: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Entered:
     _lock: Lock = field(default_factory=Lock)
 
     def columns_by_expert(self, file: int, lora: LoraModule) -> npt.NDArray[np.unsignedinteger]:
-        """B of a mixture's experts as experts×out×rank, its bits as whole numbers. The last few are remembered."""
+        """B of a mixture's experts as experts×out×rank, with the bits as integers. The last few are cached."""
         key = (file, lora.b.name)
         with self._lock:
             if key not in self._sorted:
@@ -119,10 +119,10 @@ class Entered:
             return self._sorted[key]
 
     def of(self, expert: str) -> dict[str, dict[str, int | str]]:
-        """How many tensors and bytes of an expert were copied; how many were computed with, and one hash of them all.
+        """How many tensors and bytes of an expert were copied, how many were inputs of computations, and their hash.
 
-        It is the SHA-256 over, in the order of their names, each tensor's name, dtype, shape and own SHA-256, in text,
-        a line each: with the checkpoint you can compute it again. It says nothing of other tensors.
+        The hash is the SHA-256 of a text with one line per tensor, sorted by name: its name, dtype, shape and own
+        SHA-256. You can compute it again from the checkpoint. It does not cover other tensors.
         """
         copied = [tensor for (owner, _), tensor in self.copied.items() if owner == expert]
         own = sorted((name, *found) for (owner, name), found in self.computed.items() if owner == expert)
@@ -141,7 +141,7 @@ def read_blocks(work: Work, files: Mapping[Path, int], entered: Entered) -> Iter
     """The blocks of a tensor of the result, in order.
 
     Raises:
-        ExpertError: a file cannot be read, or is shorter than its header said.
+        ExpertError: a file cannot be read, or is shorter than its header says.
     """
     if work.copied is None:
         yield from _computed_blocks(work, _Reader(files, entered))
@@ -166,7 +166,7 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
         origin = matrix * height
         start, stop = origin + first, origin + last
         cut = (start * columns, stop * columns)
-        # An expert on two sides is read, and hashed, once.
+        # An expert on two sides is read and hashed once.
         read = {term.expert: term.whole for term in slot.whole}
         parts = {expert: reader.elements(expert, whole, *cut) for expert, whole in read.items()}
         whole = tuple(parts[term.expert] for term in slot.whole)
@@ -177,9 +177,9 @@ def _computed_blocks(work: Work, reader: _Reader) -> Iterator[Block]:
 
 
 def _blocks_by_rows(work: Work, reader: _Reader) -> Iterator[Block]:
-    """The blocks of an embedding or head whose rows are not all made alike.
+    """The blocks of an embedding or head whose rows have different terms.
 
-    The base's rows are all read where one enters, so that the hash of what was computed with is of the whole tensor.
+    If any row of the base is used, all are read, so that its hash covers the whole tensor.
     """
     slot, columns = work.slot, work.matrix[1]
     base = slot.base if any(part.rest for part in slot.rows) else None
@@ -199,7 +199,7 @@ def _blocks_by_rows(work: Work, reader: _Reader) -> Iterator[Block]:
 
 
 class _Reader:
-    """Reads what a tensor is computed from, each source from its first byte to its last, and hashes it on the way."""
+    """Reads the sources of a computed tensor from their first byte to their last, and hashes them on the way."""
 
     def __init__(self, files: Mapping[Path, int], entered: Entered) -> None:
         self._files = files
@@ -217,7 +217,7 @@ class _Reader:
         return Part(expert, tensor, raw)
 
     def factors(self, term: Term, matrix: int) -> tuple[Part, Part]:
-        """A and B, whole, or those of one expert of a mixture; an adapter is hashed as a file."""
+        """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""
         file = self._files[term.change.path]
         if term.lora.experts > 1:
             within = term.low_rank.within or ExpertRows(matrix, 0, term.lora.out_features)
@@ -229,7 +229,7 @@ class _Reader:
         return a, b
 
     def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[Part, Part]:
-        """One expert's rows of A, and its columns of B, which lie `lora.experts` apart."""
+        """One expert's rows of A, and its columns of B, which are `lora.experts` apart in the file."""
         size, rank = DTYPE_BYTES[lora.a.dtype] * lora.in_features, lora.rank
         place = within.expert * rank
         a = read_bytes(file, lora.a, place * size, (place + rank) * size)
@@ -240,7 +240,7 @@ class _Reader:
         )
 
     def opaque(self, term: Term) -> dict[str, Part]:
-        """All tensors of a module, and those that it shares."""
+        """All tensors of a module, including those that it shares."""
         file = self._files[term.change.path]
         assert isinstance(term.change, Opaque)
         tensors = {**term.change.part.tensors, **term.change.part.shared}

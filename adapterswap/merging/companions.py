@@ -1,8 +1,8 @@
-"""The files beside the weights: config.json, generation config, tokenizer, chat template, licence.
+"""The files next to the weights: config.json, generation config, tokenizer, chat template, licence.
 
-They are the skeleton's, byte for byte; only config.json is written anew where the result's dtype, its tied head or its
-vocabulary say otherwise, and the tokenizer is the experts' where they have tokens or a chat template of their own.
-Knows Hugging Face's file names; nothing of tensors.
+They are copied from the skeleton. config.json is rewritten if the result has another dtype or vocabulary size, or an
+untied head, and the tokenizer is the experts' if they have tokens or a chat template of their own. Knows Hugging Face's
+file names; nothing of tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def copy_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
 
 
 def tokenizer_source(plan: Plan) -> str:
-    """Whose tokenizer the result has: `base`, or an expert's name."""
+    """The owner of the result's tokenizer: `base`, or an expert's name."""
     if plan.checkpoints:
         return "base" if plan.base is not None else next(iter(plan.checkpoints))
     united = united_tokenizer(plan)
@@ -50,8 +50,8 @@ def tokenizer_source(plan: Plan) -> str:
 
 
 def differing_tokenizers(plan: Plan) -> list[str]:
-    """The experts whose tokenizer the result does not follow: full ones whose tokenizer.json is another one, byte for
-    byte, and adapters whose tokens have other ids."""
+    """The experts whose tokenizer differs from the result's: full ones whose tokenizer.json has other bytes, and
+    adapters whose tokens have other ids."""
     if not plan.checkpoints:
         united = united_tokenizer(plan)
         return [] if united is None else list(united.others)
@@ -65,7 +65,7 @@ def differing_tokenizers(plan: Plan) -> list[str]:
 
 
 def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm) -> dict[str, Any]:
-    """config.json with the result's dtype and without a tie that no longer holds, nested language models included."""
+    """config.json with the result's dtype, vocabulary size and ties, also in nested language models."""
     changed = dict(config)
     resized = {slot.base.tensor.shape[0]: slot.shape[0] for slot in plan if slot.rows and slot.base is not None}
     for key, value in config.items():

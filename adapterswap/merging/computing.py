@@ -2,9 +2,9 @@
 
     W' = Σ c_i·W_i + (1 - Σ c_i)·W_base + [c_1·s_1·B_1, …]·[A_1; …]
 
-Products of factors, and everything on a GPU, are torch's. Averages of stored weights on the CPU are numpy's, which
-spares the import of torch, and so are nonlinear methods, which need a tensor whole (`methods`). Knows
-blocks; reads and writes nothing.
+torch computes products of factors, and everything on a GPU. numpy computes averages of stored weights on the CPU, which
+saves the import of torch, and nonlinear methods (`methods`), which need whole tensors. Knows blocks; reads and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from adapterswap.planning.slots import Slot, Term
 
 __all__ = ["Done", "Rows", "compute", "needs_torch"]
 
-Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW stay
+Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW are kept
 
-_CHECKED = 2**20  # bytes looked at together, so that they stay in the processor's cache
+_CHECKED = 2**20  # bytes to check at a time, so that they stay in the processor's cache
 
 Delta = npt.NDArray[np.float32]
 
 
 class Done(NamedTuple):
-    """Bytes of the result, and where in its file they go."""
+    """Bytes of the result, and their offset in its file."""
 
     offset: int
     data: Bytes
 
 
 class _Product(NamedTuple):
-    """left·right is the sum of a tensor's low-rank terms, as it is stored."""
+    """left·right is the sum of a tensor's low-rank terms, in the orientation in which it is stored."""
 
     left: Any
     right: Any
 
 
 def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) -> Iterator[Done]:
-    """The results of blocks, in order.
+    """Compute the results of blocks, in order.
 
     Args:
-        blocks: those of one tensor after the other.
-        device: torch's name of it.
-        kept_rows: which rows of an adapter's ΔW stay; all where nothing is said.
-        seed: DARE's.
+        blocks: the blocks of one tensor after another.
+        device: torch's name of the device.
+        kept_rows: which rows of an adapter's ΔW are kept; all rows of modules that it does not list.
+        seed: the seed of random methods.
 
     Raises:
-        ExpertError: a number that enters is NaN or infinite.
+        ExpertError: a source holds NaN or infinity.
         UnsupportedError: a result does not fit its dtype.
     """
     product: _Product | None = None
@@ -111,7 +111,7 @@ def _tensor(part: Part, device: str) -> Any:
 
 
 def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product | None:
-    """The factors of Σ c_i·s_i·B_i·A_i side by side, the way round in which the weight is stored."""
+    """The concatenated factors of Σ c_i·s_i·B_i·A_i, in the orientation in which the weight is stored."""
     import torch
 
     lefts, rights = [], []
@@ -129,12 +129,12 @@ def _product(slot: Slot, block: Block, device: str, kept_rows: Rows) -> _Product
 
 
 def needs_torch(slot: Slot, device: str) -> bool:
-    """Whether a tensor that is computed is torch's work."""
+    """Whether torch computes this tensor."""
     return bool(slot.opaque) or (slot.is_linear and (bool(slot.low_rank) or device != "cpu"))
 
 
 def _weighted(block: Block) -> list[tuple[float, Part]]:
-    """The stored weights that enter, each with its coefficient; the base comes last."""
+    """The stored weights of the sum, each with its coefficient; the base comes last."""
     slot = block.work.slot
     found = [(term.coefficient, part) for term, part in zip(slot.whole, block.whole, strict=True)]
     return found + ([(slot.rest, block.base)] if block.base is not None else [])
@@ -173,7 +173,7 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
         if total is not None:
             total.add_(numbers, alpha=coefficient)
         else:
-            total = numbers if coefficient == 1 else numbers.mul_(coefficient)  # in place: the block is read for this
+            total = numbers if coefficient == 1 else numbers.mul_(coefficient)  # in place: the block is not used again
     columns = block.work.matrix[1]
     if product is not None:
         left = product.left[block.start - block.origin : block.stop - block.origin]
@@ -210,7 +210,7 @@ def _with_opaque(block: Block, kept_rows: Rows, seed: int) -> Bytes:
 
 
 def _factors(term: Term, parts: tuple[Part, Part], kept_rows: Rows) -> Factors:
-    """A low-rank term's factors of ΔW (out×in), with zeros in the rows that do not stay."""
+    """A low-rank term's factors of ΔW (out×in), with zeros in rows that are not kept."""
     a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in parts)
     factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
     rows = kept_rows.get((term.side, term.lora.name))
@@ -225,7 +225,7 @@ def _merged(term: Term, tensors: Mapping[str, Part], base: Delta, slot: Slot) ->
 
 
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
-    """The whole tensor: W_base plus what the method makes of the dense ΔW, or what it makes of whole weights."""
+    """The whole tensor: W_base plus the method's combination of dense ΔW, or its combination of whole weights."""
     slot, place = block.work.slot, block.work.place
     rule = slot.rule
     assert rule is not None
@@ -233,13 +233,13 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     if block.base is not None:
         base = decode(block.base.raw, block.base.tensor.dtype, place.shape)
     on_weights = rule.acts_on_weights
-    # Then all ΔW are turned to out×in.
+    # If any term is stored in×out, all ΔW are transposed to out×in.
     across = any(isinstance(term.change, LowRank | Opaque) and term.change.transposed for term in slot.terms)
     found: dict[str, Delta] = {}
     factors_of: dict[str, list[tuple[float, Factors]]] = {}
     by_factors = rule.on_cores and not slot.whole and not slot.opaque
     name = slot.module if slot.name.endswith(".weight") else slot.name
-    if on_weights:  # what of a side is no expert's whole weights is the base's
+    if on_weights:  # the share of a side that is not whole weights is the base's
         turned = base.T if across else base
         for side, share in slot.whole_shares.items():
             if share < 1:
@@ -271,7 +271,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             left, right = rule.combine_factors(pairs, seed=seed, module=name)
             product = np.asarray(left @ right, np.float32)
             return finite_bytes(base + (product.T if across else product), place.dtype, slot.name)
-        # In the order of the rule: methods that go from one expert to another depend on it.
+        # In the rule's order, on which some methods depend.
         deltas = {side: found[side] for side in slot.weights if side in found}
         merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
         merged = merged.T if across else merged

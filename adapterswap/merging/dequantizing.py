@@ -1,7 +1,6 @@
-"""A quantised base as the floating point weights that it computes with: transformers dequantises it, into a folder.
+"""Dequantise a base with transformers into a folder with the floating point weights that it computes with.
 
-The folder is a checkpoint like any other, so that merging streams from it. Knows bases and transformers; knows nothing
-of plans.
+The folder is an ordinary checkpoint, from which merging can stream. Knows bases and transformers; nothing of plans.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ __all__ = ["dequantized"]
 
 
 def dequantized(base: Checkpoint) -> Checkpoint:
-    """The base with its weights dequantised, in a temporary folder that goes when the checkpoint is no longer used.
+    """The base with dequantised weights, in a temporary folder that is deleted once the checkpoint is no longer used.
 
-    They are what its layers multiply by: the original weights, rounded by the quantisation, in the model's dtype. The
-    whole model is in memory while it is read.
+    These are the weights that its layers multiply by: the original ones, rounded by the quantisation, in the model's
+    dtype. The whole model is in memory in the meantime.
 
     Raises:
         ArgumentError: the base is not quantised.
@@ -34,7 +33,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
     settings = base.config.get("quantization_config")
     if not isinstance(settings, dict):
         raise ArgumentError(
-            f"`dequantize` is set, and the base {base.name} is not quantised", "Leave it out", parameter="dequantize"
+            f"`dequantize` is set, but the base {base.name} is not quantised", "Leave it out", parameter="dequantize"
         )
     folder = Path(tempfile.mkdtemp(prefix="adapterswap-dequantized-"))
     try:
@@ -54,21 +53,21 @@ def dequantized(base: Checkpoint) -> Checkpoint:
 def _load(base: Checkpoint, settings: dict[str, Any]) -> Any:
     """The model, on the CPU, with ordinary layers."""
     config = read_config(base.source.folder, f"The base model {base.name}")
-    later = settings.get("quant_method") == "bitsandbytes"  # which dequantises a model that was loaded
+    later = settings.get("quant_method") == "bitsandbytes"  # it dequantises a model after loading
     if not later:
         config.quantization_config = {**settings, "dequantize": True}
     opened = Base(str(base.source.folder), base.source, config, None)
     try:
         model = load_weights(opened, config=config, device_map="cpu")
         model = model.dequantize() if later else model
-        # What it would do to store the weights under their first names again; quantising them cannot be repeated.
+        # Saving reverses these conversions to restore the original names; quantisation cannot be reversed this way.
         conversions = getattr(model, "_weight_conversions", None)
         if conversions:
             model._weight_conversions = [each for each in conversions if _can_be_reversed(each)]
         return model
     except AdapterswapError as error:
         raise _cannot(base, settings, error.problems[0].message) from None
-    except Exception as error:  # each library of quantised layers has errors of its own
+    except Exception as error:  # each quantisation library has its own errors
         raise _cannot(base, settings, str(error) or type(error).__name__) from None
 
 
@@ -83,6 +82,6 @@ def _can_be_reversed(conversion: Any) -> bool:
 def _cannot(base: Checkpoint, settings: dict[str, Any], reason: str) -> UnsupportedError:
     return UnsupportedError(
         f"The base {base.name} ({settings.get('quant_method')}) cannot be dequantised here: {reason}",
-        "Install the library that quantised it, or give the base in floating point numbers",
+        "Install the library that quantised it, or use the base with floating point weights",
         parameter="base_model",
     )

@@ -1,7 +1,7 @@
-"""How the result is stored: which tensor goes into which shard, at which byte, in which dtype.
+"""How the result is stored: the shard, offset and dtype of each tensor.
 
-The skeleton's shards are kept, with their names; another size can be requested, in Hugging Face's notation. Knows
-names, shapes and bytes; reads and writes nothing.
+By default the skeleton's shards and their names are kept; another size can be requested in Hugging Face's notation.
+Knows names, shapes and bytes; reads and writes nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ModelForm:
 
     Attributes:
         max_shard_size: such as `2GB`; None keeps the skeleton's shards.
-        dtype: float32, float16 or bfloat16 for all floating point tensors; None keeps each tensor's own.
-        dequantize: a quantised base is dequantised first; None as False.
+        dtype: float32, float16 or bfloat16 for all floating point tensors; None keeps each tensor's dtype.
+        dequantize: dequantise a quantised base first; None means False.
     """
 
     max_shard_size: str | None = None
@@ -47,7 +47,7 @@ class ModelForm:
 
     @property
     def shard_bytes(self) -> int | None:
-        """`max_shard_size` in bytes; raises an `ArgumentError` where it is not a size."""
+        """`max_shard_size` in bytes; raises an `ArgumentError` if it is not a size."""
         if self.max_shard_size is None:
             return None
         match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,3})?)\s*([A-Za-z]*)\s*", self.max_shard_size)
@@ -60,7 +60,7 @@ class ModelForm:
         return int(float(match[1]) * _UNITS[match[2].upper()])
 
     def dtype_of(self, stored: str) -> str:
-        """The dtype in which a tensor that the skeleton stores as `stored` is written."""
+        """The output dtype of a tensor that the skeleton stores as `stored`."""
         return FLOAT_NAMES[self.dtype] if self.dtype and stored in FLOATS else stored
 
 
@@ -78,7 +78,7 @@ class OutputShard:
 
 
 def lay_out_model(plan: Plan, form: ModelForm) -> tuple[OutputShard, ...]:
-    """The shards of a plan's result, in the order in which their tensors are made."""
+    """The shards of a plan's result, in the order in which they are written."""
     dtypes = {slot.name: form.dtype_of(slot.dtype) for slot in plan}
     groups = _own_shards(plan) if form.shard_bytes is None else _sized(plan, dtypes, form.shard_bytes)
     shards = []
@@ -89,7 +89,7 @@ def lay_out_model(plan: Plan, form: ModelForm) -> tuple[OutputShard, ...]:
 
 
 def index_of(plan: Plan, shards: tuple[OutputShard, ...], form: ModelForm) -> dict[str, Any] | None:
-    """The content of model.safetensors.index.json; None where one file needs none."""
+    """The content of model.safetensors.index.json; None if a single file needs no index."""
     theirs = plan.skeleton.source.folder / MODEL_INDEX
     kept = form.shard_bytes is None and exists(theirs)
     if len(shards) == 1 and not kept:
@@ -107,13 +107,13 @@ def _own_shards(plan: Plan) -> dict[str, list[str]]:
     where = {name: slot.path.name for name, slot in plan.skeleton.parameters.items()}
     last = next(iter(where.values()))
     for key in plan.slots:
-        last = where.get(key, last)  # a head that has come apart follows its embedding
+        last = where.get(key, last)  # an untied head follows its embedding
         groups.setdefault(last, []).append(key)
     return groups
 
 
 def _sized(plan: Plan, dtypes: Mapping[str, str], limit: int) -> dict[str, list[str]]:
-    """Tensors in their order, a new shard wherever the next one does not fit; a larger tensor has one of its own."""
+    """Tensors in order, with a new shard whenever the next one does not fit; a larger tensor gets its own shard."""
     groups: list[list[str]] = [[]]
     size = 0
     for slot in plan:

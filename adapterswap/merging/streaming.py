@@ -1,7 +1,7 @@
-"""Carry out a plan of full weights: several threads, each with a tensor at hand, read, compute and write it by blocks.
+"""Execute a plan of full weights: several threads read, compute and write one tensor each, block by block.
 
-So one reads and hashes while another computes, and memory holds a block for each. Knows plans and files; computes
-nothing itself.
+One thread can read and hash while another computes, and memory holds one block per thread. Knows plans and files;
+computes nothing itself.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _WORKERS = 4  # more would only wait for the disk
 
 
 def choose_devices(name: str) -> list[str]:
-    """torch's names of the devices to compute on: one, or every visible GPU where the name means CUDA without a number.
+    """torch's names of the devices to compute on: one, or every visible GPU for CUDA without a number.
 
     Raises:
         AdapterswapError: see `bases.choose_device`.
     """
-    if name == "cpu":  # which is done without torch
+    if name == "cpu":  # does not need torch
         return [name]
     device = choose_device(name)
     if device.type != "cuda" or device.index is not None:
@@ -54,19 +54,19 @@ def stream(
     kept_rows: Rows,
     progress: Callable[[], None] = lambda: None,
 ) -> Entered:
-    """Write the shards into `folder`; return what entered.
+    """Write the shards into `folder`, and return which source tensors were used.
 
     Args:
-        plan: with its final coefficients.
-        shards: what to write.
-        folder: where.
-        devices: torch's names; layers are spread over them from the bottom up.
-        kept_rows: which rows of an adapter's ΔW stay.
-        progress: called whenever a tensor is written.
+        plan: the plan with its final coefficients.
+        shards: the shards to write.
+        folder: the folder to write to.
+        devices: torch's names of devices; layers are spread over them from the bottom up.
+        kept_rows: which rows of an adapter's ΔW are kept.
+        progress: called after every tensor.
 
     Raises:
-        ExpertError: NaN or infinity in a source, or a source that changed.
-        UnsupportedError: overflow of a result.
+        ExpertError: a source holds NaN or infinity, or has changed.
+        UnsupportedError: a result overflows.
         OSError: a file cannot be written.
     """
     entered = Entered()
@@ -93,12 +93,12 @@ def stream(
             progress()
 
         with_torch = any(needs_torch(work.slot, device) for device, work in computed)
-        if with_torch:  # importing it takes as long as copying a gigabyte: both at once
+        if with_torch:  # importing it takes as long as copying a gigabyte, so do both at once
             threading.Thread(target=importlib.import_module, args=("torch",), daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
         workers = min(max(_WORKERS, 2 * len(devices)), cores())
         if any(work.slot.is_held_whole for _, work in computed):
-            workers = 1  # they are held whole
+            workers = 1  # whole tensors are in memory
         if with_torch:
             stack.enter_context(torch_threads(cores() // workers))
         work_off(computed, carry_out, workers)
@@ -106,7 +106,7 @@ def stream(
 
 
 def _sources(plan: Plan) -> list[TensorFile]:
-    """The files that hold what enters."""
+    """The files with tensors that the result uses."""
     used: set[Path] = set()
     for slot in plan:
         copied = slot.copied

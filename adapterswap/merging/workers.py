@@ -1,6 +1,6 @@
-"""Do independent pieces of work in several threads: the first error, or the user's interrupt, ends them all.
+"""Process independent items in several threads. The first error, or the user's interrupt, stops them all.
 
-Each thread reads, computes and writes its own pieces, so that one reads while another computes. Knows nothing of
+Each thread reads, computes and writes its own items, so that one can read while another computes. Knows nothing of
 tensors.
 """
 
@@ -20,12 +20,12 @@ Stopped = Callable[[], bool]
 
 
 def work_off(items: Iterable[_Item], do: Callable[[_Item, Stopped], None], workers: int) -> None:
-    """Call `do` for every item, in up to `workers` threads; items are begun in order.
+    """Call `do` for every item, in up to `workers` threads. Items are started in order.
 
     Args:
-        items: independent of each other.
-        do: gets an item, and a function that says whether to give up; what it raises is raised here.
-        workers: one or more.
+        items: the items, independent of each other.
+        do: called with an item and a function that returns whether to stop. Its errors are raised here.
+        workers: the number of threads, one or more.
     """
     waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
     for item in items:
@@ -45,4 +45,4 @@ def work_off(items: Iterable[_Item], do: Callable[[_Item, Stopped], None], worke
             for finished in as_completed([pool.submit(run) for _ in range(workers)]):
                 finished.result()
         finally:
-            stopped.set()  # the others end at their next block
+            stopped.set()  # the other threads stop at their next block

@@ -73,7 +73,7 @@ def test_an_adapter_over_a_merged_one_needs_that(
         assert (refused.exit_code, refused.stdout) == (1, "")
         assert "another lm_head.weight than" in refused.stderr
         assert "another model.embed_tokens.weight than" in refused.stderr
-        assert "Give the base that it was trained on with --base-model" in refused.stderr
+        assert "Pass the base that it was trained on as --base-model" in refused.stderr
     mixed = ["-t", second, "-l", model(seed=3), "--base-model", model(), "--bottom", 2, "--top", 1]
     assert "another lm_head.weight than" in run("merge", *mixed, "-o", tmp_path / "wrong").stderr
     assert not (tmp_path / "wrong").exists()
