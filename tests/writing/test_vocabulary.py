@@ -272,3 +272,40 @@ def test_another_chat_template_is_reported_and_tokens_without_rows_are_not_follo
     assert result.exit_code == 0, result.stderr
     assert "chatty has a different tokenizer.json; the result does not use it" in result.stderr
     assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("first", ["two", "third"])
+def test_added_tokens_of_both_experts_are_united(
+    first: str, trained: Make, bases: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    """One has new tokens that the other lacks, and the other way round, under different ids."""
+    base, two = bases(False), trained("both+2")
+    third = shutil.copytree(trained("both+3"), tmp_path / "third")
+    content = json.loads((third / "tokenizer.json").read_text())
+    content["added_tokens"] = [entry for entry in content["added_tokens"] if entry["id"] == SIZE + 2]
+    content["model"]["vocab"]["<a3>"] = SIZE + 2  # else the library would give it the first free id
+    (third / "tokenizer.json").write_text(json.dumps(content))
+    folders = {"two": two, "third": third}
+    one, other = folders.values() if first == "two" else reversed(folders.values())
+    plan = plan_of(one, other, base)
+    owner = "t" if first == "two" else "l"
+    rows = {range(row.start, row.stop): row.made_of for row in plan.slots["lm_head"].rows}
+    assert rows == {
+        range(SIZE): {"t": 0.5, "l": 0.5}, range(SIZE, SIZE + 2): owner, range(SIZE + 2, SIZE + 3): "tl".strip(owner),
+    }  # fmt: skip
+    if first == "third":  # whose tokenizer has a gap that the library does not fill
+        with refused(UnsupportedError, match="gaps"):
+            plan.write(tmp_path / "out")
+        return
+    out = plan.write(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer("w7 <a> <aa> <a3>")["input_ids"] == [7, SIZE, SIZE + 1, SIZE + 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, theirs = (
+            in_peft(base, folder, size).merge_and_unload().state_dict() for folder, size in ((two, 98), (third, 99))
+        )
+        composed = in_peft(base, out, SIZE + 3).merge_and_unload().state_dict()
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        average = (ours[key][:SIZE] + theirs[key][:SIZE]) / 2
+        close(composed[key], torch.cat([average, ours[key][SIZE:], theirs[key][SIZE + 2 :]]))
