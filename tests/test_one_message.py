@@ -90,15 +90,15 @@ def test_checkpoints_of_another_width(wide_base: Path, base: Callable[[str], Pat
     [
         ({"q": "8×8", "k": "4×8"}, {"q": "8×8", "k": "4×8"}, None),
         ({"q": "8×8"}, {"k": "4×4"}, None),
-        ({"q": "8×8", "k": "4×8"}, {"q": "16×16", "k": "4×16"}, "The hidden size is 8 in a, and 16 in b"),
-        ({"q": "8×8"}, {"q": "16×16"}, "q is 8×8 in a, and 16×16 in b"),
+        ({"q": "8×8", "k": "4×8"}, {"q": "16×16", "k": "4×16"}, "The hidden size is 8 in a, but 16 in b"),
+        ({"q": "8×8"}, {"q": "16×16"}, "q is 8×8 in a, but 16×16 in b"),
         # One shared number on neither side, or on one alone: the first module and a count
-        ({"q": "8×4", "k": "8×4"}, {"q": "16×4", "k": "16×4"}, "q is 8×4 in a, and 16×4 in b; 1 more modules differ"),
-        ({"q": "8×8", "k": "4×8"}, {"q": "9×8", "k": "5×8"}, "q is 8×8 in a, and 9×8 in b; 1 more modules differ"),
+        ({"q": "8×4", "k": "8×4"}, {"q": "16×4", "k": "16×4"}, "q is 8×4 in a, but 16×4 in b; 1 more modules differ"),
+        ({"q": "8×8", "k": "4×8"}, {"q": "9×8", "k": "5×8"}, "q is 8×8 in a, but 9×8 in b; 1 more modules differ"),
         (
             {"n": "weight 8", "m": "weight 8"},
             {"n": "weight 9", "m": "weight 9"},
-            "n is weight 8 in a, and weight 9 in b; 1",
+            "n is weight 8 in a, but weight 9 in b; 1",
         ),
     ],
 )

@@ -1,6 +1,6 @@
-"""PEFT's adapter_config.json: what it says of a LoRA's arithmetic, and a refusal of what adapterswap cannot do exactly.
+"""PEFT's adapter_config.json: read the settings that decide what an adapter computes, and refuse unsupported ones.
 
-Knows the meaning of the keys, as PEFT 0.21 resolves them. Knows nothing of tensors, nor of what is done with adapters.
+Knows the meaning of the keys in PEFT 0.21. Knows nothing of tensors, nor of how adapters are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adapterswap.files.smallfiles import parse_json, read_small, shown
 
 __all__ = ["AdapterConfig", "check_written", "parse_adapter_config", "read_adapter_config", "scale"]
 
-# Keys that do not change what a trained LoRA computes (or do so only where the tensors show it).
+# Keys that do not change what a trained LoRA computes (or only in ways that its tensors show).
 _HARMLESS = {
     "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
@@ -35,7 +35,7 @@ _READ = {
     "lora_bias", "target_modules", "target_parameters", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 
-# Keys that, when set, make the adapter something else than W + s·B·A, and what they mean.
+# Keys that, when set, make the adapter something other than W + s·B·A, and why.
 _REFUSED = {
     "alora_invocation_tokens": "an activated LoRA (aLoRA) applies only after its invocation tokens",
     "arrow_config": "Arrow routes between adapters at run time",
@@ -47,25 +47,25 @@ _REFUSED = {
     "velora_config": "VeLoRA compresses activations",
 }
 
-# Keys of kinds other than LoRA that say what the adapter is for or how it was trained: not how a module computes. `r`
-# and its like are among what a module reads; those in `PeftKind.patterns` may differ from module to module.
+# Keys of other kinds than LoRA that say what the adapter is for or how it was trained, not what a module computes.
+# Settings such as `r` belong to a module; those in `PeftKind.patterns` may differ between modules.
 _NEUTRAL = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_weights",
     "layers_pattern", "layers_to_transform", "modules_to_save", "peft_type", "peft_version", "revision",
     "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 
-# Values of init_lora_weights by which PEFT begins with changed weights of the base, in lower case as PEFT reads some.
+# Values of init_lora_weights that change the base's weights, in lower case because PEFT ignores the case of some.
 _CHANGING_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
-# Texts that leave the base's weights as they were. PEFT reads the first two in any case.
+# Values that leave the base's weights unchanged. PEFT ignores the case of the first two.
 _PLAIN_INITS = ("gaussian", "mica", "eva", "orthogonal")
 
-# Keys for which PEFT has a default, and raises if they are null.
+# Keys that PEFT has a default for, but that must not be null.
 _NOT_NULL = ("alpha_pattern", "bias", "lora_alpha", "lora_dropout", "r", "rank_pattern")
 
-_PEFT = (0, 21)  # the version whose keys these are
+_PEFT = (0, 21)  # the version that these keys belong to
 
-_SIMPLER = "Write the patterns as plain names of modules"
+_SIMPLER = "Write the patterns as plain module names"
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
 
 
@@ -76,29 +76,29 @@ def scale(rank: int, alpha: float, rslora: bool) -> float:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says that matters for ΔW.
+    """The settings in adapter_config.json that decide what the adapter computes.
 
     Attributes:
         base_model, revision: the base that the adapter was trained on, as PEFT wrote it.
         rank, alpha, rslora: the global values.
-        rank_pattern, alpha_pattern: per module, by regex; see `rank_of` and `alpha_of`.
-        fan_in_fan_out: the base stores its weights transposed (GPT-2's Conv1D).
-        tied: PEFT applies an embedding's LoRA to the head that is tied to it too (`ensure_weight_tying`).
-        task_type: such as CAUSAL_LM, or None.
-        auto_mapping: the classes that PEFT's AutoPeftModel needs where there is no task type, as PEFT wrote them.
+        rank_pattern, alpha_pattern: values by module, as regexes; see `rank_of` and `alpha_of`.
+        fan_in_fan_out: whether the base stores its weights transposed (GPT-2's Conv1D).
+        tied: whether PEFT also applies an embedding's LoRA to the head that is tied to it (`ensure_weight_tying`).
+        task_type: for example CAUSAL_LM, or None.
+        auto_mapping: the classes that PEFT's AutoPeftModel needs if there is no task type, as PEFT wrote them.
         modules_to_save: modules trained in full, by the end of their name.
-        targets: the modules that PEFT loads LoRA factors for.
+        targets: the modules for which PEFT loads LoRA factors.
         peft_type: LORA, or another kind of `peft_kinds.KINDS`.
-        dora, lora_bias: the variants of LoRA that all its modules are.
-        bias: `all` or `lora_only` where biases of the base were trained too; else `none`.
-        settings: of another kind, what its modules read in the config, apart from those in `patterns`.
-        values, patterns: of another kind, what may differ from module to module: globally, and by regex.
-        target_parameters: parameters that have LoRA themselves, by their name or the end of it: fused experts.
+        dora, lora_bias: whether its modules are these variants of LoRA.
+        bias: `all` or `lora_only` if biases of the base were trained too; else `none`.
+        settings: for another kind than LoRA, the settings that its modules read, except those in `patterns`.
+        values, patterns: for another kind than LoRA, settings that may differ between modules: globally, and by regex.
+        target_parameters: parameters with LoRA (fused experts), by their name or the end of it.
         trained_tokens: the rows of embeddings or heads that were trained (`trainable_token_indices`), by the end of the
             module's name; under an empty name, those of the input embedding.
-        peft_version: of PEFT, as it wrote the config; None where it did not.
-        unknown: keys that PEFT does not know, and ignores with a warning.
-        sha256: of the file's bytes as they were read, in hexadecimal.
+        peft_version: the version of PEFT that wrote the config; None if it does not say.
+        unknown: keys that PEFT does not know and ignores with a warning.
+        sha256: the hash of the file's bytes, in hexadecimal.
     """
 
     base_model: str | None
@@ -129,22 +129,22 @@ class AdapterConfig:
 
     @property
     def title(self) -> str:
-        """What people call this kind of adapter."""
+        """The usual name of this kind of adapter."""
         if self.peft_type != LORA:
             return KINDS[self.peft_type].title
         return DORA if self.dora else LORA_BIAS if self.lora_bias else "LoRA"
 
     def values_of(self, module: str) -> dict[str, Any]:
-        """Of another kind than LoRA: what the module reads in the config that other modules may read otherwise."""
+        """For another kind than LoRA: the module's values of the settings that may differ between modules."""
         return {key: self.patterns[key].get(module, value) for key, value in self.values.items()}
 
     def is_at_least(self, version: tuple[int, int]) -> bool:
-        """Whether that version of PEFT, or a later one, wrote the config; not so where the config does not say."""
+        """Whether this version of PEFT, or a later one, wrote the config; False if the config does not say."""
         match = re.match(r"(\d+)\.(\d+)", self.peft_version or "")
         return match is not None and (int(match[1]), int(match[2])) >= version
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
-        """The trained rows of an embedding or head, by the first name that fits; empty if the config names none."""
+        """The trained rows of an embedding or head, by the first matching name; empty if the config names none."""
         return next((rows for end, rows in self.trained_tokens.items() if module.endswith(end)), ())
 
     def rank_of(self, module: str) -> int:
@@ -154,7 +154,7 @@ class AdapterConfig:
         return self.alpha_pattern.get(module, self.alpha)
 
     def check_patterns(self, modules: Collection[str]) -> None:
-        """Call this before `rank_of` and `alpha_of`: the patterns are a stranger's, and may be made to run for ever.
+        """Resolve the patterns with a time limit, since they are untrusted. Call this before `rank_of` and `alpha_of`.
 
         Raises:
             ExpertError: resolving the patterns for all these modules takes longer than ten seconds.
@@ -176,15 +176,15 @@ def read_adapter_config(path: str | Path) -> AdapterConfig:
         ExpertError, UnsupportedError, AdapterswapError: the file is missing; see `parse_adapter_config`.
     """
     path = Path(path)
-    return parse_adapter_config(read_small(path, "Give a PEFT adapter: a folder with adapter_config.json"), str(path))
+    return parse_adapter_config(read_small(path, "Pass a PEFT adapter: a folder with adapter_config.json"), str(path))
 
 
 def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
-    """Read the content of an adapter_config.json; messages call it `where`.
+    """Parse the content of an adapter_config.json; `where` is its name in messages.
 
     Raises:
-        ExpertError: it is not JSON, or a value has the wrong type.
-        UnsupportedError: the adapter is not a LoRA, or is a variant of LoRA that cannot be composed exactly.
+        ExpertError: the content is not JSON, or a value has the wrong type.
+        UnsupportedError: the adapter is of a kind that cannot be composed exactly.
         AdapterswapError: both; all mistakes are reported together.
     """
     content = parse_json(raw, where, "Save or download the adapter again")
@@ -196,8 +196,8 @@ def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
         if content.get("peft_type") != LORA:
             _refuse_kind(content, where, problems)
             if not problems:
-                problems.add(f"{where}: peft_type is {shown(content.get('peft_type'))}", "Give a PEFT adapter")
-            problems.raise_if_any()  # another method's keys are not judged by LoRA's rules
+                problems.add(f"{where}: peft_type is {shown(content.get('peft_type'))}", "Pass a PEFT adapter")
+            problems.raise_if_any()  # another method's keys are not checked by LoRA's rules
         _refuse(content, where, problems)
         config = _read(content, where, sha256, problems)
     problems.raise_if_any()
@@ -215,52 +215,51 @@ def _refuse(content: dict[str, Any], where: str, problems: Problems) -> None:
 
 
 def _refuse_kind(content: dict[str, Any], where: str, problems: Problems) -> None:
-    """Whether the adapter's kind is made of modules at all."""
+    """Report a kind of adapter that cannot be composed module by module."""
     kind = content.get("peft_type")
     if not isinstance(kind, str) or kind in (LORA, *KINDS):
         return
     if kind in REFUSED_KINDS:
         problems.add(
             f"{where}: peft_type is {kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}",
-            f"Give LoRA adapters, or one of {', '.join(KINDS)}",
+            f"Use LoRA adapters, or one of {', '.join(KINDS)}",
             kind=UnsupportedError,
         )
     else:
         problems.add(
-            f"{where}: peft_type is {shown(kind)}, of which it is not known whether modules are independent of each "
-            "other",
-            f"Give LoRA adapters, or one of {', '.join(KINDS)}",
+            f"{where}: peft_type is {shown(kind)}, and it is unknown whether its modules are independent of each other",
+            f"Use LoRA adapters, or one of {', '.join(KINDS)}",
             kind=UnsupportedError,
         )
 
 
 def _unknown(content: Mapping[str, Any], where: str, problems: Problems) -> tuple[str, ...]:
-    """The keys that PEFT's class does not have, and drops with a warning when it loads the config.
+    """The keys that PEFT does not know, and ignores with a warning when it loads the config.
 
-    Trainers write keys of their own (ms-swift, LLaMA-Factory). A later PEFT than the one whose keys are known here may
-    have another meaning for them.
+    Trainers such as ms-swift and LLaMA-Factory write such keys. In a config of a later PEFT than 0.21 they are refused,
+    because that version may give them a meaning.
     """
     known = _HARMLESS | _READ | _REFUSED.keys()
-    found = tuple(sorted(key for key in content.keys() - known if content[key]))
+    unknown = tuple(sorted(key for key in content.keys() - known if content[key]))
     version = re.match(r"(\d+)\.(\d+)", str(content.get("peft_version")))
     if version is not None and (int(version[1]), int(version[2])) > _PEFT:
-        for key in found:
+        for key in unknown:
             problems.add(
-                f"{where}: the key {shown(key)} is unknown here, and may change what the adapter computes in PEFT "
+                f"{where}: the key {shown(key)} is unknown here, but may change what the adapter computes in PEFT "
                 f"{version[0]}",
                 "Remove the key if it does not, or use a version of adapterswap that knows it",
                 kind=UnsupportedError,
             )
-    return found
+    return unknown
 
 
 def _refuse_init(init: Any, where: str, problems: Problems) -> None:
-    """Whether training began with the base's own weights: what an init did to A and B shows in the tensors."""
+    """Report an init that changed the base's weights. What an init did to A and B is in the tensors."""
     text = init.lower() if isinstance(init, str) else ""
     if text.startswith(_CHANGING_INITS):
         problems.add(
             f"{where}: init_lora_weights is {shown(init)}, which changed the base's weights",
-            "Save it with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
+            "Save it with PEFT's path_initial_model_for_weight_conversion, which converts it to a plain LoRA",
             kind=UnsupportedError,
         )
     elif init and init is not True and init not in _PLAIN_INITS and text not in _PLAIN_INITS[:2]:
@@ -277,7 +276,7 @@ def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) 
             return default
         if not accept(entry):
             problems.add(
-                f"{where}: {key} is {shown(entry)}, and must be {rule}", "Correct it, or save the adapter again"
+                f"{where}: {key} is {shown(entry)}, but must be {rule}", "Correct it, or save the adapter again"
             )
             return default
         return entry
@@ -291,7 +290,7 @@ def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) 
             return Patterns()
 
     return AdapterConfig(
-        base_model=value("base_model_name_or_path", None, _is_text, "a printable where, a Hub id or null"),
+        base_model=value("base_model_name_or_path", None, _is_text, "a printable path, a Hub id or null"),
         revision=value("revision", None, _is_text, "a revision or null"),
         rank=value("r", 8, _is_rank, _RANK),
         alpha=value("lora_alpha", 8, _is_alpha, _ALPHA),
@@ -310,7 +309,7 @@ def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) 
         bias=value("bias", "none", lambda v: v in ("none", "all", "lora_only"), "none, all or lora_only"),
         target_parameters=tuple(value("target_parameters", [], _is_texts, "a list of names")),
         trained_tokens=_as_mapping(
-            value("trainable_token_indices", {}, _are_tokens, "a list of token ids, or a mapping from names to such")
+            value("trainable_token_indices", {}, _are_tokens, "a list of token ids, or a mapping from names to lists")
         ),
         peft_version=value("peft_version", None, _is_text, "a version or null"),
         unknown=_unknown(content, where, problems),
@@ -318,24 +317,24 @@ def _read(content: dict[str, Any], where: str, sha256: str, problems: Problems) 
 
 
 def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
-    """The config of another kind than LoRA: what all kinds have, and what the kind's modules read."""
+    """The config of another kind than LoRA: the keys that all kinds have, and those that its modules read."""
     kind = KINDS[content["peft_type"]]
     shared = {key: content[key] for key in _NEUTRAL if key in content}
     config = _read({**shared, "init_lora_weights": True}, where, sha256, problems)
     bias = content.get("bias", "none")
     if bias != "none":
         problems.add(
-            f"{where}: bias is {shown(bias)}, and biases trained beside {kind.title} are not composed",
+            f"{where}: bias is {shown(bias)}, but biases trained with {kind.title} cannot be composed",
             "Train it without them (bias: none)",
             kind=UnsupportedError,
         )
     patterns = {}
     for key, pattern in kind.patterns.items():
-        found = content.get(pattern) or {}
+        by_regex = content.get(pattern) or {}
         try:
-            if not isinstance(found, dict):
-                raise ValueError(f"{shown(found)} is not a mapping")
-            patterns[key] = Patterns(found)
+            if not isinstance(by_regex, dict):
+                raise ValueError(f"{shown(by_regex)} is not a mapping")
+            patterns[key] = Patterns(by_regex)
         except ValueError as error:
             problems.add(f"{where}: {pattern}: {error}", _SIMPLER)
     own = content.keys() - _NEUTRAL - kind.inert - {"bias", "init_weights", *kind.patterns, *kind.patterns.values()}
@@ -349,7 +348,7 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
     )
 
 
-# The bounds are far beyond any use; within them no sum or quotient of scales overflows or vanishes.
+# The bounds are far beyond practical values; within them no sum or quotient of scales overflows or underflows.
 _RANK, _ALPHA = "a whole number from 1 to 65536", "a number from 1e-9 to 1e9 in size"
 
 
@@ -362,10 +361,10 @@ def _is_alpha(value: Any) -> bool:
 
 
 def check_written(config: Mapping[str, Any]) -> None:
-    """Check that the ranks and alphas of a config to be written are those that `read_adapter_config` accepts.
+    """Check that `read_adapter_config` would accept the ranks and alphas of a config that is about to be written.
 
     Raises:
-        UnsupportedError: one is out of bounds.
+        UnsupportedError: a rank or an alpha is out of bounds.
     """
     for key, pattern, fits, bounds in (
         ("r", "rank_pattern", _is_rank, _RANK),
@@ -389,7 +388,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_auto_mapping(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, bool) or _is_text(each) for each in value.values())
+    return isinstance(value, dict) and all(isinstance(item, bool) or _is_text(item) for item in value.values())
 
 
 def _are_tokens(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the keys of an adapter's safetensors file mean, as PEFT 0.21 writes them; keys without one are refused.
+"""The keys of an adapter's safetensors file, as PEFT 0.21 writes them; unknown keys are refused.
 
 Knows names, and which tensors belong together. Knows nothing of ranks and scales, and reads no tensor.
 """
@@ -41,20 +41,20 @@ _WRAPPED_BIAS = ".base_layer.bias"
 
 TOKENS = "token_adapter.trainable_tokens_delta"  # the trained rows of an embedding or head, by their name within it
 
-# What torch.compile, FSDP and activation checkpointing put around modules, and DDP around the whole model.
+# Wrappers that torch.compile, FSDP and activation checkpointing add to modules, and DDP to the whole model.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _DISTRIBUTED = "module."
-# A state dict that was saved without PEFT still has the adapter's name in its keys.
+# A state dict that was not saved by PEFT still has the adapter's name in its keys.
 _ADAPTER_NAME = re.compile(r"(\.lora_(?:embedding_)?[AB])\.default(?=\.weight$|$)")
 
-# What PEFT writes beside A and B, by the end of the key, and why it is refused.
+# Other tensors that PEFT writes, by the end of the key, and why they are refused.
 _REFUSED_KEYS = {
     "lora_A.bias": "a bias of lora_A",
-    "trainable_tokens_delta": "trainable tokens, and the config names none",
-    "base_layer.bias": "a trained bias of the base, and the config says that none was trained",
+    "trainable_tokens_delta": "trainable tokens, but the config names none",
+    "base_layer.bias": "a trained bias of the base, but the config says that none was trained",
 }
 
-# What `save_embedding_layers=True` adds to modules that PEFT trained in full, beside the weight under their own name.
+# Copies that `save_embedding_layers=True` adds to modules trained in full, besides the weight under their own name.
 _DOUBLES = (".original_module.weight", ".modules_to_save.weight")
 
 _FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
@@ -63,8 +63,8 @@ _WITHOUT = "save_pretrained(PATH, save_embedding_layers=False)"
 
 
 class FactorTensors(NamedTuple):
-    """A module's A and B, whether they are an embedding's, the copy of the base's weight beside them, and what a
-    variant of LoRA stores beside them, by what follows the module's name in the key."""
+    """A module's A and B, whether they are an embedding's, a copy of the base's weight if there is one, and in `beside`
+    the other tensors of a variant of LoRA, by the end of their keys."""
 
     a: Tensor
     b: Tensor
@@ -77,12 +77,12 @@ class SortedKeys(NamedTuple):
     """The tensors of an adapter, by the names of their modules.
 
     Attributes:
-        factors: of LoRA.
-        saved: modules in `modules_to_save`, and the embeddings and heads that `save_embedding_layers` stores whole:
-            their parameters by the name within the module. A bias of the base that was trained stands by its own full
-            name, with `bias` as its parameter; trained rows of an embedding or head have the parameter `TOKENS`.
-        parts: of another kind than LoRA: tensors by what follows the module's name.
-        shared: of such a kind: tensors that all modules use, by their name.
+        factors: the factors of LoRA.
+        saved: modules in `modules_to_save`, and embeddings and heads that `save_embedding_layers` stores in full: their
+            parameters by the name within the module. A trained bias of the base is listed under its full name, with the
+            parameter `bias`; trained rows of an embedding or head have the parameter `TOKENS`.
+        parts: for another kind than LoRA, tensors by the end of their keys.
+        shared: for another kind than LoRA, tensors that all modules use, by their name.
     """
 
     factors: dict[str, FactorTensors]
@@ -103,7 +103,7 @@ def canonical_key(key: str) -> str:
 
 
 def factor_key(module: str, factor: Literal["A", "B"], *, embedding: bool) -> str:
-    """The key under which PEFT stores a factor of the module of that name."""
+    """The key under which PEFT stores a factor of a module."""
     return f"{_PREFIX}{module}.lora_{'embedding_' if embedding else ''}{factor}{'' if embedding else '.weight'}"
 
 
@@ -120,19 +120,19 @@ def parameter_name(module: str, parameter: str) -> str:
 def parameter_key(module: str, parameter: str, *, wrapped: bool = False) -> str:
     """The key under which PEFT stores a parameter of a module in `modules_to_save`, or a trained bias of the base.
 
-    `wrapped` says of a bias that its module is adapted too, so that PEFT's layer stands around it.
+    `wrapped` means that the bias belongs to an adapted module, which PEFT's layer wraps.
     """
     name = parameter_name(module, parameter)
     return f"{_PREFIX}{name.removesuffix('.bias')}{_WRAPPED_BIAS}" if wrapped else f"{_PREFIX}{name}"
 
 
 def is_bias(name: str) -> bool:
-    """Whether a name is that of a trained bias of the base, and not of a module."""
+    """Whether a name belongs to a trained bias of the base, not to a module."""
     return name.endswith(".bias")
 
 
 def part_key(module: str, part: str) -> str:
-    """The key under which PEFT stores a module's tensor of that name."""
+    """The key under which PEFT stores a tensor (`part`) of a module."""
     return f"{_PREFIX}{module}.{part}"
 
 
@@ -164,16 +164,16 @@ def sort_keys(
     biases: bool = False,
     tokens: bool = False,
 ) -> SortedKeys:
-    """What each key holds; keys that have no meaning are problems.
+    """Sort the tensors by what their keys mean; unknown keys are reported.
 
     Args:
         file: the header.
         modules_to_save: the ends of the names of modules that were trained in full.
-        folder: the adapter's, for messages.
-        problems: gets what is wrong.
-        kind: another kind than LoRA.
-        biases: biases of the base were trained.
-        tokens: rows of embeddings or heads were trained (`trainable_token_indices`).
+        folder: the adapter's folder, for messages.
+        problems: collects mistakes.
+        kind: the kind of the adapter; None for LoRA.
+        biases: whether biases of the base were trained.
+        tokens: whether rows of embeddings or heads were trained (`trainable_token_indices`).
     """
     factors: dict[str, dict[str, Tensor]] = {}
     beside: dict[str, dict[str, Tensor]] = {}
@@ -185,7 +185,7 @@ def sort_keys(
     canonical = {stored: canonical_key(stored) for stored in file.tensors}
     if twice := [key for key, count in Counter(canonical.values()).items() if count > 1]:
         problems.add(
-            f"{folder}: {twice[0]} is stored twice, under names that mean the same module", "Save the adapter again"
+            f"{folder}: {twice[0]} is stored twice, under two names of the same module", "Save the adapter again"
         )
     saved_ends = tuple(modules_to_save)
     keys = set(canonical.values())
@@ -204,7 +204,7 @@ def sort_keys(
             continue
         name, _, parameter = key.removeprefix(_PREFIX).rpartition(".")
         if key.endswith(_DOUBLES) and f"{_PREFIX}{name.rpartition('.')[0]}.{parameter}" in keys:
-            continue  # PEFT loads the tensor under the module's own name; this is that once more, or the base's
+            continue  # PEFT loads the tensor under the module's own name; this is a copy of it, or of the base's
         if key.startswith(_PREFIX) and not key.endswith(_DOUBLES) and (holder := _saved_module(name, saved_ends)):
             saved.setdefault(holder, {})[key.removeprefix(f"{_PREFIX}{holder}.")] = tensor
             continue
@@ -229,29 +229,29 @@ def sort_keys(
         elif key.startswith(_PREFIX) and key.endswith(_DOUBLES):
             _refuse_copy(key.removeprefix(_PREFIX), folder, problems)
         elif key.startswith(_PREFIX) and parameter == "weight" and name.rpartition(".")[2] in EMBEDDINGS | HEADS:
-            saved[name] = {parameter: tensor}  # save_embedding_layers: PEFT puts it over the base's when it loads it
+            saved[name] = {parameter: tensor}  # save_embedding_layers: PEFT replaces the base's weight with it
         elif key.startswith(_PREFIX) and parameter == "weight" and ".lora_" not in key:
             whole.append(key.removeprefix(_PREFIX))
         else:
-            means = (
+            expected = (
                 f"a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight)"
                 if kind is None
                 else f"a tensor of {kind.title} as PEFT names it ({_PREFIX}MODULE.{min(kind.parts)})"
             )
             problems.add(
-                f"{folder}: {key} is neither {means} nor in modules_to_save", "Save the adapter again with PEFT"
+                f"{folder}: {key} is neither {expected} nor in modules_to_save", "Save the adapter again with PEFT"
             )
     for name in sorted(copies.keys() - factors.keys()):
         _refuse_copy(f"{name}{_BASE_COPY}", folder, problems)
     if whole:
         _refuse_whole(whole, folder, problems)
     for name in sorted(beside.keys() - factors.keys()):
-        problems.add(f"{folder}: {name} has {min(beside[name])}, and no LoRA factors", "Save the adapter again")
+        problems.add(f"{folder}: {name} has {min(beside[name])}, but no LoRA factors", "Save the adapter again")
     return SortedKeys(_pair_factors(factors, copies, beside, folder, problems), saved, parts, shared)
 
 
 def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
-    """The module in `modules_to_save` that `name` is, or lies in: the outermost, which PEFT keeps whole."""
+    """The module in `modules_to_save` that `name` is or is inside of; the outermost one, which PEFT stores in full."""
     if not ends:
         return None
     if not name.endswith(ends) and not any(end in name for end in ends):
@@ -262,33 +262,33 @@ def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
 
 def _refuse_copy(key: str, folder: Path, problems: Problems) -> None:
     problems.add(
-        f"{folder}: {key} is a copy that PEFT saved of a module without LoRA (save_embedding_layers)",
+        f"{folder}: {key} is a copy of a module without LoRA, as PEFT saves it with save_embedding_layers",
         f"Load the adapter with PEFT, and save it with {_WITHOUT}",
         kind=UnsupportedError,
     )
 
 
 def _refuse_whole(names: list[str], folder: Path, problems: Problems) -> None:
-    """Nothing in the adapter says whether they are the base's own, and PEFT changes the base when it loads them."""
+    """Report whole weights: the adapter does not say whether they are the base's own, and PEFT would load them."""
     are = "are whole weights" if len(names) > 1 else "is a whole weight"
     problems.add(
-        f"{folder}: {', '.join(sorted(names))} {are}, as PEFT saves embeddings and heads (save_embedding_layers), and "
-        "puts over the base's when it loads the adapter",
-        f"If it is the base's own, load the adapter with PEFT and save it with {_WITHOUT}; "
-        "if it was trained, name its module in modules_to_save of adapter_config.json",
+        f"{folder}: {', '.join(sorted(names))} {are}, as PEFT saves embeddings and heads with save_embedding_layers. "
+        "PEFT would replace the base's weights with it",
+        f"If it is the base's own, load the adapter with PEFT and save it with {_WITHOUT}. "
+        "If it was trained, name its module in modules_to_save of adapter_config.json",
         kind=UnsupportedError,
     )
 
 
 def check_names(names: Iterable[str], folder: Path, problems: Problems) -> None:
-    """Names are printed, and written as regexes into PEFT's configs: nothing in them may have a meaning there."""
+    """Refuse names with special characters: names are printed, and written as regexes into PEFT's configs."""
     for name in names:
         if not re.fullmatch(r"[\w.-]+", name):
-            problems.add(f"{folder}: {name!r} is not the name of a module", "Save the adapter again with PEFT")
+            problems.add(f"{folder}: {name!r} is not a valid module name", "Save the adapter again with PEFT")
 
 
 def check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
-    """All tensors are in floating point numbers that are computed with."""
+    """Refuse tensors of dtypes that are not used in arithmetic."""
     for tensor in file.tensors.values():
         if tensor.dtype not in FLOATS:
             remedy = f"Save it as one of {', '.join(FLOATS)}"
@@ -303,15 +303,15 @@ def _pair_factors(
     problems: Problems,
 ) -> dict[str, FactorTensors]:
     pairs = {}
-    for name, found in factors.items():
-        embedding = any(key.startswith("embedding_") for key in found)
+    for name, stored in factors.items():
+        embedding = any(key.startswith("embedding_") for key in stored)
         prefix = "embedding_" if embedding else ""
-        missing = [factor for factor in (f"{prefix}A", f"{prefix}B") if factor not in found]
-        if missing or len(found) != 2:
+        missing = [factor for factor in (f"{prefix}A", f"{prefix}B") if factor not in stored]
+        if missing or len(stored) != 2:
             lacks = " and ".join(f"lora_{factor}" for factor in missing) or "one pair of factors"
             problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
         else:
             pairs[name] = FactorTensors(
-                found[f"{prefix}A"], found[f"{prefix}B"], embedding, copies.get(name), beside.get(name, {})
+                stored[f"{prefix}A"], stored[f"{prefix}B"], embedding, copies.get(name), beside.get(name, {})
             )
     return pairs

@@ -1,7 +1,7 @@
-"""Open an expert: a PEFT LoRA folder, read from its config and its safetensors header alone.
+"""Open a PEFT adapter from its config and its safetensors header.
 
-What an adapter holds is taken from the file, since PEFT never checks its config against it; the two are compared here.
-No tensor is read and torch is not imported. Knows nothing of compositions.
+The file decides which modules an adapter holds. It is compared with the config, which PEFT never does. No tensor is
+read and torch is not imported. Knows nothing of compositions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FIRST_FUSED = "gate_up_proj"  # the first of a fused layer's two parameters in 
 
 _MISMATCH = "The file and its config do not belong together: save the adapter again"
 
-# What to fetch from the Hub; pickles and an index say why there are no weights, where there are none.
+# The files to fetch from the Hub. If there are no weights, pickles or an index explain why.
 ADAPTER_FILES = [WEIGHTS, CONFIG, PROVENANCE, "adapter_model*.bin", "*.index.json", "README.md", *TOKENIZER_FILES]
 
 
@@ -59,12 +59,13 @@ class LoraModule:
         kind: attention, mlp or other.
         rank, alpha, rslora: as PEFT resolves them for this module.
         scale: s, which is α/√r (rsLoRA) or α/r.
-        a, b: where the factors lie in the file.
-        embedding: an embedding's LoRA.
-        base: the copy of the base's own weight that PEFT saves beside the LoRA of an embedding or head; else None.
-        parameter: it is a parameter, not a module (`target_parameters`), and `name` is the parameter's.
-        experts: how many matrices a fused parameter holds, each with factors of this rank: A is (experts·rank×in), an
-            expert's rows together, and B (out×rank·experts), an expert's columns `experts` apart.
+        a, b: the places of the factors in the file.
+        embedding: whether it is an embedding's LoRA.
+        base: a copy of the base's own weight, which PEFT may save with the LoRA of an embedding or head; else None.
+        parameter: whether it is a parameter (`target_parameters`), not a module; `name` is the parameter's.
+        experts: the number of matrices in a fused parameter, each with factors of this rank. A is (experts·rank×in),
+            with the rows of one expert together; B is (out×rank·experts), with the columns of one expert `experts`
+            apart.
     """
 
     name: str
@@ -101,23 +102,23 @@ class LoraModule:
 
     @property
     def dtype(self) -> str:
-        """The dtype of A and B; float32 where they differ."""
+        """The dtype of A and B; float32 if they differ."""
         return self.a.dtype if self.a.dtype == self.b.dtype else "F32"
 
     @property
     def shape(self) -> str:
-        """What must agree between experts of one base, in words."""
+        """The shape that must agree between experts of one base, as text."""
         matrices = f"{self.experts}×" if self.experts > 1 else ""
         return f"{matrices}{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
 
 
 @dataclass(frozen=True)
 class FullModule:
-    """A module trained in full (PEFT's `modules_to_save`): its whole weights W, not a ΔW. Or the trained rows of W.
+    """A module trained in full (PEFT's `modules_to_save`): its whole weights W, not ΔW; or only the trained rows of W.
 
     Attributes:
         name, layer, kind: as for `LoraModule`.
-        tensors: where its parameters lie in the file, by their name within the module (`weight`, `bias`).
+        tensors: the places of its parameters in the file, by their name within the module (`weight`, `bias`).
         rows: the rows of the weight that the only tensor holds, in order (`trainable_token_indices`); empty for all.
     """
 
@@ -139,24 +140,25 @@ class FullModule:
 
     @property
     def shape(self) -> str:
-        """What must agree between experts of one base, in words."""
+        """The shapes that must agree between experts of one base, as text."""
         return ", ".join(f"{name} {'×'.join(map(str, tensor.shape))}" for name, tensor in sorted(self.tensors.items()))
 
 
 @dataclass(frozen=True)
 class OpaqueModule:
-    """A module whose change is more than a product of two factors: copied, and averaged with the base or `is_linear`.
+    """A module whose change is not just a product of two factors.
+
+    It can be copied. It can be averaged if the base's weights are available, or if it `is_linear`.
 
     Attributes:
         name, layer, kind: as for `LoraModule`.
-        method: what people call its kind: DoRA, OFT, …
-        peft_type: PEFT's name of it.
-        tensors: where its tensors lie in the file, by what follows the module's name in the key.
-        settings: what PEFT reads in the config for it, all of which must be the same wherever it is copied to, but for
-            `values`, which PEFT can hold for each module.
-        values: see `AdapterConfig.values_of`.
+        method: the usual name of its kind: DoRA, OFT, …
+        peft_type: PEFT's name of its kind.
+        tensors: the places of its tensors in the file, by the end of their keys.
+        settings: the settings that PEFT reads for it. They must be the same in an adapter that it is copied to.
+        values: settings that may differ between modules; see `AdapterConfig.values_of`.
         shared: tensors that all modules of the adapter use, by name.
-        lora: the factors, where it is a variant of LoRA.
+        lora: the factors, for a variant of LoRA.
     """
 
     name: str
@@ -172,19 +174,19 @@ class OpaqueModule:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it adds s·(B·A·x + bias) to the module's output, whose sums are of the same form (`lora_bias`)."""
+        """Whether it adds s·(B·A·x + bias) to the module's output (`lora_bias`): sums of these have the same form."""
         return self.lora is not None and "lora_B.bias" in self.tensors and not self.settings.get("use_dora")
 
     @property
     def on_bias(self) -> bool:
-        """Whether it changes the module's bias too."""
+        """Whether it also changes the module's bias."""
         if "ia3_l" in self.tensors:
-            return self.tensors["ia3_l"].shape[0] != 1  # else it scales what goes in
+            return self.tensors["ia3_l"].shape[0] != 1  # otherwise it scales the module's input
         return "lora_B.bias" in self.tensors or (self.peft_type in KINDS and KINDS[self.peft_type].on_biases)
 
     @property
     def shape(self) -> str:
-        """What must agree between experts of one base, in words, as far as it does not depend on settings."""
+        """The shapes that must agree between experts of one base and with the same settings, as text."""
         if self.lora is not None:
             return self.lora.shape
         tensors = ", ".join(f"{n} {'×'.join(map(str, t.shape))}" for n, t in sorted(self.tensors.items()))
@@ -197,23 +199,22 @@ Part = LoraModule | OpaqueModule | FullModule
 
 @dataclass(frozen=True)
 class Adapter:
-    """An expert that has been opened: pure data, no open file.
+    """An opened adapter: pure data, no open file.
 
     Attributes:
         source: the folder, and its name or Hub id.
-        config: what adapter_config.json says.
+        config: the content of adapter_config.json.
         file: the safetensors file's header.
-        modules: the LoRA modules by full name, sorted by layer (those without one first), then by name.
-        saved: the modules trained in full (`modules_to_save`), likewise.
-        opaque: the modules whose change is no product of two factors (DoRA, OFT, …), likewise.
+        modules: the LoRA modules by full name, sorted by layer (modules outside the layers first), then by name.
+        saved: the modules trained in full (`modules_to_save`), in the same order.
+        opaque: the modules whose change is not a product of two factors (DoRA, OFT, …), in the same order.
         container: the list of layers in the base, such as `model.layers`; None if no module has a layer.
-        kept_layers: the layers that `adapterswap slice` left in it; None for a whole expert.
-        ignored: the modules in the file that its own config does not target; PEFT would not load them, so they are
-            not part of the expert.
-        renamed: whether the modules have other names than PEFT would read in the file: that has wrappers
-            (`_orig_mod.`, `module.`, …), or names of another class or version of the model.
-        original: the name of each module in the file, wrappers apart, where it was given another one since; see
-            `naming`.
+        kept_layers: the layers that `adapterswap slice` kept; None for a whole expert.
+        ignored: modules in the file that its own config does not target. PEFT would not load them, so they are not part
+            of the expert.
+        renamed: whether the file uses other names than `modules`, because of wrappers (`_orig_mod.`, `module.`, …), or
+            of another class or version of the model.
+        original: new name → name in the file, without wrappers, for modules that were renamed; see `naming`.
     """
 
     source: Source
@@ -245,20 +246,20 @@ class Adapter:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """Everything that it changes, by name: modules, and last those that it holds in full."""
+        """Everything that it changes, by name; modules that it holds in full come last."""
         return {**self.modules, **self.opaque, **self.saved}
 
     @property
     def ties_factors(self) -> bool:
-        """Whether the LoRA of an embedding counts for the head that is tied to it (`ensure_weight_tying`).
+        """Whether the LoRA of an embedding also applies to the head that is tied to it (`ensure_weight_tying`).
 
-        Of modules in `modules_to_save` it says nothing: PEFT saves both, each under its own name.
+        This does not concern modules in `modules_to_save`: PEFT saves both, each under its own name.
         """
         return self.config.tied and any(module.layer is None for module in self.factors.values())
 
     @property
     def factors(self) -> dict[str, LoraModule]:
-        """The modules that hold A and B, by name: those of LoRA, and those of its variants."""
+        """The modules with factors A and B, by name: those of LoRA and of its variants."""
         variants = {name: part.lora for name, part in self.opaque.items() if part.lora is not None}
         return {**self.modules, **variants}
 
@@ -274,12 +275,12 @@ class Adapter:
         return {name: part for name, part in self.saved.items() if part.rows}
 
     def check_low_rank(self, purpose: str, name: str | None = None) -> None:
-        """Raise `UnsupportedError` if a module's change is not s·B·A, which `purpose` needs: `analyze needs`."""
+        """Raise `UnsupportedError` if a module's change is not s·B·A; `purpose` is what needs it: `analyze needs`."""
         if self.opaque:
             first = next(iter(self.opaque.values()))
             raise UnsupportedError(
-                f"{name or self.name} is {first.method} ({first.name}), and {purpose} changes of the form s·B·A",
-                "Turn it into rsLoRA with `convert`, or merge it into its base with `merge`",
+                f"{name or self.name} is {first.method} ({first.name}), but {purpose} changes of the form s·B·A",
+                "Convert it to rsLoRA with `convert`, or merge it into its base with `merge`",
             )
 
 
@@ -287,19 +288,19 @@ _Module = TypeVar("_Module", bound=Part)
 
 
 def open_adapter(reference: str | Path) -> Adapter:
-    """Open a PEFT LoRA adapter from a local folder or a Hub id `org/name[/subfolder][@revision]`.
+    """Open a PEFT adapter from a local folder or a Hub id `org/name[/subfolder][@revision]`.
 
     Raises:
-        NotFoundError: it does not exist, here or on the Hub.
+        NotFoundError: it exists neither on this machine nor on the Hub.
         ExpertError: it is damaged or incomplete.
         UnsupportedError: it is sharded or pickled, or is a kind of adapter that cannot be composed exactly.
-        AdapterswapError: mistakes of both kinds; all that can be found at once is reported at once.
+        AdapterswapError: several of these, reported together.
     """
     return read_adapter(find_source(reference, ADAPTER_FILES, what="adapter", parameter="reference"))
 
 
 def read_adapter(source: Source) -> Adapter:
-    """Open the PEFT LoRA adapter in a folder that was found: see `open_adapter`."""
+    """Open the PEFT adapter of a source; see `open_adapter`."""
     folder = source.folder
     if not exists(folder / WEIGHTS):
         raise _missing(source)
@@ -340,7 +341,7 @@ def read_adapter(source: Source) -> Adapter:
                 opaque[name] = _variant(module, factors, config, folder)
             elif factors.beside:
                 raise ExpertError(
-                    f"{folder}: {name} has {min(factors.beside)}, and {CONFIG} does not say that it is "
+                    f"{folder}: {name} has {min(factors.beside)}, but {CONFIG} does not say that it is "
                     f"{LORA_PARTS[min(factors.beside)]}",
                     _MISMATCH,
                 )
@@ -355,12 +356,12 @@ def read_adapter(source: Source) -> Adapter:
             rows = _trained_rows(name, tensors, config, folder) if TOKENS in tensors else ()
             full[name] = FullModule(name, layer_of(name, container), kind_of(name), tensors, rows)
     if config.trained_tokens and not any(TOKENS in tensors for tensors in saved.values()):
-        problems.add(f"{folder}: {CONFIG} has trainable_token_indices, and {WEIGHTS} holds no such rows", _MISMATCH)
+        problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
     for name in sorted(pairs.keys() & full.keys()):
         problems.add(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
     if not modules and not opaque and not problems:
         problems.add(
-            f"{folder / WEIGHTS} holds no {config.title} tensors", f"Give a {config.title} adapter saved by PEFT"
+            f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
         )
     problems.raise_if_any()
     return Adapter(
@@ -378,13 +379,13 @@ def read_adapter(source: Source) -> Adapter:
 
 
 def _trained_rows(name: str, tensors: Mapping[str, Tensor], config: AdapterConfig, folder: Path) -> tuple[int, ...]:
-    """Which rows of its weight the trained tokens of an embedding or head are."""
+    """The rows of the weight of an embedding or head that its trained tokens hold."""
     rows, shape = config.tokens_of(name), tensors[TOKENS].shape
     if len(tensors) > 1:
         raise ExpertError(f"{folder}: {name} has both trained tokens and full weights", "Save the adapter again")
     if len(shape) != 2 or shape[0] != len(rows):
         raise ExpertError(
-            f"{folder}: {name} holds trained tokens as {list(shape)}, and {CONFIG} names {len(rows)} of them", _MISMATCH
+            f"{folder}: {name} holds {list(shape)} trained tokens, but {CONFIG} names {len(rows)} of them", _MISMATCH
         )
     if len(set(rows)) < len(rows):
         twice = next(row for row in rows if rows.count(row) > 1)
@@ -396,7 +397,7 @@ def _trained_rows(name: str, tensors: Mapping[str, Tensor], config: AdapterConfi
 
 
 def by_layer(modules: Mapping[str, _Module]) -> dict[str, _Module]:
-    """The modules in the order of all listings: those without a layer first, then by layer and name."""
+    """The modules in the usual order: those without a layer first, then by layer and name."""
     ordered = sorted(modules.values(), key=lambda m: (-1 if m.layer is None else m.layer, m.name))
     return {module.name: module for module in ordered}
 
@@ -412,9 +413,9 @@ def _ignored(
     try:
         loaded = config.targets.loaded(pairs)
     except ValueError as error:
-        problems.add(f"{folder / CONFIG}: {error}", "Name the modules plainly in target_modules")
+        problems.add(f"{folder / CONFIG}: {error}", "Use plain module names in target_modules")
         return ()
-    if config.tied:  # PEFT ties the LoRA of an embedding to the head, which the config need not name
+    if config.tied:  # PEFT also applies an embedding's LoRA to the head, which the config may not name
         loaded |= {name for name in pairs if not any(segment.isdecimal() for segment in name.split("."))}
     ignored = tuple(name for name in pairs if name not in loaded and name not in saved)
     if ignored and not loaded and not config.target_parameters:
@@ -428,13 +429,13 @@ def _ignored(
 def _with_parameters(
     pairs: Mapping[str, FactorTensors], config: AdapterConfig, folder: Path
 ) -> tuple[dict[str, FactorTensors], set[str]]:
-    """The factors with those of parameters under the parameters' own names, and these names.
+    """The factors, with those of parameters under the parameters' own names, and these names.
 
-    PEFT puts a layer around the module for each of its parameters, one around the other in the order of the parameters:
-    the keys of the inner ones have `base_layer` in them.
+    PEFT wraps the module once for each of its parameters, in the order of the parameters; the keys of inner layers
+    contain `base_layer`.
 
     Raises:
-        UnsupportedError: which parameter a layer is for does not follow from the config.
+        UnsupportedError: the config does not say which parameter a layer belongs to.
     """
     adapted = config.targets.loaded(pairs)
     chains: dict[str, list[str]] = {}
@@ -442,7 +443,7 @@ def _with_parameters(
         module = re.sub(r"(\.base_layer)+$", "", name)
         if module != name or name not in adapted:
             chains.setdefault(module, []).append(name)  # the innermost first
-    found, parameters = dict(pairs), set()
+    renamed, parameters = dict(pairs), set()
     for module, chain in chains.items():
         ends = [target.rpartition(".") for target in config.target_parameters]
         inside = [last for start, _, last in ends if start and f".{module}".endswith(f".{start}")]
@@ -451,18 +452,18 @@ def _with_parameters(
         names = sorted(set(names), key=lambda name: name != _FIRST_FUSED)
         if len(names) != len(chain) or (len(names) > 1 and set(names) != {_FIRST_FUSED, "down_proj"}):
             raise UnsupportedError(
-                f"{folder}: {module} has LoRA on {len(chain)} of its parameters, and target_parameters does not say "
+                f"{folder}: {module} has LoRA on {len(chain)} of its parameters, but target_parameters does not say "
                 f"which ({', '.join(config.target_parameters)})",
-                "Name the parameters with their module, as in mlp.experts.down_proj, in the config and save again",
+                "Name the parameters with their module in the config, such as mlp.experts.down_proj",
             )
         for name, parameter in zip(chain, names, strict=True):
-            found[f"{module}.{parameter}"] = found.pop(name)
+            renamed[f"{module}.{parameter}"] = renamed.pop(name)
             parameters.add(f"{module}.{parameter}")
-    return found, parameters
+    return renamed, parameters
 
 
 def _kept_layers(folder: Path) -> KeptLayers | None:
-    """The layers of a slice, from its adapterswap.json; None where there is none, or it says nothing of a slice."""
+    """The layers of a slice, from its adapterswap.json; None if the adapter is not a slice."""
     try:
         kept = read_json(folder / PROVENANCE, "")["slice"]
         return KeptLayers.of(str(kept["layers"]), kept.get("stack"))
@@ -475,18 +476,18 @@ def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
     if any(folder.glob("adapter_model*.bin")):
         return UnsupportedError(
             f"{folder} holds a pickled adapter (.bin), which can run code when loaded",
-            "Load it with PEFT where you trust it and save it again: save_pretrained writes safetensors",
+            "If you trust it, load it with PEFT and save it again: save_pretrained writes safetensors",
         )
     if any(folder.glob("adapter_model*.safetensors")) or any(folder.glob("*.index.json")):
         return UnsupportedError(
             f"{folder} holds a sharded adapter",
             f"Load it with PEFT and save it again, which writes one {WEIGHTS}",
         )
-    if below := subfolders_with(source, CONFIG):  # PEFT saves adapters that have a name of their own in subfolders
+    if below := subfolders_with(source, CONFIG):  # PEFT saves adapters with other names than `default` in subfolders
         return NotFoundError(
-            f"{source.name} has no {WEIGHTS} of its own", f"Give one of the adapters in it: {and_more(below, 5)}"
+            f"{source.name} has no {WEIGHTS} of its own", f"Pass one of the adapters in it: {and_more(below, 5)}"
         )
-    return ExpertError(f"{folder} has no {WEIGHTS}", "Give the folder of a PEFT adapter")
+    return ExpertError(f"{folder} has no {WEIGHTS}", "Pass the folder of a PEFT adapter")
 
 
 def _module(
@@ -507,21 +508,21 @@ def _module(
             )
         if len(tensor.shape) != 2:
             raise UnsupportedError(
-                f"{folder}: {name}: lora_{factor} has the shape {list(tensor.shape)}, and a matrix is expected",
+                f"{folder}: {name}: lora_{factor} has the shape {list(tensor.shape)}, but must be a matrix",
                 "Only linear and embedding modules can be composed, not convolutions",
             )
     rank = config.rank_of(name)
     if a.shape[0] != b.shape[1]:
-        raise ExpertError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, and lora_B {b.shape[1]}", _MISMATCH)
+        raise ExpertError(f"{folder}: {name}: lora_A has rank {a.shape[0]}, but lora_B has {b.shape[1]}", _MISMATCH)
     experts = a.shape[0] // rank if parameter and a.shape[0] % rank == 0 else 1
     if experts > 1 and not config.is_at_least((0, 19)):
         raise UnsupportedError(
-            f"{folder}: {name} is a fused parameter with LoRA as PEFT stored it before 0.19, with in and out the other "
-            "way round for most models, and later versions of PEFT read it wrongly or not at all",
+            f"{folder}: {name} is a fused parameter with LoRA in the layout of PEFT before 0.19, which swaps in and "
+            "out for most models. Later versions of PEFT read it wrongly or not at all",
             "Convert it with `adapterswap convert`, which compares it with its base",
         )
     if a.shape[0] != rank * experts:
-        raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, and {CONFIG} says {rank}", _MISMATCH)
+        raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, but {CONFIG} says {rank}", _MISMATCH)
     alpha = config.alpha_of(name)
     return LoraModule(
         name=name,
@@ -542,14 +543,15 @@ def _module(
 
 def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, folder: Path) -> OpaqueModule:
     """A module of DoRA, or of LoRA with biases."""
-    wanted = {part for part, setting in zip(LORA_PARTS, (config.dora, config.lora_bias), strict=True) if setting}
-    if odd := sorted(wanted ^ factors.beside.keys()):
-        holds = "has" if odd[0] in factors.beside else "has no"
-        raise ExpertError(f"{folder}: {module.name} {holds} {odd[0]}, against what {CONFIG} says", _MISMATCH)
+    expected = {part for part, setting in zip(LORA_PARTS, (config.dora, config.lora_bias), strict=True) if setting}
+    if odd := sorted(expected ^ factors.beside.keys()):
+        holds, says = ("has", "it should not") if odd[0] in factors.beside else ("has no", "it should")
+        raise ExpertError(f"{folder}: {module.name} {holds} {odd[0]}, but {CONFIG} says that {says}", _MISMATCH)
     for part, tensor in factors.beside.items():
         if prod(tensor.shape) != module.out_features:
             raise ExpertError(
-                f"{folder}: {module.name}: {part} has the shape {list(tensor.shape)}, and B {module.out_features} rows",
+                f"{folder}: {module.name}: {part} has the shape {list(tensor.shape)}, but B has {module.out_features} "
+                "rows",
                 _MISMATCH,
             )
     tensors = {module.a_key: module.a, module.b_key: module.b}

@@ -1,7 +1,7 @@
 """Open a full checkpoint, a base or a full-parameter expert: config, index and headers of its safetensors shards.
 
-No tensor is read and torch is not imported. An index is compared with the shards, and never believed alone. Knows
-Hugging Face's folder of shards; knows nothing of adapters and compositions.
+No tensor is read and torch is not imported. An index is always compared with the shards. Knows Hugging Face's layout of
+shards; knows nothing of adapters and compositions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MODEL_CONFIG = "config.json"
 MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 
-# The small files that a model needs beside its config and weights.
+# The small files that a model needs besides its config and weights.
 COMPANIONS = ("generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 
 WEIGHT_FILES = [MODEL_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANIONS]
@@ -59,7 +59,7 @@ class StoredTensor:
 
     Attributes:
         name: its key in the file, such as `model.layers.0.self_attn.q_proj.weight`.
-        module: the name without its last part: the module's.
+        module: the module's name, which is the key without its last part.
         layer: the index of its transformer layer, or None.
         kind: attention, mlp or other, by the module's name.
         tensor: its place in its shard.
@@ -76,11 +76,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been opened: pure data, no open file.
+    """An opened checkpoint: pure data, no open file.
 
     Attributes:
         source: the folder, and its name or Hub id.
-        config: its config.json.
+        config: the content of its config.json.
         shards: the headers of its safetensors files, in the order of their names.
         parameters: every stored tensor by name, in the order of the shards and of the bytes in them.
         container: the list of layers, such as `model.layers`; None if no tensor is in a layer.
@@ -105,22 +105,22 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
     """Open a checkpoint from a local folder or a Hub id `org/name[/subfolder][@revision]`.
 
     Args:
-        reference: where it is.
-        what: what to call it in messages.
+        reference: the folder or Hub id.
+        what: the checkpoint's role in messages, such as "base model" or "expert".
 
     Raises:
-        NotFoundError: it does not exist, here or on the Hub.
+        NotFoundError: it exists neither on this machine nor on the Hub.
         BaseModelError: a shard is missing or damaged, a tensor is stored twice, the index does not match the shards, or
-            the config says another number of layers or another hidden size than the tensors have.
-        ExpertError: the same of what is not a "base model".
-        UnsupportedError: it holds pickled weights only, or has several lists of layers.
+            the config's number of layers or hidden size differs from the tensors'.
+        ExpertError: the same, if `what` is not "base model".
+        UnsupportedError: it holds only pickled weights, or has several lists of layers.
     """
     parameter = None if what == "base model" else "reference"
     return read_checkpoint(find_source(reference, WEIGHT_FILES, what=what, parameter=parameter), what=what)
 
 
 def read_checkpoint(source: Source, *, what: str = "base model") -> Checkpoint:
-    """Open the checkpoint in a folder that was found: see `open_checkpoint`."""
+    """Open the checkpoint of a source; see `open_checkpoint`."""
     if what != "base model":
         return _read_checkpoint(source, what)
     with _about_base():
@@ -129,7 +129,7 @@ def read_checkpoint(source: Source, *, what: str = "base model") -> Checkpoint:
 
 @contextmanager
 def _about_base() -> Iterator[None]:
-    """Report what is wrong with a checkpoint as the base's fault."""
+    """Turn `ExpertError`s into `BaseModelError`s."""
     try:
         yield
     except ExpertError as error:
@@ -137,7 +137,7 @@ def _about_base() -> Iterator[None]:
 
 
 def _read_checkpoint(source: Source, what: str) -> Checkpoint:
-    config = read_json(source.folder / MODEL_CONFIG, f"Give the {what}'s folder, with a sound config.json")
+    config = read_json(source.folder / MODEL_CONFIG, f"Pass the {what}'s folder, with a valid config.json")
     shards = read_shards(source.folder)
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     container = layer_container(tensors)
@@ -149,7 +149,7 @@ def _read_checkpoint(source: Source, what: str) -> Checkpoint:
             module = name.rpartition(".")[0]
             layer = layer_of(name, container)
             if layer is not None and isinstance(depth, int) and layer >= depth:
-                layer = None  # a layer that predicts further tokens (DeepSeek, GLM), which follows the language model's
+                layer = None  # a layer after the language model's that predicts further tokens (DeepSeek, GLM)
             parameters[name] = StoredTensor(name, module, layer, kind_of(module), tensor, shard.path)
     return Checkpoint(source, config, shards, parameters, container)
 
@@ -157,18 +157,18 @@ def _read_checkpoint(source: Source, what: str) -> Checkpoint:
 def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | None = None) -> tuple[Path, Tensor]:
     """The file and the place of the base's tensor `key`, which must have the shape of `like`.
 
-    A head that is not stored is the embedding's weight, which it is tied to.
+    For a tied head that is not stored, this is the embedding's weight.
 
     Args:
         base_model: the base's folder or Hub id.
-        key: the tensor's.
-        like: an expert's.
-        rows: how many rows it must have at least, where `like` is of a resized vocabulary.
+        key: the tensor's key.
+        like: the expert's tensor.
+        rows: the least number of rows, if the expert's vocabulary was resized.
 
     Raises:
-        NotFoundError: the base does not exist, here or on the Hub.
-        BaseModelError: it is damaged, or has no such tensor of that shape in floating point numbers.
-        UnsupportedError: it holds pickled weights only.
+        NotFoundError: the base exists neither on this machine nor on the Hub.
+        BaseModelError: the base is damaged, or lacks a floating point tensor of this name and shape.
+        UnsupportedError: the base holds only pickled weights.
     """
     folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
     with _about_base():
@@ -179,23 +179,23 @@ def find_base_tensor(base_model: str, key: str, like: Tensor, *, rows: int | Non
     for shard in shards:
         tensor = shard.tensors.get(key)
         if tensor is not None and tensor.dtype in FLOATS:
-            wanted = like.shape if rows is None else tensor.shape[:1] + like.shape[1:]
-            if tensor.shape == wanted and (rows is None or tensor.shape[0] >= rows):
+            expected = like.shape if rows is None else tensor.shape[:1] + like.shape[1:]
+            if tensor.shape == expected and (rows is None or tensor.shape[0] >= rows):
                 return shard.path, tensor
         if tensor is not None:
             raise BaseModelError(
-                f"{key} is {tensor.dtype} {list(tensor.shape)} in the base {base_model}, and {like.dtype} "
+                f"{key} is {tensor.dtype} {list(tensor.shape)} in the base {base_model}, but {like.dtype} "
                 f"{list(like.shape)} in an expert",
-                "Give the base that the experts adapt, in floating point numbers",
+                "Pass the base that the experts adapt, in floating point numbers",
                 parameter="base_model",
             )
     raise BaseModelError(
-        f"the base {base_model} has no tensor {key}", "Give the base that the experts adapt", parameter="base_model"
+        f"the base {base_model} has no tensor {key}", "Pass the base that the experts adapt", parameter="base_model"
     )
 
 
 def read_shards(folder: Path) -> tuple[TensorFile, ...]:
-    """The headers of a folder's safetensors shards, after its index where there is one, sorted by file name.
+    """The headers of a folder's safetensors shards, sorted by file name and checked against its index if it has one.
 
     Raises:
         ExpertError, UnsupportedError: see `open_checkpoint`.
@@ -222,12 +222,12 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
     for shard in shards:
         for tensor in shard.tensors:
             if tensor in held:
-                problems.add(f"{folder}: {tensor} is in {held[tensor]} and again in {shard.path.name}", remedy)
+                problems.add(f"{folder}: {tensor} is in both {held[tensor]} and {shard.path.name}", remedy)
             held[tensor] = shard.path.name
     if odd := sorted(name for name in held.keys() | weight_map.keys() if held.get(name) != weight_map.get(name)):
         actual = held.get(odd[0], "no shard")
         problems.add(
-            f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, and it is in {actual}"
+            f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, but it is in {actual}"
             + (f"; {len(odd) - 1} more differ" if len(odd) > 1 else ""),
             remedy,
         )
@@ -239,8 +239,8 @@ def _missing(folder: Path) -> ExpertError | UnsupportedError:
     if any(folder.glob("*.bin")) or any(folder.glob("*.bin.index.json")):
         return UnsupportedError(
             f"{folder} holds pickled weights (.bin), which can run code when loaded",
-            "Load it with transformers where you trust it, and save it again: save_pretrained writes safetensors",
+            "If you trust it, load it with transformers and save it again: save_pretrained writes safetensors",
         )
     return ExpertError(
-        f"{folder} has no safetensors weights", "Give a model's folder with model.safetensors, or shards and index"
+        f"{folder} has no safetensors weights", "Pass a folder with model.safetensors, or with shards and their index"
     )

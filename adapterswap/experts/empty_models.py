@@ -1,4 +1,4 @@
-"""Models of transformers without weights, on torch's meta device: what the config of a checkpoint describes.
+"""Build transformers models without weights, on torch's meta device, from a checkpoint's config.
 
 Nothing is downloaded, and no code of a repository is run. Knows configs; reads no tensor.
 """
@@ -14,25 +14,25 @@ __all__ = ["empty_language_model", "empty_model_as_saved", "read_config"]
 
 
 def read_config(folder: Path, name: str) -> Any:
-    """The transformers config in a folder; `name` is what messages call the model.
+    """The transformers config in a folder; `name` is the model's name in messages.
 
     Raises:
-        BaseModelError: transformers cannot read it without remote code, or finds it contradictory.
+        BaseModelError: transformers cannot read the config without remote code, or it is inconsistent.
     """
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # configs of strangers make model classes raise whatever they meet
+    except Exception as error:  # with an untested config, a model class can raise anything
         raise BaseModelError(
             f"{name} cannot be opened: {reason_of(error)}",
-            "Use a model whose config.json is sound, and which transformers knows without remote code",
+            "Use a model with a valid config.json that transformers supports without remote code",
             parameter="base_model",
         ) from None
 
 
 def empty_language_model(config: Any, name: str) -> Any:
-    """The modules of a config's causal language model; `name` is what messages call it.
+    """The modules of a config's causal language model; `name` is the model's name in messages.
 
     Raises:
         BaseModelError: transformers has no causal language model for the config.
@@ -46,19 +46,19 @@ def empty_language_model(config: Any, name: str) -> Any:
     except Exception as error:  # as in `read_config`
         raise BaseModelError(
             f"{name} cannot be loaded: {reason_of(error)}",
-            "Use a causal language model that transformers knows, with a sound config.json",
+            "Use a causal language model that transformers supports, with a valid config.json",
             parameter="base_model",
         ) from None
 
 
 def empty_model_as_saved(folder: Path, name: str) -> Any:
-    """The modules without weights of the model that a folder's config.json describes, as its `architectures` name it.
+    """The modules, without weights, of the model class in `architectures` of a folder's config.json.
 
-    That may be more than a language model, such as one that sees, or less, without its head.
+    This may be more than a language model, for example a vision model, or less, without a head.
 
     Args:
-        folder: where config.json lies.
-        name: what to call the model in messages.
+        folder: the folder with config.json.
+        name: the model's name in messages.
 
     Raises:
         BaseModelError: transformers cannot build it without remote code.
@@ -77,7 +77,7 @@ def empty_model_as_saved(folder: Path, name: str) -> Any:
             return build(config)
     except Exception as error:  # as in `read_config`
         raise BaseModelError(
-            f"the modules of {name} cannot be found: {reason_of(error)}",
-            "Give a model that the installed transformers knows without remote code",
+            f"{name} cannot be built to look up its modules: {reason_of(error)}",
+            "Use a model that the installed transformers supports without remote code",
             parameter="base_model",
         ) from None

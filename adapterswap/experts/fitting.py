@@ -1,9 +1,8 @@
-"""Whether a checkpoint's config.json describes the tensors beside it, as far as names and a few sizes tell.
+"""Check that a checkpoint's config.json fits its tensors, as far as names and a few sizes show.
 
-What config.json says, a model is built by, and what the tensors are, is written: if the two disagree, the result cannot
-be loaded, or loads with layers left out or random. Compared are the number of layers and the hidden size of the
-language model alone; every other shape would need the model's code, and the seconds to import it. In doubt nothing is
-refused.
+A model is built from config.json. If its tensors disagree, the result cannot be loaded, or loads with layers missing or
+random. Only the language model's number of layers and hidden size are compared: checking other shapes would need the
+model's code, which takes seconds to import. In doubt, nothing is refused.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["check_config"]
 
-# The last two: OPT and ALBERT may have embeddings narrower than their layers.
+# The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
-_SHARED = "num_hidden_groups"  # ALBERT's: its stored layers are run many times
+_SHARED = "num_hidden_groups"  # ALBERT runs its stored layers several times
 
-_REMEDY = "Give a folder with the config.json and the weights of one model: download or save it again"
+_REMEDY = "Use a folder whose config.json and weights belong to one model: download or save it again"
 
 
 def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], container: str | None) -> None:
-    """Compare the config's layers with the highest one stored, and its hidden size with the embedding's.
+    """Compare the config's number of layers with the stored ones, and its hidden size with the embedding's.
 
-    Layers that predict further tokens may follow those that it counts: see `layers_ahead`.
+    Layers that predict further tokens may follow the layers that the config counts: see `layers_ahead`.
 
     Args:
-        folder: what to call the checkpoint.
-        config: its config.json.
-        tensors: all that are stored, by name.
+        folder: the checkpoint's folder, for messages.
+        config: the content of its config.json.
+        tensors: all stored tensors, by name.
         container: the language model's list of layers; see `layer_container`.
 
     Raises:
-        ExpertError: they differ.
+        ExpertError: config and tensors differ.
     """
     if container is None:
         return
@@ -61,7 +60,7 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     most = (configured or 0) + layers_ahead(config)
     if configured is not None and _SHARED not in model and not configured <= held <= most:
         problems.add(
-            f"{folder}: config.json says {configured} layers, and {container} holds {held} in the weights", _REMEDY
+            f"{folder}: config.json says {configured} layers, but the weights have {held} in {container}", _REMEDY
         )
     widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
     for name in (f"{before_layers(container)}{end}.weight" for end in sorted(EMBEDDINGS)):
@@ -70,7 +69,7 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
             continue
         if widths and tensor.shape[1] not in widths:
             problems.add(
-                f"{folder}: config.json says a hidden size of {widths[0]}, and {name} is {list(tensor.shape)}", _REMEDY
+                f"{folder}: config.json says a hidden size of {widths[0]}, but {name} is {list(tensor.shape)}", _REMEDY
             )
     problems.raise_if_any()
 
@@ -82,7 +81,7 @@ def _check_stacks(
         inside = [name for name in tensors if stack_of(name) == stack and layer_of(name, container) is not None]
         held = _num_layers(inside, container) if inside else 0
         if held not in (0, count):  # an encoder alone has no decoder
-            message = f"{folder}: config.json says {count} {stack} layers, and the weights hold {held}"
+            message = f"{folder}: config.json says {count} {stack} layers, but the weights have {held}"
             problems.add(message, _REMEDY)
 
 

@@ -1,7 +1,7 @@
-"""Which transformer layer a module belongs to, what kind of module it is, and how many layers a model has.
+"""Which transformer layer a module belongs to, which kind of module it is, and how many layers a model has.
 
-Names are all that this module looks at: the modules' own, and the keys of a base model's config.json. It never guesses
-the number of layers from the modules.
+This module looks only at names: those of modules, and the keys of a base model's config.json. It never guesses the
+number of layers from the modules.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ STACKS: tuple[Stack, ...] = get_args(Stack)
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
 HEADS = frozenset({"lm_head", "embed_out"})
 
-MAX_LAYERS = 9999  # far beyond any model; a base's config that says more is not a real one
+MAX_LAYERS = 9999  # far beyond any model; a config with more layers is not a real one
 
 NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, heads
 
@@ -67,9 +67,9 @@ NO_LAYER = "none"  # the selection of modules outside the layers: embeddings, he
 # `model.layers.3.mlp.experts.1.w1`.
 _NUMBERED = re.compile(r"^(?P<container>(?:\d*[^.\d][^.]*\.)+?)(?P<layer>\d+)\.")
 
-# Parts of a model beside its language model, which have lists of layers of their own: towers that see or hear, what
-# joins them to the language model, heads that predict further tokens or draw. One of these words in a segment of a
-# container's name is enough (`model.vision_tower.encoder.layers`, `thinker.model.visual.blocks`, `mtp.layers`).
+# Parts of a model besides its language model that have their own lists of layers: vision and audio towers, the modules
+# that connect them to the language model, and heads that predict further tokens or images. One of these words in a
+# segment of a container's name is enough (`model.vision_tower.encoder.layers`, `thinker.model.visual.blocks`).
 _OTHER_PARTS = re.compile(
     r"vision|visual|^vit$|image|video|audio|speech|acoustic|semantic_tokenizer|codec|tower|sam_encoder|protein"
     r"|projector|^projection|merger|connector|resampler|qformer|aligner|cross_attn_layers|adapter"
@@ -87,19 +87,18 @@ _MLP = {
     "mlp", "mlps", "ffn", "feed_forward", "feedforward", "block_sparse_moe", "moe", "fc1", "fc2", "shared_mlp",
     "mlp_block", "DenseReluDense",
 }  # fmt: skip
-# Blocks that are attention in one layer and something else in the next (Nemotron-H, RecurrentGemma): the projections
-# in them tell. A state-space or convolution block is neither attention nor MLP.
+# Blocks that are attention in one layer and something else in another (Nemotron-H, RecurrentGemma): their projections
+# decide. A state-space or convolution block is neither attention nor MLP.
 _MIXED = {"mixer", "temporal_block"}
 _IN_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"}
 _IN_MLP = {"up_proj", "down_proj", "gate_proj", "gate", "experts", "shared_experts"}
 
-# The same number under the names that model families gave it; `text_config` and its like hold the language model's
-# part.
-# (Of a decoder that was taken out of an encoder-decoder, `num_hidden_layers` may be the encoder's.)
+# Model families use different keys for this number. `text_config` and similar keys hold the language model's part.
+# (For a decoder that was taken out of an encoder-decoder, `num_hidden_layers` may be the encoder's.)
 _NUM_LAYERS_KEYS = ("decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _STACKED_KEYS: tuple[tuple[str, str], ...] = (  # (encoder, decoder)
     ("encoder_layers", "decoder_layers"),  # BART, M2M100 (NLLB), Marian, Whisper
-    ("num_layers", "num_decoder_layers"),  # T5 and its like
+    ("num_layers", "num_decoder_layers"),  # T5 and similar models
     ("num_encoder_layers", "num_decoder_layers"),  # ProphetNet
     ("encoder_num_hidden_layers", "decoder_num_hidden_layers"),  # Moonshine
 )
@@ -114,20 +113,20 @@ def layer_container(names: Iterable[str]) -> str | None:
     """The module list that holds the language model's layers, such as `model.layers`.
 
     Lists of layers in other parts of a model (a vision tower, a projector, a multi-token-prediction head) do not count:
-    their modules lie outside the layers. An encoder and a decoder whose lists have one name are written as
+    their modules are outside the layers. If an encoder and a decoder use the same name for their lists, the result is
     `model.*.layers`.
 
     Returns:
-        The list's name; None if no name lies in one.
+        The list's name; None if no name is in a list.
 
     Raises:
-        UnsupportedError: several lists are left, and not exactly one of them is in a `language_model` or `text_model`.
-        ExpertError: a name has a layer beyond any model's.
+        UnsupportedError: several lists remain, and not exactly one of them is in a `language_model` or `text_model`.
+        ExpertError: a layer's number is larger than any model's.
     """
     names = list(names)
     if deep := next((name for name in names if _is_too_deep(name)), None):
         raise ExpertError(
-            f"{deep} has a layer beyond {MAX_LAYERS - 1}, and no model is that deep", "Save the weights again"
+            f"{deep} has a layer number above {MAX_LAYERS - 1}, but no model is that deep", "Save the weights again"
         )
     containers = sorted({match["container"][:-1] for name in names if (match := _NUMBERED.match(name))})
     parts = {container: container.split(".") for container in containers}
@@ -139,16 +138,16 @@ def layer_container(names: Iterable[str]) -> str | None:
                 return of_any_stack(lists[0])
         if len(named) != 1:
             raise UnsupportedError(
-                f"The modules lie in several lists of layers: {', '.join(inside)}",
+                f"The modules are in several lists of layers: {', '.join(inside)}",
                 "Use experts of a model with one list of layers, with one under `language_model`, or with an encoder "
-                "and a decoder that name their layers alike",
+                "and a decoder that use the same name for their layers",
             )
         return named[0]
     return inside[0] if inside else None
 
 
 def stack_of(name: str) -> Stack | None:
-    """The stack that a name lies in, by its first segment that is `encoder` or `decoder`; None where there is none.
+    """The stack of a module, from the first segment of its name that is `encoder` or `decoder`; None without one.
 
     Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `stack_in`.
     """
@@ -156,12 +155,12 @@ def stack_of(name: str) -> Stack | None:
 
 
 def stack_in(name: str, num_layers: NumLayers) -> Stack | None:
-    """The stack that a name lies in, of a model that has both; None for other models."""
+    """The stack of a module, for a model that has both; None for other models."""
     return None if isinstance(num_layers, int) else stack_of(name)
 
 
 def has_both_stacks(container: str | None) -> bool:
-    """Whether a list of layers is that of an encoder and of a decoder."""
+    """Whether a list of layers stands for both an encoder's and a decoder's."""
     return container is not None and _ANY_STACK in container.split(".")
 
 
@@ -173,17 +172,14 @@ def of_any_stack(container: str) -> str:
 
 
 def before_layers(container: str) -> str:
-    """What stands before the list of layers in the names of a model's modules, such as `model.`.
-
-    Of an encoder-decoder, what stands before both stacks.
-    """
+    """The prefix of the list of layers in module names, such as `model.`; for two stacks, their common prefix."""
     parts = container.split(".")
     parts = parts[: parts.index(_ANY_STACK)] if _ANY_STACK in parts else parts[:-1]
     return "".join(f"{part}." for part in parts)
 
 
 def within_layer(name: str, layer: int) -> str:
-    """What follows the layer in the name of a module: `self_attn.q_proj`."""
+    """The part of a module's name after its layer: `self_attn.q_proj`."""
     return name.partition(f".{layer}.")[2]
 
 
@@ -193,17 +189,17 @@ def _is_too_deep(name: str) -> bool:
 
 
 def layer_of(name: str, container: str | None) -> int | None:
-    """The index of the transformer layer that module `name` belongs to; None for embeddings, heads, other towers."""
+    """The index of the transformer layer of module `name`; None for embeddings, heads and other towers."""
     match = _NUMBERED.match(name)
     if match is None or container is None:
         return None
-    found = match["container"][:-1]
-    same = found == container or (_ANY_STACK in container and of_any_stack(found) == container)
+    own = match["container"][:-1]
+    same = own == container or (_ANY_STACK in container and of_any_stack(own) == container)
     return int(match["layer"]) if same else None
 
 
 def kind_of(name: str) -> Kind:
-    """What module `name` is part of, by the names that model families use."""
+    """The kind of module `name`, by the names that model families use."""
     segments = name.split(".")
     for place, segment in enumerate(segments):
         if segment in _ATTENTION:
@@ -217,7 +213,7 @@ def kind_of(name: str) -> Kind:
 
 
 def ends_of(name: str) -> Iterator[str]:
-    """`name`, and what follows each of its dots."""
+    """`name`, and the part of it after each of its dots."""
     yield name
     for place, character in enumerate(name):
         if character == ".":
@@ -225,20 +221,20 @@ def ends_of(name: str) -> Iterator[str]:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the language model: all of it, where there is nothing else."""
-    nested = next((found for key in _TEXT_CONFIG_KEYS if isinstance(found := config.get(key), Mapping)), None)
+    """The part of a config.json that describes the language model; the whole config if it has no such part."""
+    nested = next((part for key in _TEXT_CONFIG_KEYS if isinstance(part := config.get(key), Mapping)), None)
     return config if nested is None else language_config(nested)
 
 
 def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
-    """The number of layers of the language model that a config.json describes; None where it does not say.
+    """The number of layers of the language model that a config.json describes; None if it does not say.
 
     Raises:
         UnsupportedError: the model has an encoder and a decoder; `stacked_layers_in_config` reads those too.
     """
-    found = stacked_layers_in_config(config)
-    if found is None or isinstance(found, int):
-        return found
+    num_layers = stacked_layers_in_config(config)
+    if num_layers is None or isinstance(num_layers, int):
+        return num_layers
     raise UnsupportedError(
         f"the base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder",
         "Use a decoder-only model",
@@ -248,22 +244,22 @@ def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
 def stacked_layers_in_config(config: Mapping[str, Any]) -> NumLayers | None:
     """The number of layers of the language model that a config.json describes, or that of each of its stacks.
 
-    None where it does not say.
+    None if the config does not say.
 
     Raises:
-        UnsupportedError: the model has an encoder and a decoder, and the config does not say how deep both are.
+        UnsupportedError: the model has an encoder and a decoder, but the config does not say how deep both are.
     """
     if config.get("is_encoder_decoder"):
         return _stacked(config)
     for key in _TEXT_CONFIG_KEYS:
         nested = config.get(key)
-        if isinstance(nested, Mapping) and (found := stacked_layers_in_config(nested)) is not None:
-            return found
+        if isinstance(nested, Mapping) and (depth := stacked_layers_in_config(nested)) is not None:
+            return depth
     for key in _NUM_LAYERS_KEYS:
         value = config.get(key)
         if _is_depth(value):
             return int(value or 0)
-    for key in _LAYER_TYPES_KEYS:  # hybrid models whose config states no number
+    for key in _LAYER_TYPES_KEYS:  # hybrid models whose config has no number of layers
         value = config.get(key)
         if isinstance(value, list | str) and 0 < len(value) <= MAX_LAYERS:
             return len(value)
@@ -280,7 +276,7 @@ def layers_ahead(config: Mapping[str, Any]) -> int:
 
 
 def is_ahead(name: str, layer: int | None, num_layers: NumLayers | None) -> bool:
-    """Whether a module predicts further tokens, by its name or as one of a layer after the last."""
+    """Whether a module predicts further tokens, by its name or because its layer follows the last one."""
     return _AHEAD.search(name) is not None or (
         layer is not None and isinstance(num_layers, int) and layer >= num_layers
     )
@@ -294,13 +290,13 @@ def _stacked(config: Mapping[str, Any]) -> dict[Stack, int]:
     if _is_depth(config.get("num_layers")) and config.get("num_decoder_layers") is None:  # T5: as deep as the encoder
         return dict.fromkeys(STACKS, config["num_layers"])
     nested = [config.get(stack) for stack in STACKS]
-    depths = [num_layers_in_config(each) if isinstance(each, Mapping) else None for each in nested]
+    depths = [num_layers_in_config(part) if isinstance(part, Mapping) else None for part in nested]
     if None not in depths:
         return {stack: depth for stack, depth in zip(STACKS, depths, strict=True) if depth is not None}
     raise UnsupportedError(
-        f"the base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder, and its config "
+        f"the base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder, but its config "
         "does not say how many layers each has",
-        "Use a model whose config.json has them, such as T5, BART, M2M100 (NLLB) or Whisper",
+        "Use a model whose config.json says it, such as T5, BART, M2M100 (NLLB) or Whisper",
     )
 
 
@@ -309,16 +305,16 @@ def _is_depth(value: Any) -> bool:
 
 
 def depth_of(stack: Stack | None, num_layers: NumLayers) -> int:
-    """The number of layers of a stack; of a model with both stacks and without one named, the deeper one's."""
+    """The number of layers of a stack; if `stack` is None and the model has two, that of the deeper one."""
     if isinstance(num_layers, int):
         return num_layers
     return max(num_layers.values()) if stack is None else num_layers[stack]
 
 
 def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:
-    """Whether both say the same; one number stands for two stacks of that depth."""
-    stacks = [each for each in (one, other) if isinstance(each, Mapping)]
-    numbers = [each for each in (one, other) if isinstance(each, int)]
+    """Whether two depths are the same; a single number also means two stacks of that depth."""
+    stacks = [depth for depth in (one, other) if isinstance(depth, Mapping)]
+    numbers = [depth for depth in (one, other) if isinstance(depth, int)]
     return one == other or bool(stacks and numbers and set(stacks[0].values()) == {numbers[0]})
 
 
@@ -328,18 +324,18 @@ def deepest(num_layers: NumLayers) -> int:
 
 
 def format_depth(num_layers: NumLayers) -> str:
-    """In words: `32`, or `6 encoder and 4 decoder`."""
+    """The depth as text: `32`, or `6 encoder and 4 decoder`."""
     if isinstance(num_layers, int):
         return str(num_layers)
     return " and ".join(f"{count} {stack}" for stack, count in num_layers.items())
 
 
-@lru_cache(maxsize=256)  # a rule asks for every module
+@lru_cache(maxsize=256)  # called by every rule for every module
 def parse_layers(text: str) -> frozenset[int]:
     """The layers in a text such as `0-4,30-31`; empty for `none`.
 
     Raises:
-        ValueError: the text is not such a list, longer than any list needs to be, or a range runs backwards.
+        ValueError: the text is not a list of layers, is longer than any list needs to be, or has a backward range.
     """
     if text == NO_LAYER:
         return frozenset()
@@ -349,7 +345,7 @@ def parse_layers(text: str) -> frozenset[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
         if match is None:
-            raise ValueError(f"{text!r} is not a list of layers; write for instance 0-4,30-31, or none")
+            raise ValueError(f"{text!r} is not a list of layers; write layers such as 0-4,30-31, or none")
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise ValueError(f"the range {part.strip()} runs backwards")
@@ -358,7 +354,7 @@ def parse_layers(text: str) -> frozenset[int]:
 
 
 def is_vocabulary(module: str, layer: int | None) -> bool:
-    """Whether a module of that name is an embedding or a head: its weight has a row for each token."""
+    """Whether a module is an embedding or a head, so that its weight has a row for each token."""
     return layer is None and module.rpartition(".")[2] in EMBEDDINGS | HEADS
 
 
@@ -375,20 +371,20 @@ def format_layers(layers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class KeptLayers:
-    """The layers that a slice keeps; with a stack, of that stack alone."""
+    """The layers that a slice keeps; with `stack`, only those of that stack."""
 
     layers: frozenset[int]
     stack: Stack | None = None
 
     @classmethod
     def of(cls, layers: str, stack: str | None = None) -> KeptLayers:
-        """From `0-4,30-31`; raises `ValueError` where that is not a list of layers, or there is no such stack."""
+        """Parse `0-4,30-31`; raises `ValueError` if it is not a list of layers, or the stack is unknown."""
         if stack is not None and stack not in STACKS:
             raise ValueError(f"{stack!r} is not one of {', '.join(STACKS)}")
         return cls(parse_layers(layers), next((known for known in STACKS if known == stack), None))
 
     def holds(self, name: str, layer: int) -> bool:
-        """Whether the module of that name and layer is kept."""
+        """Whether the module with this name and layer is kept."""
         return layer in self.layers and self.stack in (None, stack_of(name))
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""The shapes of two experts' modules, or of an expert's and its base's, compared: one cause makes one message.
+"""Compare the shapes of two experts' modules, or of an expert's and its base's, and report one problem per cause.
 
-Experts of two bases differ in nearly every module. What they differ in is said once: by the hidden size where that can
-be reported, else by the first module and the number of others. Knows names and shapes in words.
+Experts of two bases differ in nearly every module. That is reported once: as a difference of the hidden size if
+possible, else as the first module and the number of others. Knows names, and shapes as text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def compare_shapes(
     """Add a problem if modules that both hold differ in shape.
 
     Args:
-        ours, theirs: module → its shape in words, such as `64×32`.
-        one, other: who holds them.
-        remedy: what to do about it.
-        problems: collects it.
+        ours, theirs: module → its shape as text, such as `64×32`.
+        one, other: the names of their owners.
+        remedy: the problem's remedy.
+        problems: collects the problem.
         parameter, kind: see `Problems.add`.
     """
     common = [name for name in ours if name in theirs]
@@ -43,12 +43,12 @@ def compare_shapes(
     width, other_width = (_width(shapes[name] for name in common) for shapes in (ours, theirs))
     if len(differing) > 1 and width is not None and other_width is not None and width != other_width:
         problems.add(
-            f"The hidden size is {width} in {one}, and {other_width} in {other}", remedy, parameter=parameter, kind=kind
+            f"The hidden size is {width} in {one}, but {other_width} in {other}", remedy, parameter=parameter, kind=kind
         )
         return
     first = differing[0]
     more = f"; {len(differing) - 1} more modules differ" if len(differing) > 1 else ""
-    message = f"{first} is {ours[first]} in {one}, and {theirs[first]} in {other}{more}"
+    message = f"{first} is {ours[first]} in {one}, but {theirs[first]} in {other}{more}"
     problems.add(message, remedy, parameter=parameter, kind=kind)
 
 

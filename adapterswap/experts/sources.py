@@ -1,12 +1,11 @@
 """Where experts and bases come from: a local folder, or a Hub id through huggingface_hub.
 
-A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several experts, each in a folder of its own. An
-existing local path always wins, and what looks like a local path is never looked up on the Hub. Downloads honour the
-Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the files needed. An expert's note of its base, which a
-stranger may have written, leads to the reading of one `config.json` there; of its safetensors too where full weights
-are requested without `base_model`; never to code. Symlinks are followed in local folders, as everywhere; in the Hub's
-cache only inside the cache.
-Knows nothing of what the files hold.
+A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several experts in different folders. An existing
+local path always wins, and anything that looks like a local path is never looked up on the Hub. Downloads honour the
+Hub's cache, its tokens and HF_HUB_OFFLINE, and fetch only the needed files. The base that an expert's config names is
+untrusted: only its `config.json` is read, and its safetensors if full weights are requested without `base_model`; code
+is never run. Symlinks are followed in local folders, but in the Hub's cache only if they stay inside the cache. Knows
+nothing of what the files hold.
 """
 
 from __future__ import annotations
@@ -75,11 +74,11 @@ _BASE = "base model"
 
 @dataclass(frozen=True)
 class Source:
-    """A folder with the files, and a name that can be published.
+    """A folder with files, and a name for it that can be published.
 
     Attributes:
-        folder: where the files lie on this machine.
-        name: the Hub id with its subfolder, or the folder's own name: never a path of this machine.
+        folder: the folder on this machine.
+        name: the Hub id with its subfolder, or the folder's own name; never a local path.
         revision: the Hub's commit; None for a local folder.
     """
 
@@ -95,16 +94,17 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
     """The folder that `reference` names, downloaded if it is a Hub id.
 
     Args:
-        reference: a local folder or `org/name[/subfolder][@revision]`. A base model is a repository of its own, since
-            PEFT and transformers find it again by its id: it has no subfolder.
-        files: what to fetch from the Hub: file names or patterns.
+        reference: a local folder or `org/name[/subfolder][@revision]`. A base model cannot be in a subfolder, because
+            PEFT and transformers find it by the repository's id.
+        files: the files to fetch from the Hub, as names or patterns.
         what: "adapter" or "base model", for messages.
-        parameter: the parameter at fault where there is no such folder; by default `base_model` for a base model.
+        parameter: the parameter to blame if the folder is missing; by default `base_model` for a base model.
 
     Raises:
-        ArgumentError: the reference is empty, a file, or of another type.
-        NotFoundError: no such folder, no such Hub repository, subfolder or revision, or no way to reach the Hub.
-        BaseModelError, ExpertError: a link in the Hub's cache leads out of it; by `what`.
+        ArgumentError: the reference is empty, a file, or of the wrong type.
+        NotFoundError: the folder, the Hub repository, subfolder or revision does not exist, or the Hub cannot be
+            reached.
+        BaseModelError, ExpertError: a link in the Hub's cache leads out of it. The class depends on `what`.
     """
     parameter = parameter or ("base_model" if what == "base model" else None)
     if not isinstance(reference, str | Path):
@@ -117,33 +117,34 @@ def find_source(reference: str | Path, files: Sequence[str], *, what: str, param
     if reference == "":
         raise ArgumentError(
             f"the {what}'s path is empty",
-            "Give a folder, or a Hub id such as org/name@revision",
+            "Pass a folder, or a Hub id such as org/name@revision",
             parameter=parameter,
         )
     if is_folder(path):
         return Source(path, printable(path.resolve().name))
     if exists(path):
         raise ArgumentError(
-            f"{reference} is a file, and the {what} is a folder", "Give the folder that holds it", parameter=parameter
-        )
-    wanted = parse_hub_id(reference) if isinstance(reference, str) else None
-    if wanted is None or (wanted.subfolder and what == _BASE):
+            f"{reference} is a file, but the {what} must be a folder", "Pass the folder that holds it",
+            parameter=parameter,
+        )  # fmt: skip
+    hub_id = parse_hub_id(reference) if isinstance(reference, str) else None
+    if hub_id is None or (hub_id.subfolder and what == _BASE):
         first = str(reference).partition("/")[0]
         hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
-        beside = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
+        why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
         raise NotFoundError(
-            f"the path {reference} does not exist{beside}",
-            f"Give the {what}'s folder, or a Hub id such as org/name@revision",
+            f"the path {reference} does not exist{why_local}",
+            f"Pass the {what}'s folder, or a Hub id such as org/name@revision",
             parameter=parameter,
         )
-    return _download(wanted, files, what, parameter)
+    return _download(hub_id, files, what, parameter)
 
 
 def parse_hub_id(reference: str) -> HubId | None:
-    """The parts of a Hub id; None for what is, or looks like, a local path.
+    """The parts of a Hub id; None for a reference that is, or looks like, a local path.
 
-    That is everything that exists here, that begins with `.`, `/` or `~`, or whose first part is a folder here: a
-    mistyped `experts/swahli` beside a folder `experts` is not looked up on the Hub.
+    These are paths that exist, that begin with `.`, `/` or `~`, or whose first part is an existing folder: a mistyped
+    `experts/swahli` is not looked up on the Hub if there is a folder `experts`.
     """
     match = _HUB_ID.fullmatch(reference)
     if match is None or exists(Path(reference)) or is_folder(Path(reference.partition("/")[0])):
@@ -152,60 +153,60 @@ def parse_hub_id(reference: str) -> HubId | None:
 
 
 def subfolders_with(source: Source, file: str) -> list[str]:
-    """References to the folders in a found one that hold a file of this name, such as adapters of their own.
+    """References to the subfolders of a source that hold a file of this name, such as further adapters.
 
-    On the Hub the repository is asked for its list of files, where it can be reached.
+    For a source on the Hub, the repository's list of files is used if the Hub can be reached.
     """
     if source.revision is None:
         return sorted(str(path.parent) for path in source.folder.glob(f"*/{file}"))
     from huggingface_hub import HfApi, is_offline_mode
 
-    wanted = parse_hub_id(source.name)
-    if wanted is None or is_offline_mode():
-        found = [str(path.parent.relative_to(source.folder)) for path in source.folder.glob(f"*/{file}")]
-        return [f"{source.name}/{folder}" for folder in sorted(found)]
-    with suppress(Exception):  # as in `_download`; the error that asks for this has been found already
-        files = HfApi().list_repo_files(wanted.repo, revision=source.revision)
+    hub_id = parse_hub_id(source.name)
+    if hub_id is None or is_offline_mode():
+        folders = sorted(str(path.parent.relative_to(source.folder)) for path in source.folder.glob(f"*/{file}"))
+        return [f"{source.name}/{folder}" for folder in folders]
+    with suppress(Exception):  # as in `_download`; the caller already has an error to report
+        files = HfApi().list_repo_files(hub_id.repo, revision=source.revision)
         folders = sorted(name.removesuffix(f"/{file}") for name in files if name.endswith(f"/{file}"))
-        return [f"{wanted.repo}/{folder}" for folder in folders]
+        return [f"{hub_id.repo}/{folder}" for folder in folders]
     return []
 
 
-def _download(wanted: HubId, files: Sequence[str], what: str, parameter: str | None) -> Source:
+def _download(hub_id: HubId, files: Sequence[str], what: str, parameter: str | None) -> Source:
     from huggingface_hub import snapshot_download
 
-    repo, subfolder, revision = wanted
+    repo, subfolder, revision = hub_id
     patterns = [f"{subfolder}/{file}" if subfolder else file for file in files]
     try:
         snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
+    except Exception as error:  # the Hub's client, its transports and its storage raise different errors
         raise NotFoundError(
-            f"The {what} {wanted} is not a local folder and could not be downloaded from the Hub: {reason_of(error)}",
+            f"The {what} {hub_id} is not a local folder and could not be downloaded from the Hub: {reason_of(error)}",
             hub_remedy("Check the path or id; for a private repository log in with `hf auth login`"),
             parameter=parameter,
         ) from None
     folder = snapshot / (subfolder or "")
-    _check_links(snapshot, str(wanted), BaseModelError if what == _BASE else ExpertError, folder)
+    _check_links(snapshot, str(hub_id), BaseModelError if what == _BASE else ExpertError, folder)
     if not is_folder(folder):
         raise NotFoundError(
-            f"{wanted}: the repository {repo} has no {what} in a folder {subfolder}",
+            f"{hub_id}: the repository {repo} has no {what} in a folder {subfolder}",
             hub_remedy(
                 "Check the folder's name on the Hub",
                 offline="Only what was downloaded before can be read offline: unset HF_HUB_OFFLINE, or check the name",
             ),
             parameter=parameter,
         )
-    return Source(folder, wanted.folder, snapshot.name)
+    return Source(folder, hub_id.folder, snapshot.name)
 
 
 def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError], folder: Path | None = None) -> None:
-    """In the Hub's cache a snapshot's files are links to blobs; the cache may hold others, which lead elsewhere.
+    """Check that the links of a snapshot stay in the Hub's cache. They should lead to blobs, but may be tampered with.
 
     Args:
         snapshot: the commit's folder.
-        named: what to call it in messages.
+        named: its name in messages.
         kind: the class of the error.
-        folder: the folder in it that is read; by default itself.
+        folder: the folder in it that is read; by default the snapshot itself.
     """
     repository, cache = snapshot.parents[1], snapshot.parents[2]
     homes = (repository.resolve(), cache.resolve())  # the first differs where the repository's folder is itself a link
@@ -221,21 +222,21 @@ def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError], folde
 
 
 def base_config(reference: str | Path) -> tuple[Source, Mapping[str, Any]]:
-    """Where a base model lies, a local folder or the Hub's cache, and its config.json.
+    """The source of a base model, a local folder or the Hub's cache, and the content of its config.json.
 
     Raises:
         NotFoundError, ArgumentError: see `find_source`.
-        BaseModelError: its config.json is not a sound JSON object.
+        BaseModelError: its config.json is not a valid JSON object.
     """
     source = find_source(reference, ["config.json"], what="base model")
-    remedy = "Give a base model's folder, one with a sound config.json"
+    remedy = "Pass a base model's folder with a valid config.json"
     return source, read_json(source.folder / "config.json", remedy, kind=BaseModelError)
 
 
 def cached_base_config(reference: str) -> Mapping[str, Any] | None:
-    """The config.json of a base model where it is on this machine: in a local folder or the Hub's cache.
+    """The config.json of a base model that is on this machine, in a local folder or the Hub's cache; else None.
 
-    The network is not used. None where there is none that can be read.
+    The network is not used. A config that cannot be read counts as missing.
     """
     folder = cached_base_folder(reference)
     with suppress(ExpertError):
@@ -244,16 +245,16 @@ def cached_base_config(reference: str) -> Mapping[str, Any] | None:
 
 
 def cached_base_folder(reference: str) -> Path | None:
-    """The folder of a base model where it is on this machine, as for `cached_base_config`."""
+    """The folder of a base model that is on this machine; else None. See `cached_base_config`."""
     path = expand(reference)
     if is_folder(path):
         return path
-    wanted = parse_hub_id(reference)
-    if wanted is None or wanted.subfolder or not is_cached(wanted.repo):
+    hub_id = parse_hub_id(reference)
+    if hub_id is None or hub_id.subfolder or not is_cached(hub_id.repo):
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(wanted.repo, "config.json", revision=wanted.revision)
+    cached = try_to_load_from_cache(hub_id.repo, "config.json", revision=hub_id.revision)
     with suppress(BaseModelError):
         if isinstance(cached, str):
             _check_links(Path(cached).parent, reference, BaseModelError)
@@ -262,24 +263,24 @@ def cached_base_folder(reference: str) -> Path | None:
 
 
 def split_revision(reference: str) -> tuple[str, str | None]:
-    """The repository and the revision of a Hub id `org/name@revision`; any other reference as it is."""
-    wanted = parse_hub_id(reference)
-    return (wanted.folder, wanted.revision) if wanted else (reference, None)
+    """The repository and the revision of a Hub id `org/name@revision`; any other reference unchanged."""
+    hub_id = parse_hub_id(reference)
+    return (hub_id.folder, hub_id.revision) if hub_id else (reference, None)
 
 
 def at_revision(base: str, revision: str | None) -> str:
-    """The Hub id with the revision, where the base is a Hub id that names none; any other reference as it is."""
+    """The Hub id with the revision, if the base is a Hub id without one; any other reference unchanged."""
     return f"{base}@{revision}" if revision and is_hub_id(base) and "@" not in base else base
 
 
 def same_base(one: str | None, other: str | None) -> bool:
-    """Whether two adapters' notes of their base mean the same: the same text, or paths to the same folder."""
+    """Whether two adapters name the same base: by the same text, or by paths to the same folder."""
     if one is None or other is None or one == other:
         return one == other
     return is_folder(expand(one)) and is_folder(expand(other)) and expand(one).samefile(expand(other))
 
 
-# What publishers add to a model's name for a copy in other numbers, at its end, and before it.
+# What publishers add to a model's name for a copy in another number format: suffixes, and prefixes.
 _COPIES = re.compile(
     r"(-(unsloth|bnb|4bit|8bit|awq|gptq|int4|int8|fp8|nf4|gguf|hf|bf16|fp16|quantized|w4a16|w8a8|dynamic))+$"
 )
@@ -287,35 +288,34 @@ _MAKERS = re.compile(r"^(meta|google|mistralai|microsoft)-")
 
 
 def alias_remedy(one: str | None, other: str | None) -> str:
-    """What to do about experts that name different bases: some names mean the same weights.
+    """The remedy for experts that name different bases, since different names may mean the same weights.
 
-    `unsloth/X`, its 4-bit copy `unsloth/X-bnb-4bit`, `meta-llama/X` and a local folder `X` probably do, which no name
-    can prove: the user declares it. A LoRA that was trained on a 4-bit copy is usually applied to the original.
+    `unsloth/X`, its 4-bit copy `unsloth/X-bnb-4bit`, `meta-llama/X` and a local folder `X` probably are the same model,
+    but no name can prove it, so the user has to declare it. A LoRA that was trained on a 4-bit copy is usually applied
+    to the original.
     """
     if one is None or other is None or _plain_name(one) != _plain_name(other):
-        return "Compose experts of one base; if both names mean the same weights, pass `base_model`"
+        return "Compose experts of one base. If both names mean the same weights, pass `base_model`"
     original = min((one, other), key=lambda name: (bool(_COPIES.search(name.lower())), name.startswith("unsloth/")))
     if not is_hub_id(original):
         original = "PATH"
-    return (
-        f"They are probably the same model, published twice: pass `base_model={original}` to declare that they are one"
-    )
+    return f"If both are copies of the same model, as their names suggest, pass `base_model={original}` to declare it"
 
 
 def _plain_name(base: str) -> str:
-    """A base's own name, without who published it and in which numbers."""
+    """A base's own name, without its publisher and number format."""
     name = split_revision(base)[0].rstrip("/").rpartition("/")[2].lower()
     return _MAKERS.sub("", _COPIES.sub("", name))
 
 
 def is_hub_id(reference: str) -> bool:
     """Whether `find_source` would look for this base on the Hub: it has the form of an id, and is not a local path."""
-    wanted = parse_hub_id(reference)
-    return wanted is not None and wanted.subfolder is None
+    hub_id = parse_hub_id(reference)
+    return hub_id is not None and hub_id.subfolder is None
 
 
 def public_name(base: str | None) -> str | None:
-    """A base's Hub id as it stands, or the last part of a local path: what can be published."""
+    """A name of the base that can be published: its Hub id, or the last part of a local path."""
     if base is None:
         return base
     match = _HUB_ID.fullmatch(base)
@@ -327,7 +327,7 @@ def public_name(base: str | None) -> str | None:
 def hub_remedy(
     online: str, *, offline: str = "This process is offline: unset HF_HUB_OFFLINE, or pass a local path"
 ) -> str:
-    """What to do where the Hub did not answer: `offline` where this process may not ask it."""
+    """The remedy for a failed request to the Hub: `offline` if this process is in offline mode, else `online`."""
     from huggingface_hub import is_offline_mode
 
     return offline if is_offline_mode() else online

@@ -141,7 +141,7 @@ def test_composing_and_verifying_experts_of_one_repository(
 
 def test_a_folder_of_adapters_is_not_an_adapter(languages: Path, tmp_path: Path) -> None:
     for reference in ("org/languages", tmp_path):
-        with pytest.raises(NotFoundError, match=r"Give one of the adapters in it: .*bengali.*swahili"):
+        with pytest.raises(NotFoundError, match=r"Pass one of the adapters in it: .*bengali.*swahili"):
             open_adapter(reference)
     with pytest.raises(NotFoundError, match="no adapter in a folder hindi"):
         open_adapter("org/languages/hindi")

@@ -264,12 +264,12 @@ def described(folder: Path, like: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("architecture", "changes", "told"),
     [
-        ("llama", {"num_hidden_layers": 8}, "config.json says 8 layers, and model.layers holds 6 in the weights"),
-        ("llama", {"num_hidden_layers": 5}, "config.json says 5 layers, and model.layers holds 6 in the weights"),
-        ("llama", {"hidden_size": 64}, "says a hidden size of 64, and model.embed_tokens.weight is [96, 32]"),
-        ("gpt2", {"n_layer": 8}, "config.json says 8 layers, and transformer.h holds 6 in the weights"),
-        ("gpt2", {"n_embd": 64}, "says a hidden size of 64, and transformer.wte.weight is [96, 32]"),
-        ("neox", {"hidden_size": 16}, "says a hidden size of 16, and gpt_neox.embed_in.weight is [96, 32]"),
+        ("llama", {"num_hidden_layers": 8}, "config.json says 8 layers, but the weights have 6 in model.layers"),
+        ("llama", {"num_hidden_layers": 5}, "config.json says 5 layers, but the weights have 6 in model.layers"),
+        ("llama", {"hidden_size": 64}, "says a hidden size of 64, but model.embed_tokens.weight is [96, 32]"),
+        ("gpt2", {"n_layer": 8}, "config.json says 8 layers, but the weights have 6 in transformer.h"),
+        ("gpt2", {"n_embd": 64}, "says a hidden size of 64, but transformer.wte.weight is [96, 32]"),
+        ("neox", {"hidden_size": 16}, "says a hidden size of 16, but gpt_neox.embed_in.weight is [96, 32]"),
     ],
     ids=str,
 )

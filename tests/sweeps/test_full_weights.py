@@ -209,7 +209,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_judged(full: Pat
     model.config.intermediate_size = 64
     type(model)(model.config).save_pretrained(tmp_path / "wider")
     byte_tokenizer().save_pretrained(tmp_path / "wider")
-    with refused(BaseModelError, "base_model", match="32×48 in m, and 32×64"):
+    with refused(BaseModelError, "base_model", match="32×48 in m, but 32×64"):
         prepare(recipe_of(full, base_model=str(tmp_path / "wider"), compositions=[TIES], baselines=[], **adapters))
 
 

@@ -165,10 +165,10 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no lora_B": (without(f"{Q0}.lora_B.weight"), {}, "q_proj has no lora_B"),
     "no lora_A": (without(f"{Q0}.lora_A.weight"), {}, "q_proj has no lora_A"),
     "A and B of two ranks": (
-        with_tensor(f"{Q0}.lora_B.weight", (8, 3)), {}, "lora_A has rank 2, and lora_B 3"
+        with_tensor(f"{Q0}.lora_B.weight", (8, 3)), {}, "lora_A has rank 2, but lora_B has 3"
     ),
-    "another rank than the config's": (tensors(rank=3), {}, "has rank 3, and adapter_config.json says 2"),
-    "a rank pattern that lies": (tensors(), {"rank_pattern": {"q_proj": 1}}, "has rank 2, and adapter_config.json"),
+    "another rank than the config's": (tensors(rank=3), {}, "has rank 3, but adapter_config.json says 2"),
+    "a rank pattern that lies": (tensors(), {"rank_pattern": {"q_proj": 1}}, "has rank 2, but adapter_config.json"),
     "a convolution": (with_tensor(f"{Q0}.lora_A.weight", (2, 4, 1, 1)), {}, "not convolutions"),
     "nothing in it": (with_tensor(f"{Q0}.lora_A.weight", (2, 0)), {}, "ZeRO-3"),
     "float8": (with_tensor(f"{Q0}.lora_A.weight", (2, 4), "F8_E4M3"), {}, "is F8_E4M3. Save it as one of F32"),
@@ -182,19 +182,19 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a whole weight": (with_tensor(f"{PREFIX}lm_head.weight"), {}, "Averaging lm_head with"),
     "the base's weight without LoRA": (
-        with_tensor(f"{PREFIX}lm_head.base_layer.weight"), {}, "lm_head.base_layer.weight is a copy that PEFT saved"
+        with_tensor(f"{PREFIX}lm_head.base_layer.weight"), {}, "is a copy of a module without LoRA"
     ),
     "an unknown tensor": (with_tensor(f"{PREFIX}lm_head.sheen"), {}, "nor in modules_to_save"),
     "a saved module of integers": (
         with_tensor(f"{PREFIX}lm_head.weight", (2, 2), "I64"), {"modules_to_save": ["lm_head"]}, "is I64"
     ),
     "no prefix": (renamed(PREFIX, ""), {}, "neither a LoRA factor as PEFT names it"),
-    "markup in a name": (renamed("q_proj", "[/red]"), {}, "is not the name of a module"),
-    "a regex in a name": (renamed("q_proj", "(a+)+$"), {}, "is not the name of a module"),
+    "markup in a name": (renamed("q_proj", "[/red]"), {}, "is not a valid module name"),
+    "a regex in a name": (renamed("q_proj", "(a+)+$"), {}, "is not a valid module name"),
     "an encoder and a decoder": (
         renamed("model.layers.0.", "encoder.block.0."), {}, "several lists of layers: encoder.block, model.layers"
     ),
-    "a layer of many digits": (renamed("layers.0", "layers." + "9" * 400), {}, "has a layer beyond 9998"),
+    "a layer of many digits": (renamed("layers.0", "layers." + "9" * 400), {}, "has a layer number above 9998"),
 }  # fmt: skip
 
 
@@ -222,13 +222,13 @@ def test_tensors_that_are_no_lora(
 WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"peft_type": "IA3"}, "is neither a tensor of (IA)³ as PEFT names it"),
     "virtual tokens": ({"peft_type": "PROMPT_TUNING"}, "peft_type is PROMPT_TUNING, which cannot be composed"),
-    "a kind that PEFT does not have": ({"peft_type": "WONDER"}, "peft_type is 'WONDER', of which it is not known"),
+    "a kind that PEFT does not have": ({"peft_type": "WONDER"}, "peft_type is 'WONDER', and it is unknown"),
     "no type": ({"peft_type": None}, "peft_type is None"),
     "DoRA": ({"use_dora": True}, "has no lora_magnitude_vector"),
     "lora_bias": ({"lora_bias": True}, "has no lora_B.bias"),
     "bias": ({"bias": "some"}, "bias is 'some'"),
     "aLoRA": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is set"),
-    "trainable tokens": ({"trainable_token_indices": [1]}, "holds no such rows"),
+    "trainable tokens": ({"trainable_token_indices": [1]}, "has no such rows"),
     "negative tokens": ({"trainable_token_indices": [-1]}, "trainable_token_indices is [-1]"),
     "layer replication": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication is set"),
     "QA-LoRA": ({"use_qalora": True}, "use_qalora is set"),
@@ -240,7 +240,7 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     },
     "an init that is a list": ({"init_lora_weights": ["pissa"]}, "init_lora_weights is ['pissa']"),
     "a key of a later PEFT": ({"use_wonder": 3, "peft_version": "0.99.0"}, "the key 'use_wonder' is unknown here"),
-    "rank 0": ({"r": 0}, "r is 0, and must be a whole number"),
+    "rank 0": ({"r": 0}, "r is 0, but must be a whole number"),
     "rank true": ({"r": True}, "r is True"),
     "rank as text": ({"r": "8"}, "r is '8'"),
     "a huge rank": ({"r": 10**40}, "r is <a number of 133 bits>"),
@@ -377,7 +377,7 @@ def test_a_file_that_changes_between_its_header_and_its_bytes(pair: tuple[Path, 
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        (["adapter_model.bin"], "holds a pickled adapter (.bin), which can run code when loaded. Load it with PEFT"),
+        (["adapter_model.bin"], "holds a pickled adapter (.bin), which can run code when loaded. If you trust it"),
         (["adapter_model-00001-of-00002.safetensors"], "holds a sharded adapter. Load it with PEFT and save it again"),
         (["adapter_model.safetensors.index.json"], "holds a sharded adapter"),
         ([], "has no adapter_model.safetensors"),
@@ -418,7 +418,7 @@ def test_things_that_are_no_files(pair: tuple[Path, Path], refused: Callable[...
         ("./org/name", "does not exist"),
         ("~nosuchuser/adapter", "does not exist"),
         ("x" * 5000, "x does not exist"),
-        ("/dev/null", "is a file, and the expert is a folder"),
+        ("/dev/null", "is a file, but the expert must be a folder"),
         ("org/name@../../x", "does not exist"),
         ("org/name@/etc", "does not exist"),
     ],
