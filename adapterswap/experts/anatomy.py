@@ -1,10 +1,10 @@
-"""What a model consists of, as transformers builds it: which weights LoRA can change, in which shape and orientation,
-which of them are one weight, and under which names PEFT knows them.
+"""A model's weights, as transformers builds it: the ones that LoRA can change, their shapes, orientations and ties, and
+the names by which PEFT knows them.
 
-A checkpoint's keys are not the model's names everywhere (GPT-2's lack `transformer.`, NeoX calls its head `embed_out`),
-Conv1D stores its weights transposed, and a mixture's experts are one parameter in memory and many in the file. So
-transformers is asked: for the model, built without memory for its weights, and for its rules of renaming. Knows configs
-and names; reads no tensor.
+A checkpoint's keys may differ from the model's names (GPT-2's lack `transformer.`, NeoX calls its head `embed_out`),
+Conv1D stores its weights transposed, and a mixture's experts are one parameter in memory but many in the file. So this
+module takes them from transformers: from an empty model, and from its renaming rules. Knows configs and names; reads no
+tensor.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class AdaptableWeight:
     Attributes:
         name: the module's full name in the model.
         out_features, in_features: the size of its ΔW.
-        embedding: it belongs to an `nn.Embedding`; its ΔW is width×vocabulary.
-        transposed: it is stored in×out: a Conv1D's, or an embedding's one row per token.
-        tied: the other such modules that have the same weight: the head that is tied to an embedding, and back.
-        layer: the index of its transformer layer; None outside them, and where only the modules were looked at.
+        embedding: whether it belongs to an `nn.Embedding`; its ΔW is width×vocabulary.
+        transposed: whether it is stored in×out, as a Conv1D's or an embedding's weight is.
+        tied: the other modules with the same weight, such as the head that is tied to an embedding.
+        layer: the index of its transformer layer; None outside the layers, and in the result of `adaptable_weights`.
     """
 
     name: str
@@ -56,17 +56,17 @@ class AdaptableWeight:
 
     @property
     def shape(self) -> str:
-        """In the words of `LoraModule.shape`."""
+        """The shape as text, in the form of `LoraModule.shape`."""
         return f"{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
 
 
 def shape_of(module: Any) -> tuple[int, int] | None:
-    """(out, in) of the ΔW of a linear layer, an embedding, or a LoRA layer around either; None where it does not say.
+    """(out, in) of the ΔW of a linear layer, an embedding, or a LoRA layer around either; None for anything else.
 
-    Layers of other libraries (quantised ones) say it in the same words as torch's.
+    Layers of other libraries, such as quantised ones, have the same attributes as torch's.
     """
-    ways = (("out_features", "in_features"), ("embedding_dim", "num_embeddings"), ("nf", "nx"))
-    for out, into in ways:
+    attributes = (("out_features", "in_features"), ("embedding_dim", "num_embeddings"), ("nf", "nx"))
+    for out, into in attributes:
         sizes = getattr(module, out, None), getattr(module, into, None)
         if isinstance(sizes[0], int) and isinstance(sizes[1], int):
             return sizes[0], sizes[1]
@@ -84,24 +84,24 @@ def adaptable_weights(model: Any) -> dict[str, AdaptableWeight]:
     sharing: dict[str, list[str]] = {}
     for name in modules:
         sharing.setdefault(first.get(f"{name}.weight", name), []).append(name)
-    found = {}
+    weights = {}
     for names in sharing.values():
         for name in names:
             module, shape = modules[name], shape_of(modules[name])
-            assert shape is not None  # each of the three kinds says it
+            assert shape is not None  # true of all three kinds
             embedding = isinstance(module, torch.nn.Embedding)
-            found[name] = AdaptableWeight(
+            weights[name] = AdaptableWeight(
                 name,
                 *shape,
                 embedding=embedding,
                 transposed=embedding or isinstance(module, Conv1D),
                 tied=tuple(other for other in names if other != name),
             )
-    return {name: found[name] for name in modules}
+    return {name: weights[name] for name in modules}
 
 
 def _first_names(model: Any) -> dict[str, str]:
-    """Every parameter's name; a tied one has several, which lead to the first."""
+    """Parameter name → the first name of the same parameter: tied parameters have several names."""
     first: dict[int, str] = {}
     return {
         name: first.setdefault(id(parameter), name)
@@ -112,7 +112,7 @@ def _first_names(model: Any) -> dict[str, str]:
 def rename_keys(model: Any) -> Callable[[str], str | None]:
     """A function from a checkpoint's key to the parameter's name in `model`, as `from_pretrained` renames it.
 
-    It returns None for a key from which transformers makes one parameter together with others (fused experts).
+    It returns None for a key that transformers fuses with others into one parameter (a mixture's experts).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -135,10 +135,9 @@ class Anatomy:
 
     Attributes:
         weights: the weights that LoRA can change, by parameter name, such as `model.layers.0.self_attn.q_proj.weight`;
-            of those that are one weight the first alone.
-        parameters: every parameter's name; a tied one has several, which lead to the first.
-        rename: a checkpoint's key → the name that transformers gives it when it loads the model; None where it makes
-            one parameter of several keys.
+            of tied weights only the first.
+        parameters: parameter name → the first name of the same parameter.
+        rename: a checkpoint's key → the parameter's name in the model; None for a key that is fused with others.
     """
 
     weights: Mapping[str, AdaptableWeight]
@@ -147,11 +146,11 @@ class Anatomy:
 
     @property
     def tied(self) -> bool:
-        """Whether a head is an embedding."""
+        """Whether a head is tied to an embedding."""
         return any(weight.tied for weight in self.weights.values())
 
     def name_of(self, key: str) -> str | None:
-        """The parameter that a checkpoint's key is loaded into alone; None if there is no such."""
+        """The parameter that holds exactly a checkpoint's key; None if there is none."""
         return self.parameters.get(self.rename(key) or "")
 
 
@@ -173,11 +172,11 @@ def read_anatomy(checkpoint: Checkpoint) -> Anatomy:
         ExpertError, UnsupportedError: see `layer_container`.
     """
     model = build_empty(checkpoint)
-    parameters, found = _first_names(model), adaptable_weights(model)
-    container = layer_container(found)
+    parameters, adaptable = _first_names(model), adaptable_weights(model)
+    container = layer_container(adaptable)
     weights = {
         f"{name}.weight": replace(weight, layer=layer_of(name, container))
-        for name, weight in found.items()
+        for name, weight in adaptable.items()
         if parameters.get(f"{name}.weight") == f"{name}.weight"
     }
     return Anatomy(weights, parameters, rename_keys(model))

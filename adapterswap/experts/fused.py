@@ -1,8 +1,8 @@
-"""The experts of a mixture as one parameter in memory, and as the tensors that a checkpoint stores.
+"""Map a mixture's fused parameters in memory to the tensors that a checkpoint stores.
 
 transformers 5 keeps a layer's experts in two parameters, `experts.gate_up_proj` and `experts.down_proj`, with a matrix
-for each expert. Checkpoints store them so, or matrix by matrix (`experts.3.up_proj.weight`), and transformers' own
-rules say how the one becomes the other. Knows models and names; reads no tensor.
+for each expert. Checkpoints store them in this form or matrix by matrix (`experts.3.up_proj.weight`), and transformers'
+conversion rules relate the two forms. Knows models and names; reads no tensor.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class FusedParameter:
     """A parameter with a matrix for each expert: (experts, rows, columns).
 
     Attributes:
-        name: in the model.
-        shape: of the parameter.
-        transposed: a matrix is in×out, as PEFT sees it.
-        key: the stored tensor that is the parameter; None where there is no such.
-        parts: else the stored tensors that it is made of; none where they cannot be said to be rows of matrices.
+        name: its name in the model.
+        shape: its shape.
+        transposed: whether each matrix is in×out, as PEFT sees it.
+        key: the stored tensor that equals the parameter; None if there is none.
+        parts: otherwise the stored tensors whose rows form its matrices; empty if they do not have this form.
     """
 
     name: str
@@ -47,10 +47,10 @@ class FusedParameter:
 
 
 def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[str, FusedParameter]:
-    """The parameters of a model with three axes, by name.
+    """A model's parameters with three axes, by name.
 
     Args:
-        model: of transformers, with or without weights.
+        model: a transformers model, with or without weights.
         stored: the checkpoint's keys and shapes.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -69,7 +69,7 @@ def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[
         else:
             sources.setdefault(name, []).append((key, pattern))
     modules = dict(model.named_modules())
-    found = {}
+    fused = {}
     for name, parameter in known.items():
         if parameter.dim() != 3:
             continue
@@ -77,8 +77,8 @@ def fused_parameters(model: Any, stored: Mapping[str, tuple[int, ...]]) -> dict[
         shape = tuple(parameter.shape)
         parts = _parts(shape, sources.get(name, ()), converters, stored)
         transposed = bool(getattr(holder, "is_transposed", False))
-        found[name] = FusedParameter(name, shape, transposed, alone.get(name), parts)
-    return found
+        fused[name] = FusedParameter(name, shape, transposed, alone.get(name), parts)
+    return fused
 
 
 def _parts(
@@ -87,10 +87,10 @@ def _parts(
     converters: Iterable[Any],
     stored: Mapping[str, tuple[int, ...]],
 ) -> tuple[StoredPart, ...]:
-    """Each stored matrix's place, where transformers stacks matrices and puts their rows one below the other."""
+    """The place of each stored matrix, if transformers only stacks matrices and concatenates their rows."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    found: list[StoredPart] = []
+    parts: list[StoredPart] = []
     matrices: dict[int, dict[int, str]] = {}
     for key, pattern in sources:
         rule = next(rule for rule in converters if pattern in rule.source_patterns)
@@ -110,8 +110,8 @@ def _parts(
             sizes = stored[key]
             if len(sizes) != 2 or sizes[1] != shape[2]:
                 return ()
-            found.append(StoredPart(key, expert, start, start + sizes[0]))
+            parts.append(StoredPart(key, expert, start, start + sizes[0]))
             start += sizes[0]
         if start != shape[1]:
             return ()
-    return tuple(found)
+    return tuple(parts)

@@ -1,8 +1,8 @@
-"""Files as hashes, so that records and resumed runs can tell when one of them was replaced.
+"""Hashes of files, so that records and resumed runs notice when a file was replaced.
 
-SHA-256 covers a whole file. A fingerprint covers a small file whole, and of a large one its size and blocks spread
-evenly over it, header and end included: the weights of another model, or of another step of training, differ
-everywhere. Time stamps do not count, since copying changes them. Knows file names; nothing of what runs do.
+SHA-256 covers a whole file. A fingerprint covers a small file as a whole; for a large one it covers the size and blocks
+spread evenly over the file, including its header and end. That is enough, because the weights of another model or of
+another training step differ everywhere. Time stamps do not count, since copying changes them. Knows only file names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from adapterswap.experts.checkpoints import WEIGHT_FILES, Checkpoint
 
 __all__ = ["fingerprint", "fingerprints", "hashed", "model_fingerprints", "sha256_of"]
 
-_WHOLE = 64 * 2**20  # bytes up to which a file is hashed whole
+_WHOLE = 64 * 2**20  # bytes; smaller files are hashed as a whole
 _BLOCK = 2**20
 _BLOCKS = 64
 
@@ -34,7 +34,7 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
-    """Hash the shards beside the work; what is yielded waits for each checkpoint's SHA-256 by file."""
+    """Hash the shards in the background; the yielded function waits for each checkpoint's SHA-256 by file."""
     with ThreadPoolExecutor(1) as worker:
         waiting = [{shard.path.name: worker.submit(sha256_of, shard.path) for shard in c.shards} for c in checkpoints]
         try:
@@ -44,7 +44,7 @@ def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a file's content: equal for equal files, wherever they lie.
+    """A hash of a file's content, equal for equal files wherever they are.
 
     Raises:
         OSError: the file cannot be read.
@@ -64,8 +64,8 @@ def fingerprint(path: Path) -> str:
 
 def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:
     """The fingerprints of the files in a folder that match one of the patterns, by name."""
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: fingerprint(path) for path in sorted(found)}
+    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: fingerprint(path) for path in sorted(files)}
 
 
 def model_fingerprints(folder: Path) -> dict[str, str]:

@@ -1,14 +1,13 @@
-"""One name for each module of a base, whatever an expert's file calls it.
+"""Map the names that an expert's file uses to the base's own module names.
 
 The canonical name is the module's name in the model that the installed transformers builds from the base's config. An
-expert may name it otherwise: transformers 4 called the layers of a multimodal model `language_model.model.layers`, the
+expert may use another one: transformers 4 called the layers of a multimodal model `language_model.model.layers`, the
 text-only model with the same decoder calls them `model.layers`, and Mixtral's router was in `block_sparse_moe`. Names
-are matched by transformers' own rules of renaming, then by exchanging what stands before the list of layers; a name
-that fits no module is not guessed at. (Wrappers such as `_orig_mod.` are removed when a file is read: see
-`adapter_keys`.)
+are matched by transformers' own renaming rules, then by exchanging the prefix of the list of layers. A name that fits
+no module is refused. (Wrappers such as `_orig_mod.` are removed when a file is read: see `adapter_keys`.)
 
-Building the model without memory for its weights takes a second or two, so it is asked for only where names differ.
-Knows models and names; reads no tensor.
+Building an empty model takes a second or two, so it is done only if names differ. Knows models and names; reads no
+tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = ["ModelNames", "check_distinct", "named", "names_of_base", "renamed_ad
 
 Shape = tuple[int, int]  # out, in
 
-# What may stand before the list of layers in one class of a model and not in another with the same decoder.
+# Prefixes of the list of layers that one class of a model has and another class with the same decoder lacks.
 _NEUTRAL = frozenset({"model", "language_model", "text_model", "thinker", "llm"})
 _EXPERTS = ".experts."
 
@@ -51,12 +50,12 @@ class ModelNames:
     """The modules of a model by name, and the names under which experts may have stored them.
 
     Attributes:
-        name: what messages call the model.
+        name: the model's name in messages.
         container: the language model's list of layers; None if there is none.
     """
 
     def __init__(self, model: Any, name: str) -> None:
-        """Args: model: of transformers, with or without weights; name: what messages call it."""
+        """Args: model: a transformers model, with or without weights; name: its name in messages."""
         self.name = name
         self._shapes: dict[str, Shape | None] = {
             module: shape_of(getattr(part, "base_layer", part)) for module, part in model.named_modules() if module
@@ -68,17 +67,17 @@ class ModelNames:
         self._model = model
 
     def find(self, module: str, container: str | None, shape: Shape | None = None) -> str | None:
-        """The canonical name of a module; None where no module of the model fits, or several do.
+        """The canonical name of a module; None if no module of the model fits, or several do.
 
         Args:
             module: its name in an expert.
             container: the expert's own list of layers.
-            shape: (out, in) of its weight, which must fit wherever the name is not the model's own.
+            shape: (out, in) of its weight, which must match unless the name is already the model's own.
         """
         if module in self._shapes:
             return module
         start, within, end = module.rpartition(_EXPERTS)
-        if within and end[:1].isdigit():  # one expert of a layer; in memory they are one module
+        if within and end[:1].isdigit():  # one expert of a layer; in memory all experts are one module
             parent = self.find(start, container)
             return f"{parent}{within}{end}" if parent and f"{parent}.experts" in self._shapes else None
         fitting = (name for name in self._candidates(module, container) if self._fits(name, shape))
@@ -86,15 +85,15 @@ class ModelNames:
 
     @property
     def is_multimodal(self) -> bool:
-        """Whether the language model is a part of it, which another class may hold alone."""
+        """Whether the language model is only a part of the model."""
         config = self._model.config
         return config.get_text_config() is not config
 
     def older(self, module: str) -> str:
-        """The name in transformers 4, which is that of the Hub's checkpoints: transformers' renamings turned round.
+        """The module's name in transformers 4 and in the Hub's checkpoints, by transformers' renamings in reverse.
 
         Raises:
-            BaseModelError: the renamings cannot be turned round for it.
+            BaseModelError: the renamings cannot be reversed for this module.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
@@ -103,22 +102,22 @@ class ModelNames:
         back = [
             rule.reverse_transform()
             for rule in rules[::-1]
-            # A prefix taken from the whole model is another class's, and no older name of this one.
+            # A prefix change of the whole model belongs to another class; it is not an older name of this one.
             if isinstance(rule, WeightRenaming) and not (isinstance(rule, PrefixChange) and not rule.scope_prefix)
         ]
         old: str = rename_source_key(f"{module}.weight", back, [], reverse=True)[0].removesuffix(".weight")
         if self.find(old, layer_container([old])) != module:
             raise BaseModelError(
-                f"transformers has no rule that leads from a name of transformers 4 to {module} in {self.name}",
-                "Choose other names for the result",
+                f"transformers has no rule that maps a name of transformers 4 to {module} in {self.name}",
+                "Choose other `names` for the result",
                 parameter="names",
             )
         return old
 
     def exchange(self, module: str, ours: str | None, theirs: str | None) -> str | None:
-        """`module` with what stands before the list `ours` replaced by what stands before `theirs`.
+        """`module` with the prefix of the list `ours` replaced by that of `theirs`.
 
-        None where it does not lie in that part, or where more differs than the name of the language model's part.
+        None if the module does not have this prefix, or the lists differ in more than the language model's prefix.
         """
         if ours is None or theirs is None:
             return None
@@ -135,7 +134,7 @@ class ModelNames:
         if moved is not None:
             yield from (moved, self._renamed(moved))
         last = module.rpartition(".")[2]
-        if last in EMBEDDINGS | HEADS:  # it is next to the layers, under a prefix of its own
+        if last in EMBEDDINGS | HEADS:  # outside the layers, under its own prefix
             ends = [name for name in self._shapes if name.rpartition(".")[2] == last]
             yield from ends if len(ends) == 1 else ()
 
@@ -147,12 +146,12 @@ class ModelNames:
 
 
 def names_of_base(folder: Path, name: str) -> ModelNames:
-    """The names of the model that the config.json in a folder describes; `name` is what messages call it.
+    """The names of the model that the config.json in a folder describes; `name` is the model's name in messages.
 
     Raises:
-        AdapterswapError: transformers cannot build it without remote code.
+        AdapterswapError: transformers cannot build the model without remote code.
     """
-    return _built(folder, name, read_small(folder / "config.json", "Give a base model's folder, with its config.json"))
+    return _built(folder, name, read_small(folder / "config.json", "Pass a base model's folder, with its config.json"))
 
 
 @lru_cache(maxsize=4)
@@ -161,52 +160,52 @@ def _built(folder: Path, name: str, config: bytes) -> ModelNames:
 
 
 def named(name: str, of_module: Callable[[str], str | None]) -> str | None:
-    """Another name of a module, or of a module's trained bias, as `of_module` names modules; None where that is."""
+    """The name that `of_module` gives to a module, or to the module of a trained bias; None if it returns None."""
     if not is_bias(name):
         return of_module(name)
-    found = of_module(name.removesuffix(".bias"))
-    return f"{found}.bias" if found else found
+    module = of_module(name.removesuffix(".bias"))
+    return f"{module}.bias" if module else module
 
 
 def under_canonical_names(adapter: Adapter, names: ModelNames, expert: str) -> Adapter:
     """The adapter with every module under its canonical name.
 
     Args:
-        adapter: as it was opened.
-        names: of the base.
+        adapter: the opened adapter.
+        names: the base's names.
         expert: the adapter's name, for messages.
 
     Raises:
-        ExpertError: a module fits none of the base's, or two fit one.
+        ExpertError: a module fits none of the base's, or two modules fit the same one.
     """
     mapping: dict[str, str] = {}
     for module in adapter.parts.values():
         lora = module.lora if isinstance(module, OpaqueModule) else module
         shape = (lora.out_features, lora.in_features) if isinstance(lora, LoraModule) else None
-        found = named(module.name, partial(names.find, container=adapter.container, shape=shape))
-        if found is None:
+        canonical = named(module.name, partial(names.find, container=adapter.container, shape=shape))
+        if canonical is None:
             raise ExpertError(
-                f"{expert} adapts {module.name}, and {names.name} has no module of that shape known to have had "
-                "that name",
-                "Give the base that the experts adapt with `base_model`, or save the expert again with this version of "
+                f"{expert} adapts {module.name}, but {names.name} has no module of this shape under this or an older "
+                "name",
+                "Pass the base that the experts adapt as `base_model`, or save the expert again with this version of "
                 "transformers",
                 parameter="base_model",
             )
-        mapping[module.name] = found
+        mapping[module.name] = canonical
     return renamed_adapter(adapter, mapping, expert, names.container)
 
 
 def renamed_adapter(adapter: Adapter, mapping: Mapping[str, str], expert: str, container: str | None) -> Adapter:
-    """The adapter with its modules under other names; its file, which is read as before, keeps its own.
+    """The adapter with its modules renamed. Its file keeps the old names and is read by them.
 
     Args:
         adapter: the adapter.
-        mapping: the new name of every module.
+        mapping: old name → new name, for every module.
         expert: the adapter's name, for messages.
         container: the list of layers under the new names.
 
     Raises:
-        ExpertError: two modules would have one name.
+        ExpertError: two modules would get the same name.
     """
     if all(new == old for old, new in mapping.items()):
         return adapter
@@ -224,8 +223,8 @@ def renamed_adapter(adapter: Adapter, mapping: Mapping[str, str], expert: str, c
     modules = {module.name: module for module in map(moved, adapter.modules.values())}
     saved = {module.name: module for module in map(moved, adapter.saved.values())}
     opaque = {module.name: module for module in map(moved, adapter.opaque.values())}
-    every: list[Part] = [*modules.values(), *opaque.values(), *saved.values()]
-    layered = any(part.layer is not None for part in every)
+    parts_moved: list[Part] = [*modules.values(), *opaque.values(), *saved.values()]
+    layered = any(part.layer is not None for part in parts_moved)
     return replace(
         adapter,
         modules=by_layer(modules),
@@ -238,7 +237,7 @@ def renamed_adapter(adapter: Adapter, mapping: Mapping[str, str], expert: str, c
 
 
 def check_distinct(mapping: Mapping[str, str], whose: str) -> None:
-    """Raise `ExpertError` if two names would become one; `whose` they are."""
+    """Raise `ExpertError` if two names of `whose` would become the same."""
     taken: dict[str, str] = {}
     for old, new in mapping.items():
         if new in taken:
@@ -249,6 +248,6 @@ def check_distinct(mapping: Mapping[str, str], whose: str) -> None:
 
 
 def _same_decoder(one: str, other: str) -> bool:
-    """Whether two lists of layers may be one: they differ only in the names of what a language model is part of."""
+    """Whether two lists of layers may be the same: they differ only in prefixes of the language model."""
     own, their = ([part for part in name.split(".") if part not in _NEUTRAL] for name in (one, other))
     return own == their

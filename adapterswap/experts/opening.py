@@ -1,4 +1,4 @@
-"""Open an expert whatever it is: an adapter, or a full checkpoint. Knows the two by the config in their folder."""
+"""Open an expert of either form, an adapter or a full checkpoint, which the config in its folder tells apart."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ __all__ = ["open_expert"]
 
 
 def open_expert(reference: str | Path) -> Adapter | Checkpoint:
-    """Open the adapter or the full checkpoint in a local folder, or with a Hub id
-    `org/name[/subfolder][@revision]`.
+    """Open the adapter or full checkpoint in a local folder or with a Hub id `org/name[/subfolder][@revision]`.
 
-    PEFT and transformers may save an adapter's folder with a config.json of the base beside it, so adapter_config.json
-    decides, unless full weights lie there too.
+    An adapter's folder may also hold the base's config.json, so adapter_config.json decides. A folder with
+    adapter_config.json and full weights is refused.
 
     Raises:
-        ExpertError: it is neither, or both.
+        ExpertError: the folder holds neither, or both.
         NotFoundError, ExpertError, UnsupportedError: see `open_adapter` and `open_checkpoint`.
     """
     source = find_source(reference, [*ADAPTER_FILES, MODEL_CONFIG], what="expert", parameter="reference")
@@ -29,11 +28,11 @@ def open_expert(reference: str | Path) -> Adapter | Checkpoint:
     if not exists(folder / CONFIG) and exists(folder / MODEL_CONFIG):
         if source.revision is None:
             return read_checkpoint(source, what="expert")
-        return open_checkpoint(str(source), what="expert")  # fetches its weights, of the commit that was found
+        return open_checkpoint(str(source), what="expert")  # fetches the weights of the same commit
     if exists(folder / CONFIG) and exists(folder / MODEL_WEIGHTS):
         raise ExpertError(
             f"{folder} holds both an adapter and full weights",
-            "Give a folder with one of them: move the other away",
+            "Pass a folder with one of them: move the other away",
             parameter="reference",
         )
-    return read_adapter(source)  # which says what is missing
+    return read_adapter(source)  # reports what is missing

@@ -1,9 +1,9 @@
 """How a base stores a weight: out×in like `nn.Linear`, or in×out like transformers' Conv1D and `nn.Embedding`.
 
-An adapter's config does not say it: PEFT keeps one `fan_in_fan_out` for all modules, the value of the last one that it
-adapted, so GPT-2 with LoRA on `attn.c_proj` and `lm_head` says false. The class of the base's own module says it. Where
-the checkpoint's headers leave it open, transformers builds the model without memory for its weights; importing it takes
-seconds, so it is not asked for models that have no Conv1D.
+An adapter's config does not say which: PEFT keeps one `fan_in_fan_out` for all modules, the value of the last one that
+it adapted, so GPT-2 with LoRA on `attn.c_proj` and `lm_head` says false. The class of the base's own module decides. If
+the checkpoint's headers leave it open, transformers builds an empty model. Importing transformers takes seconds, so
+this is skipped for models without Conv1D.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CONV1D_TYPES = frozenset({"clvp_decoder", "decision_transformer", "gpt-sw3", "g
 
 
 class Orientation:
-    """Which weights of a checkpoint are a Conv1D's, stored in×out.
+    """Which weights of a checkpoint belong to a Conv1D, and so are stored in×out.
 
-    A Conv1D always has a bias, as long as its weight has columns; the bias of a Linear is as long as the weight has
-    rows. This answers for all weights that have no bias or are not square, from the headers. For the rest transformers
-    builds the model, unless no other weight of it is a Conv1D's and its type is not known for them.
+    A Conv1D always has a bias, with one entry per column of its weight; a Linear's bias has one entry per row. So the
+    headers decide for all weights that have no bias or are not square. For the rest, transformers builds an empty
+    model, unless no other weight belongs to a Conv1D and the model's type is not known to have them.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -73,11 +73,11 @@ class Orientation:
         return {name: key for key, name in names.items() if name is not None}
 
     def stored_key(self, module: str, parameter: str, container: str | None) -> str | None:
-        """The key of an adapter's module's parameter, under whatever name of the module; None if there is none.
+        """The key under which the checkpoint stores a parameter of an adapter's module; None if it does not.
 
         Args:
-            module: the module's name in the adapter.
-            parameter: such as `weight`.
+            module: the module's name in the adapter, which may differ from the checkpoint's.
+            parameter: the parameter's name within the module, such as `weight`.
             container: the adapter's list of layers.
 
         Raises:
@@ -87,10 +87,10 @@ class Orientation:
         return None if name is None else self.stored_keys.get(f"{name}.{parameter}")
 
     def fused(self, parameter: str, container: str | None) -> FusedParameter | None:
-        """A parameter with a matrix for each expert of a mixture, under whatever name; None if there is no such.
+        """The parameter with a matrix for each expert of a mixture; None if the model has none of this name.
 
         Args:
-            parameter: its name in an adapter.
+            parameter: its name in the adapter, which may differ from the model's.
             container: the adapter's list of layers.
 
         Raises:

@@ -1,7 +1,7 @@
-"""The regexes of adapter_config.json, matched as PEFT matches them: a value for a module, or whether one is targeted.
+"""The regexes of adapter_config.json, matched as PEFT matches them: a module's value, or whether it is targeted.
 
-They come with a downloaded file and may be made to run for years, which `re` cannot interrupt. So `regex` runs them,
-with a limit of time, where both read them alike. Knows names and values only.
+They come with a downloaded file, and a malicious one could run for years, which `re` cannot interrupt. So `regex` runs
+them with a time limit, after a check that `re` and `regex` read them in the same way. Knows only names and values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from adapterswap.files.smallfiles import shown
 
 __all__ = ["Matcher", "Patterns", "is_plain"]
 
-_SECONDS = 10.0  # for all regexes of a config's key on all modules of an adapter; real ones take milliseconds
+_SECONDS = 10.0  # for all regexes of a config key on all modules of an adapter; real ones take milliseconds
 _MAX_LENGTH = 1000  # characters of a key
-_MAX_REGEXES = 2000  # keys that are more than a name
-_MAX_CHARACTERS = 100_000  # of these together; compiling them takes up to 20 microseconds each
-_MAX_PAIRS = 20_000_000  # of keys and modules; a pair takes half a microsecond
+_MAX_REGEXES = 2000  # keys that are not plain names
+_MAX_CHARACTERS = 100_000  # of all regexes together; compiling takes up to 20 microseconds per character
+_MAX_PAIRS = 20_000_000  # pairs of a key and a module; a pair takes half a microsecond
 
 _PLAIN = re.compile(r"[\w.-]*")
 _NO_REPEAT = re.compile(r"\{(?!(\d+(,\d*)?|,\d*)\})")  # text for `re`, but `a{e<=1}` is a fuzzy match for `regex`
@@ -35,7 +35,7 @@ def is_plain(pattern: str) -> bool:
 
 
 class Matcher:
-    """Matches regexes against whole names, within a number of seconds for all calls together."""
+    """Matches regexes against whole names, with a time limit for all calls together."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self._deadline = time.monotonic() + (_SECONDS if seconds is None else seconds)
@@ -45,7 +45,7 @@ class Matcher:
         """The match of `pattern` with all of `name`, or None.
 
         Raises:
-            ValueError: `re`, with which PEFT matches, does not take the regex or reads it otherwise; or time is up.
+            ValueError: `re`, which PEFT uses, refuses the regex or reads it differently; or the time is up.
         """
         import regex  # here, because most adapters name their modules plainly
 
@@ -66,7 +66,7 @@ class Matcher:
 def _check(pattern: str) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # `re` warns of what a later Python will read otherwise
+            warnings.simplefilter("error")  # `re` warns about regexes that a later Python will read differently
             re.compile(pattern)
         if _NO_REPEAT.search(pattern):
             raise re.error("a brace that does not begin a repeat")
@@ -79,24 +79,24 @@ class Patterns(Generic[_Value]):
     """Values by regex (`rank_pattern`, `alpha_pattern`): PEFT takes the first key for which `(.*\\.)?(key)$` matches.
 
     Attributes:
-        values: as they stand in adapter_config.json.
+        values: regex → value, as in adapter_config.json.
     """
 
     values: Mapping[str, _Value] = field(default_factory=dict)
     _found: dict[str, str | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a key that is not a regex, or one that PEFT would read otherwise than it looks."""
+        """Raise a ValueError for a key that is not a valid regex, alone or where PEFT inserts it."""
         regexes = [key for key in self.values if not is_plain(key)]
         size = sum(map(len, regexes))
         if len(regexes) > _MAX_REGEXES or size > _MAX_CHARACTERS:
             bounds = f"{_MAX_REGEXES} of {_MAX_CHARACTERS} characters"
-            raise ValueError(f"it holds {len(regexes)} regexes of {size} characters, and at most {bounds} are read")
+            raise ValueError(f"it holds {len(regexes)} regexes of {size} characters; at most {bounds} are allowed")
         for key in self.values:
             if len(key) > _MAX_LENGTH:
                 raise ValueError(f"the key {shown(key)} is longer than {_MAX_LENGTH} characters")
         for key in regexes:
-            _check(key)  # one regex alone, and below where PEFT puts it
+            _check(key)  # alone, and then where PEFT inserts it
             _check(_in_peft(key))
 
     def get(self, name: str, default: _Value) -> _Value:
@@ -107,7 +107,7 @@ class Patterns(Generic[_Value]):
         return default if key is None else self.values[key]
 
     def check(self, names: Collection[str]) -> None:
-        """Resolve all these names, or raise ValueError where that takes longer than ten seconds."""
+        """Resolve all these names, or raise a ValueError if that takes longer than ten seconds."""
         if len(self.values) * len(names) > _MAX_PAIRS:
             raise ValueError(f"its {len(self.values)} keys take too long to match with {len(names)} modules")
         match = Matcher()

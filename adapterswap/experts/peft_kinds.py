@@ -1,7 +1,7 @@
-"""PEFT's kinds of adapters whose change of a module is a function of that module: what they store, what they read.
+"""PEFT's kinds of adapters that change each module on its own: the tensors they store and the settings they read.
 
-DoRA, (IA)³, OFT and their like are no sum of a weight and a product of two factors, so they are not averaged without
-the base. But each module's change depends on its own tensors and on the config alone, so it can be copied into another
+DoRA, (IA)³, OFT and similar kinds do not add a product of two factors to a weight, so they cannot be averaged without
+the base. But each module's change depends only on its own tensors and the config, so it can be copied into another
 adapter of the same kind. Knows names and PEFT 0.21's rules; reads nothing.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["DORA", "KINDS", "LORA", "LORA_BIAS", "LORA_PARTS", "REFUSED_KINDS", 
 
 LORA, DORA, LORA_BIAS = "LORA", "DoRA", "LoRA with lora_bias"
 
-# What variants of LoRA store beside A and B, and what they are called.
+# The tensors that variants of LoRA store beside A and B → the variant's name.
 LORA_PARTS = {"lora_magnitude_vector": DORA, "lora_B.bias": LORA_BIAS}
 
 
@@ -23,13 +23,13 @@ class PeftKind:
     """A `peft_type` whose modules can be copied one by one.
 
     Attributes:
-        title: what people call it.
-        parts: what follows a module's name in the keys of its tensors.
-        patterns: settings that may differ from module to module → the config's key for their patterns, which PEFT
-            matches as it matches LoRA's.
+        title: its usual name.
+        parts: the ends of the keys of its tensors, after the module's name.
+        patterns: settings that may differ between modules → the config key of their patterns, which PEFT matches like
+            LoRA's.
         shared: the keys, after `base_model.`, of tensors that all modules use.
-        inert: keys of the config that do not change what a trained adapter computes.
-        on_biases: it changes the module's bias too.
+        inert: config keys that do not change what a trained adapter computes.
+        on_biases: whether it also changes the module's bias.
     """
 
     title: str
@@ -76,9 +76,9 @@ KINDS: dict[str, PeftKind] = {
     "HIRA": _kind("HiRA", "hira_A", "hira_B", patterns={"r": "rank_pattern"}, inert=frozenset({"hira_dropout"})),
     "ROAD": _kind("RoAd", "road_alpha", "road_theta", on_biases=True),
 }  # fmt: skip
-"""By `peft_type`, the kinds that are copied, beside LoRA."""
+"""`peft_type` → the kinds besides LoRA that can be copied."""
 
-_VIRTUAL = "it adds virtual tokens or states for the whole model, which belong to no module"
+_VIRTUAL = "it adds virtual tokens or states for the whole model, not for a module"
 
 REFUSED_KINDS: dict[str, str] = {
     "PROMPT_TUNING": _VIRTUAL,
@@ -90,9 +90,9 @@ REFUSED_KINDS: dict[str, str] = {
     "ADAPTION_PROMPT": "its prompts and gates run through whole attention layers",
     "XLORA": "it routes between adapters at run time",
     "POLY": "it routes between skills by the id of a task",
-    "ADALORA": "its ranks are bound to the whole adapter's budget",
+    "ADALORA": "its ranks depend on a budget of the whole adapter",
     "VBLORA": "all its modules share one vector bank, trained together",
     "UNILORA": "all its modules share one vector, trained together",
     "OSF": "it holds parts of an SVD of the base's own weights",
 }
-"""By `peft_type`, kinds that cannot be composed module by module, and why."""
+"""`peft_type` → why this kind cannot be composed module by module."""

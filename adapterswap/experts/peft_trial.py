@@ -1,7 +1,7 @@
-"""What PEFT makes of an adapter: it is asked, by loading factors into the base's model, built without its weights.
+"""Find out how PEFT loads an adapter, by loading its factors into an empty model of the base.
 
-A list of names and types would be out of date with the next version of PEFT. Takes about a second for a model of 8B,
-beside the import of PEFT. Knows modules; reads no tensor.
+A list of names and types would be out of date with the next version of PEFT. A trial takes about a second for an 8B
+model, besides the import of PEFT. Knows modules; reads no tensor.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class PeftTrial(NamedTuple):
     """How PEFT loaded an adapter.
 
     Attributes:
-        adapted: the modules that it wrapped.
-        missing: the keys of factors that it has and the adapter does not.
-        dropped: the adapter's keys that it has no place for.
+        adapted: the modules that PEFT wrapped.
+        missing: the keys of factors that PEFT created but the adapter lacks.
+        dropped: the adapter's keys that PEFT did not load.
     """
 
     adapted: frozenset[str]
@@ -31,9 +31,9 @@ def try_in_peft(model: Any, config: Any, tensors: Mapping[str, Any]) -> PeftTria
     """Load an adapter into a model on torch's meta device; None if PEFT refuses.
 
     Args:
-        model: without weights; it is changed.
-        config: PEFT's.
-        tensors: the adapter's, on the meta device, by PEFT's keys.
+        model: a model without weights; PEFT changes it.
+        config: the adapter's PEFT config.
+        tensors: the adapter's tensors on the meta device, by PEFT's keys.
     """
     import torch
     from peft import get_peft_model, set_peft_model_state_dict
@@ -44,7 +44,7 @@ def try_in_peft(model: Any, config: Any, tensors: Mapping[str, Any]) -> PeftTria
         try:
             adapted: Any = get_peft_model(model, config)
             outcome = set_peft_model_state_dict(adapted, dict(tensors), low_cpu_mem_usage=True)
-        except Exception:  # PEFT has no class of error for what it refuses
+        except Exception:  # PEFT has no error class for adapters that it refuses
             return None
     modules = adapted.base_model.model.named_modules()
     return PeftTrial(

@@ -12,7 +12,7 @@ __all__ = ["check_repository", "publish"]
 
 
 def check_repository(repo: str) -> None:
-    """Raise `ArgumentError` unless `repo` has the form of a repository's id, before any work is done for it."""
+    """Raise `ArgumentError` unless `repo` has the form of a repository's id. Call this before any long work."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -20,8 +20,8 @@ def check_repository(repo: str) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ArgumentError(
-            f"`push_to_hub` is {repo!r}, which cannot be the id of a repository: {reason_of(error)}",
-            "Write org/name; use `revision` for a branch",
+            f"`push_to_hub` is {repo!r}, which is not the id of a repository: {reason_of(error)}",
+            "Pass org/name; use `revision` for a branch",
             parameter="push_to_hub",
         ) from None
 
@@ -34,23 +34,23 @@ def publish(
     revision: str | None = None,
     commit_message: str | None = None,
 ) -> str:
-    """Upload a folder to a repository on the Hub, which is created where it does not exist.
+    """Upload a folder to a repository on the Hub, which is created if it does not exist.
 
     Args:
-        folder: what to upload; files of the same names in the repository are replaced, others stay.
+        folder: the folder to upload. Files of the same names in the repository are replaced, others stay.
         repo: the repository's id, such as `org/name`.
-        private: True uploads to a private repository only, False creates a public one where there is none. By default
-            a new repository is private, and one that exists stays as it is.
-        revision: the branch to commit to, which is created where it does not exist; by default the main one.
-        commit_message: the commit's; by default it names the folder's tool.
+        private: True uploads only to a private repository; False creates a public one if there is none. By default a
+            new repository is private, and an existing one stays as it is.
+        revision: the branch to commit to, which is created if it does not exist; by default the main branch.
+        commit_message: the commit message; the default names adapterswap.
 
     Returns:
         The commit's URL.
 
     Raises:
-        ArgumentError: `repo` cannot be the id of a repository.
-        NotFoundError: there is no such folder.
-        OutputError: the repository is public, and `private` is True; or the Hub cannot be reached, or refuses.
+        ArgumentError: `repo` is not the id of a repository.
+        NotFoundError: the folder does not exist.
+        OutputError: the repository is public but `private` is True; or the Hub cannot be reached, or refuses.
     """
     from huggingface_hub import HfApi
 
@@ -77,7 +77,7 @@ def publish(
             parameter="push_to_hub",
         ) from None
     raise OutputError(
-        f"{folder} was written and not uploaded: {repo} is public, and `private=True` asks for a private repository",
+        f"{folder} was written but not uploaded: {repo} is public, but `private=True` requires a private repository",
         "Make the repository private in its settings, or choose another one",
         parameter="private",
     )

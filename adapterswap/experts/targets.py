@@ -1,4 +1,4 @@
-"""Which modules of an adapter's file PEFT loads: `target_modules` and what narrows it in adapter_config.json.
+"""Which modules of an adapter's file PEFT loads: `target_modules` and the keys of adapter_config.json that narrow it.
 
 PEFT creates LoRA layers by the config, then reads their tensors; other tensors in the file are ignored without a
 warning. So only targeted modules belong to the expert. Knows names and PEFT 0.21's rules; reads nothing.
@@ -28,10 +28,10 @@ class Targets:
 
     Attributes:
         modules: `target_modules`: names or ends of names, or one regex for whole names; None targets all.
-        excluded: `exclude_modules`, likewise; None excludes none.
-        saved: `modules_to_save`: LoRA is never loaded on these, nor inside them.
+        excluded: `exclude_modules`, in the same form; None excludes none.
+        saved: `modules_to_save`: LoRA is never loaded on or inside these.
         layers: `layers_to_transform`; None for all. Modules named in full are loaded whatever their layer.
-        containers: `layers_pattern`: regexes for the list of layers; none for any list.
+        containers: `layers_pattern`: regexes for the list of layers; empty for any list.
     """
 
     modules: frozenset[str] | str | None = None
@@ -41,7 +41,7 @@ class Targets:
     containers: tuple[str, ...] = ()
 
     def loaded(self, names: Iterable[str]) -> set[str]:
-        """Those of `names`, full names of modules, that PEFT would load LoRA factors for.
+        """The modules of `names` (full names) for which PEFT would load LoRA factors.
 
         Raises:
             ValueError: a regex is invalid, or takes more than ten seconds.
@@ -56,7 +56,7 @@ class Targets:
             return False
         if self.modules is None or self.modules == _ALL_LINEAR:
             return True
-        if isinstance(self.modules, str) or name in self.modules:  # PEFT looks at layers for ends of names alone
+        if isinstance(self.modules, str) or name in self.modules:  # PEFT checks layers only for ends of names
             return _selected(self.modules, name, match)
         return _selected(self.modules, name, match) and (self.layers is None or self._layer(name, match) in self.layers)
 
@@ -64,13 +64,13 @@ class Targets:
         """The number that PEFT takes for the layer of `name`."""
         for container in self.containers or (_ANY_LIST,):
             start = r".*?\." if container == _ANY_LIST else r"(?:^|.*?\.)"
-            if found := match(rf"{start}{container}\.(?P<layer>\d+)\..*", name):
-                return int(found["layer"])
+            if layer_match := match(rf"{start}{container}\.(?P<layer>\d+)\..*", name):
+                return int(layer_match["layer"])
         return None
 
 
 def read_targets(content: Mapping[str, Any], where: str, problems: Problems) -> Targets:
-    """The targets that the content of an adapter_config.json describes; values of a wrong type are problems."""
+    """The targets in the content of an adapter_config.json; values of a wrong type are reported."""
 
     def names(key: str) -> frozenset[str] | str | None:
         value = content.get(key)

@@ -1,7 +1,8 @@
-"""The tokenizer beside an expert or a base: its files, its tokens by id, and one tokenizer for several experts.
+"""The tokenizer of an expert or a base: its files, its tokens by id, and one tokenizer for several experts.
 
-Trainers save the tokenizer in the adapter's folder. Its tokens say which rows of an embedding are whose. Knows Hugging
-Face's file names and the format of tokenizer.json, which the tokenizers library reads; knows nothing of weights.
+Trainers save the tokenizer in the adapter's folder. Its tokens say which expert the rows of an embedding belong to.
+Knows Hugging Face's file names and the format of tokenizer.json, which the tokenizers library reads; knows nothing of
+weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOKENIZER_FILES = (
 
 Tokens = Mapping[int, str]
 
-BASE = "base"  # the name that no expert can have
+BASE = "base"  # no expert can have this name
 _FAST, _SETTINGS, _JINJA = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _REMEDY = "Save the tokenizer beside the adapter again, with tokenizer.save_pretrained(FOLDER)"
 
@@ -44,11 +45,11 @@ class United:
     """One tokenizer for several experts.
 
     Attributes:
-        owner: whose files it is made of.
-        added: tokens that only others have, by id, with the folder of one that has them.
-        template: whose chat template it has; None where nobody has one.
-        others: the experts whose tokenizers it does not follow, since they give an id, or a token, another meaning.
-        other_templates: the experts whose chat templates it does not have.
+        owner: the expert, or `base`, whose files are copied.
+        added: tokens that the owner lacks: id → the folder of an expert that has it.
+        template: the expert, or `base`, whose chat template is used; None if none has one.
+        others: the experts whose tokenizers are not included, because they clash with it.
+        other_templates: the experts whose chat templates differ from the one used.
     """
 
     owner: str
@@ -64,7 +65,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def read_tokens(folder: Path) -> Tokens | None:
-    """The tokens of the tokenizer.json in a folder, by id; None where there is none that the tokenizers library reads.
+    """The tokens of the tokenizer.json in a folder, by id; None if there is none that the tokenizers library can read.
 
     Raises:
         ExpertError: it is not a regular file, or cannot be opened.
@@ -72,8 +73,8 @@ def read_tokens(folder: Path) -> Tokens | None:
     path = folder / _FAST
     if not exists(path):
         return None
-    found = path.stat()
-    return _read(path, (found.st_size, found.st_mtime_ns))
+    file_stat = path.stat()
+    return _read(path, (file_stat.st_size, file_stat.st_mtime_ns))
 
 
 @lru_cache(maxsize=8)
@@ -90,25 +91,27 @@ def _read(path: Path, stamp: tuple[int, int]) -> Tokens | None:
 
 
 def clashes(one: Tokens, other: Tokens) -> list[str]:
-    """Where two tokenizers disagree, in words: an id that is two tokens, a token that has two ids."""
-    found = [f"{i} is {one[i]!r} and {other[i]!r}" for i in sorted(one.keys() & other.keys()) if one[i] != other[i]]
-    if found:
-        return found
+    """Where two tokenizers disagree, as text: ids with two different tokens, or else tokens with two ids."""
+    by_id = [f"{i} is {one[i]!r} and {other[i]!r}" for i in sorted(one.keys() & other.keys()) if one[i] != other[i]]
+    if by_id:
+        return by_id
     ids, others = ({token: i for i, token in tokens.items()} for tokens in (one, other))
     return [f"{t!r} is {ids[t]} and {others[t]}" for t in sorted(ids.keys() & others.keys()) if ids[t] != others[t]]
 
 
 def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | None = None) -> United | None:
-    """The tokenizer of what experts are composed to: the base's if it has all tokens, else the first expert's that has,
-    else the first one and the others' added tokens. The chat template is the first expert's that has one.
+    """The tokenizer of a composition.
+
+    It is the base's if that has all tokens, or else that of the first expert with all tokens, or else the first one
+    with the others' added tokens. The chat template is that of the first expert that has one.
 
     Args:
-        experts: their folders by name, in the order of the plan.
-        base: the base's folder, where full weights are made.
-        rows: of the embedding, where it is known: a tokenizer with ids beyond it is not followed.
+        experts: expert → its folder, in the order of the plan.
+        base: the base's folder, for full weights.
+        rows: the embedding's number of rows, if known: tokenizers with larger ids are not used.
 
     Returns:
-        The tokenizer; None where no folder holds one.
+        The tokenizer; None if no folder holds one.
 
     Raises:
         ExpertError: see `read_tokens`.
@@ -117,7 +120,7 @@ def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | 
     having = {name: folder for name, folder in folders.items() if tokenizer_files(folder)}
     if not having:
         return None
-    templates = {name: found for name in (*experts, BASE) if (found := _template(having.get(name))) is not None}
+    templates = {name: text for name in (*experts, BASE) if (text := _template(having.get(name))) is not None}
     template = next(iter(templates), None)
     odd = tuple(name for name in templates if name != BASE and templates[name] != templates[str(template)])
     fast = {name: (folder / _FAST).read_bytes() for name, folder in having.items() if exists(folder / _FAST)}
@@ -128,13 +131,13 @@ def unite(experts: Mapping[str, Path], base: Path | None = None, *, rows: int | 
     within = [name for name in tokens if name not in beyond] or list(tokens)
     first = max(within, key=lambda name: all(tokens[name].items() >= tokens[other].items() for other in within))
     added: dict[int, Path] = {}
-    whole, others = dict(tokens[first]), []
+    all_tokens, others = dict(tokens[first]), []
     for name, own in tokens.items():
-        if (name in beyond and name != first) or clashes(whole, own):
+        if (name in beyond and name != first) or clashes(all_tokens, own):
             others.append(name)
             continue
-        added |= dict.fromkeys(own.keys() - whole.keys(), having[name])
-        whole |= own
+        added |= dict.fromkeys(own.keys() - all_tokens.keys(), having[name])
+        all_tokens |= own
     return United(first, added, template, tuple(others), odd)
 
 
@@ -146,34 +149,34 @@ def _template(folder: Path | None) -> str | None:
         return (folder / _JINJA).read_text(encoding="utf-8")
     if not exists(folder / _SETTINGS):
         return None
-    found = read_json(folder / _SETTINGS, _REMEDY).get("chat_template")
-    return found if isinstance(found, str) else None
+    template = read_json(folder / _SETTINGS, _REMEDY).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def write_united(united: United, folders: Mapping[str, Path], target: Path) -> None:
-    """Write the files of a united tokenizer into the folder `target`; `folders` are all that it may be made of.
+    """Write the files of a united tokenizer into the folder `target`; `folders` maps experts to their folders.
 
     Raises:
-        UnsupportedError: the tokenizers library does not give the united tokens their ids: they leave gaps.
+        UnsupportedError: the united tokens leave gaps between their ids, which a tokenizer.json cannot hold.
         OSError: a file cannot be written.
     """
     for path in tokenizer_files(folders[united.owner]):
         (target / path.name).write_bytes(path.read_bytes())
     template = None if united.template is None else _template(folders[united.template])
     if template is not None and template != _template(target):
-        (target / _JINJA).write_text(template, encoding="utf-8")  # which counts before one in tokenizer_config.json
+        (target / _JINJA).write_text(template, encoding="utf-8")  # takes precedence over tokenizer_config.json
     if not united.added:
         return
     content = json.loads((target / _FAST).read_text(encoding="utf-8"))
     entries = {entry["id"]: entry for entry in content["added_tokens"]}
-    wanted = dict(read_tokens(folders[united.owner]) or {})
+    expected = dict(read_tokens(folders[united.owner]) or {})
     for number, folder in united.added.items():
         theirs = json.loads((folder / _FAST).read_text(encoding="utf-8"))["added_tokens"]
         entries |= {entry["id"]: entry for entry in theirs if entry["id"] == number}
-        wanted[number] = (read_tokens(folder) or {})[number]
+        expected[number] = (read_tokens(folder) or {})[number]
     content["added_tokens"] = [entries[number] for number in sorted(entries)]
     (target / _FAST).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
-    if read_tokens(target) != wanted:
+    if read_tokens(target) != expected:
         raise UnsupportedError(
             "The experts' added tokens leave gaps between their ids, which a tokenizer.json cannot hold",
             "Add the same tokens, in the same order, to each expert's tokenizer",

@@ -1,8 +1,8 @@
-"""Which head a model ties to its embedding, and under which keys a checkpoint stores the two.
+"""Which head a model ties to its embedding, and the keys under which a checkpoint stores the two.
 
 Model families name them differently (`embed_tokens` and `lm_head`, `tokens_embed`, `output_projection`, …), and without
-`tie_word_embeddings` in the config the model's class decides. So transformers builds the model without memory for its
-weights. Knows modules; knows nothing of adapters.
+`tie_word_embeddings` in the config the model's class decides. So transformers builds an empty model. Knows modules;
+knows nothing of adapters.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["shared_embeddings", "tied_keys"]
 
 
 def tied_keys(checkpoint: Checkpoint) -> tuple[str, str] | None:
-    """The keys of an embedding and of the head that shares its weight; None where no head does.
+    """The keys of an embedding and of the head that shares its weight; None if no head does.
 
-    A head that is not stored has the key under which transformers would load it.
+    For a head that is not stored, this is the key under which transformers would load it.
 
     Raises:
         BaseModelError: transformers cannot build the model without remote code.
@@ -40,8 +40,7 @@ def tied_keys(checkpoint: Checkpoint) -> tuple[str, str] | None:
 
 
 def shared_embeddings(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """Of a model with several embeddings that are one weight, such as an encoder's and a decoder's: each module that
-    has this weight → the others.
+    """Embeddings that share one weight, such as an encoder's and a decoder's: module → the other modules that share it.
 
     Raises:
         BaseModelError: transformers cannot build the model without remote code.
