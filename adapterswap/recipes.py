@@ -119,7 +119,7 @@ def check_recipe(path: Path) -> str:
     if len(kinds) != 1:
         marks = ", ".join(f"`{kind.mark}` ({name})" for name, kind in _KINDS.items())
         raise FieldError(
-            f"{path} must have exactly one of these keys, and has {'several' if kinds else 'none'}: {marks}",
+            f"{path} must have exactly one of these keys, but has {'several' if kinds else 'none'}: {marks}",
             "Pass a whole recipe; to check a fragment, check a recipe that extends it",
             parameter="path",
         )

@@ -150,7 +150,7 @@ class Rule(MethodFields):
             raise FieldMistake(f"magnitude weights work with averages, not with {self.method}", "weights")
         if self.weights and self.blend.get(BASE):
             raise FieldMistake(
-                "magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights", "weights"
+                "magnitude weights are divided by a mean |ΔW|, but the base has no ΔW: use equal weights", "weights"
             )
         self._check_method(self.blend)
         check_weights(self.blend, normalize=self.normalizes)
@@ -166,7 +166,7 @@ class Rule(MethodFields):
             message = f"{self.method} needs at least {least} experts, and the blend names {len(blend)}"
             raise FieldMistake(message, "blend")
         if method.counts_absent and BASE in blend:
-            raise FieldMistake(f"{self.method} combines experts, and the blend names the base: leave it out", "blend")
+            raise FieldMistake(f"{self.method} combines experts, but the blend names the base: remove it", "blend")
         if not method.weighted and (odd := [name for name, weight in blend.items() if weight != 1]):
             message = f"{self.method} takes no weights, but {odd[0]} has {blend[odd[0]]:g}: set every weight to 1"
             raise FieldMistake(message, "blend")

@@ -231,7 +231,7 @@ class Composition(MethodFields):
         blends = self.method == "soup" or self.bottom_transition or self.top_transition or self.task == (BASE,)
         if self.weights == "magnitude" and reset and blends:
             raise FieldMistake(
-                "magnitude weights are divided by a mean |ΔW|, and the base has no ΔW: use equal weights", "weights"
+                "magnitude weights are divided by a mean |ΔW|, but the base has no ΔW: use equal weights", "weights"
             )
         if find_method(self.method).sides == (2, 2) and len(self._combined()) != 2:
             raise ValueError(

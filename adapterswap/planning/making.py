@@ -202,7 +202,7 @@ def _plan_of_weights(composition: Composition, experts: Mapping[str, Expert], pr
     for name, adapter in adapters.items():
         for module in adapter.tokens:
             problems.add(
-                f"{name} trained single tokens of {module} (trainable_token_indices), and another expert is a full "
+                f"{name} trained single tokens of {module} (trainable_token_indices), but another expert is a full "
                 "checkpoint",
                 f"Merge {name} into its base first with `merge`, and compose the two checkpoints",
                 kind=UnsupportedError,

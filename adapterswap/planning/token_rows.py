@@ -1,8 +1,8 @@
-"""Embeddings and heads of which experts trained single tokens (PEFT's `trainable_token_indices`): whose rows they get.
+"""Embeddings and heads with single trained tokens (PEFT's `trainable_token_indices`): which expert's row is used.
 
-A trained token is like a new one: if one of the experts that the rule names trained it, its row is that expert's, since
-an average with a row that was never trained would spoil it. If several did, the rule decides among these alone. All
-other rows stay the base's. Knows slots; reads no tensor.
+A trained token is like a new one: if one of the experts that the rule names trained it, its row is copied from that
+expert, because an average with a row that was never trained would spoil it. If several did, the rule applies to these
+only. All other rows stay the base's. Knows slots; reads no tensor.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ def settle_tokens(
     """The slot with the rows of the trained tokens, and the number of rows of the result if it has more than the base.
 
     Args:
-        slot: with its terms, at least one of trained tokens.
-        size: the base's number of rows; None where it is not known.
-        tokens: each expert's, as far as it has a tokenizer.
-        problems: gets a blend with an expert that changes the whole weight, negative weights, and new tokens of several
-            experts that may not be the same.
+        slot: the slot with its terms, at least one of them with trained tokens.
+        size: the base's number of rows; None if it is unknown.
+        tokens: expert → its tokens, for experts with a tokenizer.
+        problems: collects blends with an expert that changes the whole weight, negative weights, and new tokens of
+            several experts that may differ.
     """
     trained = [term for term in slot.terms if isinstance(term.change, Whole) and term.change.rows]
     other = next((term for term in slot.terms if term not in trained), None)
     first = trained[0].expert
     if other is not None:
         problems.add(
-            f"{first} trained single tokens of {slot.name} (trainable_token_indices), and {other.expert} changes the "
-            "whole weight, which cannot be blended",
-            f"Give it to one of them, in a rule of its own: {{modules: [{slot.name}], expert: {first}}}",
+            f"{first} trained single tokens of {slot.name} (trainable_token_indices), but {other.expert} changes the "
+            "whole weight, so the two cannot be blended",
+            f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {first}}}",
             kind=UnsupportedError,
         )
         return slot, None
@@ -52,8 +52,8 @@ def settle_tokens(
     if any(term.coefficient <= 0 for term in terms.values()):
         odd = next(name for name, term in terms.items() if term.coefficient <= 0)
         problems.add(
-            f"{odd} has a weight of 0 or less and trained tokens of {slot.name}, whose rows replace the base's",
-            f"Give it to one expert, in a rule of its own: {{modules: [{slot.name}], expert: {first}}}",
+            f"{odd} trained tokens of {slot.name}, whose rows replace the base's, so its weight must be above 0",
+            f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {first}}}",
             kind=CompositionError,
         )
         return replace(slot, terms=(replace(trained[0], coefficient=1.0),)), None
@@ -79,8 +79,8 @@ def settle_tokens(
     if unknown is not None:
         several = [term.expert for term in unknown.terms]
         problems.add(
-            f"{' and '.join(several)} trained the new token {unknown.start} of {slot.name}, and "
-            f"{next(name for name in several if name not in tokens)} has no tokenizer.json that says which it is",
+            f"{' and '.join(several)} trained the new token {unknown.start} of {slot.name}, but "
+            f"{next(name for name in several if name not in tokens)} has no tokenizer.json that says which token it is",
             "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
         )
     total = rows[-1].stop
@@ -99,8 +99,11 @@ def _shared_out(terms: Sequence[Term]) -> tuple[Term, ...]:
 
 
 def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems: Problems) -> None:
-    """Trained tokens of an embedding are the tied head's too, unless an adapter changes both: then no other change of
-    an embedding or head may enter, unless the base's config says that they are apart."""
+    """Report results that PEFT computes wrongly if the base ties its head to its embedding.
+
+    Trained tokens of an embedding also apply to the tied head, unless an adapter changes both. So no other change of an
+    embedding or head is allowed, unless the base's config says that they are not tied.
+    """
     trained = [slot for slot in slots if slot.of_tokens]
     changed = [slot for slot in slots if slot.terms and (slot in trained or is_vocabulary(slot.name, slot.layer))]
     if not trained or (config is not None and config.get("tie_word_embeddings") is False):
@@ -111,16 +114,16 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
     tied = "its config.json is not on this machine" if config is None else "its config.json does not say that"
     problems.add(
         f"tokens of {trained[0].name} were trained (trainable_token_indices), and the result changes {names}. PEFT "
-        f"computes that right only if the base's embedding and head are not tied, and {tied}",
+        f"computes that correctly only if the base's embedding and head are not tied, but {tied}",
         "Use a base with `tie_word_embeddings: false` and pass it as `base_model`, or leave all but the embedding to "
-        "the base, with rules of their own",
+        "the base by rules",
         parameter="base_model",
         kind=BaseModelError if config is None else UnsupportedError,
     )
 
 
 def with_rows_of_base(slot: Slot, rows: Sequence[Rows], problems: Problems) -> Slot:
-    """A stored embedding or head with the rows of trained tokens, and the base's rows between them."""
+    """A stored embedding or head, with the rows of trained tokens and the base's rows between them."""
     count, complete, next_row = slot.shape[0], list[Rows](), 0
     for part in rows:
         if part.start > next_row:
@@ -132,9 +135,9 @@ def with_rows_of_base(slot: Slot, rows: Sequence[Rows], problems: Problems) -> S
     odd = next((part for part in complete if not part.terms and part.stop > count), None)
     if odd is not None:
         problems.add(
-            f"the tokens up to {next_row - 1} of {slot.name} were trained, the base has {count} rows, and no expert "
-            f"trained the row {max(count, odd.start)}",
-            "Resize the base's vocabulary as it was for training, save it, and pass it as `base_model`",
+            f"the tokens up to {next_row - 1} of {slot.name} were trained, but the base has {count} rows and no expert "
+            f"trained row {max(count, odd.start)}",
+            "Resize the base's vocabulary as for training, save it, and pass it as `base_model`",
             parameter="base_model",
             kind=BaseModelError,
         )

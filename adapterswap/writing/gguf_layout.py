@@ -226,7 +226,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any]) -
     for saved in plan.saved.values():
         if saved.of_tokens:
             problems.add(
-                f"tokens of {saved.name} were trained (trainable_token_indices), and a LoRA in GGUF holds only "
+                f"tokens of {saved.name} were trained (trainable_token_indices), but a LoRA in GGUF holds only "
                 "low-rank changes",
                 MERGE_REMEDY,
             )

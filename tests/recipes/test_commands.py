@@ -221,9 +221,9 @@ def test_validate_tells_every_mistake_in_every_file(run: Run, tmp_path: Path) ->
         "bad.yaml: training.seed is -1: input should be greater than or equal to 0",
         "bad.yaml: training.epoch is not a known key",
         "both.yaml must have exactly one of these keys, "
-        "and has several: `datasets` (train), `experts` (compose), `task_experts` (sweep)",
+        "but has several: `datasets` (train), `experts` (compose), `task_experts` (sweep)",
     ]
-    assert "and has none: " in errors[4]
+    assert "but has none: " in errors[4]
     assert len(errors) == 5
     as_json = run("recipes", "validate", *files, "--json")
     assert as_json.exit_code == 1
