@@ -13,6 +13,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from adapterswap.analysis.captions import (
+    describe_fractions,
+    describe_interference,
+    describe_meetings,
+    describe_norms,
+)
 from adapterswap.analysis.changes import (
     Changes,
     FractionTable,
@@ -92,6 +98,7 @@ class Analysis:
             }
         return {
             "experts": experts,
+            "captions": self.captions(),
             "pairs": [
                 {
                     "experts": list(pair.experts),
@@ -115,11 +122,25 @@ class Analysis:
             ],
         }
 
+    def captions(self) -> dict[str, str]:
+        """By name of a picture that `write` writes: a caption with its thresholds, and what its bands are."""
+        found = {"changes": describe_fractions(self.tables)}
+        if self.changes:
+            found["norms"] = describe_norms(len(self.changes), relative=self._relative)
+        if len(self.pairs) > 1:
+            found["cosines"] = describe_meetings(len(self.pairs))
+        return found | {"-".join(pair.experts): describe_interference(pair) for pair in self.pairs}
+
+    @property
+    def _relative(self) -> bool:
+        """Whether norms are shown relative to the base's."""
+        return all(change.base_norm for each in self.changes for change in each.modules)
+
     def write(
         self, out_path: str | Path, *, column_width: str | float = WIDTH, overwrite: bool = False,
         inputs: Sequence[str | Path | None] = (),
     ) -> None:  # fmt: skip
-        """Write the pictures (PDF, SVG and PNG), the shares as CSV and everything as JSON.
+        """Write the pictures (PDF, SVG and PNG), a CSV of the shares, and a JSON of everything, with captions.
 
         Args:
             out_path: the folder.
@@ -142,9 +163,8 @@ class Analysis:
             write_json(folder / "analysis.json", self.as_json())
             save(draw_fractions(list(self.tables), width), folder, "changes")
             if self.changes:
-                relative = all(change.base_norm for each in self.changes for change in each.modules)
-                norms = {each.expert: each.layer_norms(relative=relative) for each in self.changes}
-                save(draw_norms(norms, width, relative=relative), folder, "norms")
+                norms = {each.expert: each.layer_norms(relative=self._relative) for each in self.changes}
+                save(draw_norms(norms, width, relative=self._relative), folder, "norms")
             if len(self.pairs) > 1:
                 save(draw_meetings(self.pairs, width), folder, "cosines")
             for pair in self.pairs:

@@ -123,12 +123,16 @@ def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None
     ]  # fmt: skip
     if not rows:
         return None
-    drawn = "95 % intervals (bootstrap over " + resampled(target) + ")"
+    drawn = f"{_interval_kind(report, target)}, each by itself, not corrected for their number"
     intervals = f", with {drawn}" if any(row["interval"] for row in rows) else ""
-    missing = ", where there are enough of them" if intervals and not all(row["interval"] for row in rows) else ""
+    missing = (
+        "; none where there are too few experts or documents"
+        if intervals and not all(row["interval"] for row in rows)
+        else ""
+    )
     caption = (
-        f"{target.task}: {target.metric} of each method, {_documents(target)}. Filled: the mean over "
-        f"{report.units}{intervals}{missing}; open: one of the {report.units}."
+        f"{target.task} ({target.metric}): the score of each method, {_documents(target)}. Filled: the mean over "
+        f"{_units(report, target)}{intervals}{missing}. Open: one of the {report.units}."
     )
     return caption, {"axis": _axis(target), "rows": rows}
 
@@ -145,14 +149,15 @@ def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] |
     if not rows:
         return None
     intervals = (
-        f" Lines: 95 % intervals (bootstrap over {resampled(target)}), each by itself, not corrected for their number."
+        f" Lines: {_interval_kind(report, target)}, each by itself, not corrected for their number."
         if any(row["interval"] for row in rows)
         else ""
     )
     one = report.units.removesuffix("s")
     caption = (
-        f"{target.task}: {target.metric} of each method minus that of {report.reference}, {_documents(target)}. "
-        f"Filled: the mean over {report.units}; open: the difference in one {one}, on the same documents.{intervals}"
+        f"{target.task} ({target.metric}): each method's score minus that of {report.reference}, {_documents(target)}. "
+        f"Filled: the mean over {_units(report, target)}; open: the difference in one {one}, paired by document."
+        f"{intervals}"
     )
     return caption, {"axis": f"{_axis(target)}\nminus {report.reference}", "rows": rows}
 
@@ -170,11 +175,12 @@ def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tupl
     alike = [other for other in report.grids if (other.task, other.family) == (grid.task, grid.family)]
     means = [cell.mean for other in alike for cell in other.cells]
     whole = len(cells) == len(tops) * len(heatmap.bottoms)
-    where = "the development problems" if report.kind == "lab" else "all documents"
+    where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
     fewer = any(cell["units"] < heatmap.most for cell in cells)
     caption = (
         f"{grid.task}: {grid.family}{f' ({grid.settings})' if grid.settings else ''} by the number of bottom layers b "
-        f"and of top layers u from the language expert; means over {report.units}, on {where}. "
+        f"and of top layers u from the language expert; means over {heatmap.most} "
+        f"{_counted(report.units, heatmap.most)}, on {where}. "
         f"{'Darker is better' if better[grid.task] else 'Darker is better, that is, less'}."
         + " ×n: chosen for n of the units." * any(cell["chosen"] for cell in cells)
         + " *: a mean over fewer units than the other cells." * fewer
@@ -196,7 +202,9 @@ def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
     caption = (
         f"Mean ranks of {len(ranks.mean_ranks)} methods over {ranks.settings} settings (1 is best; Friedman χ² = "
         f"{ranks.statistic:.2f}, {_p(ranks.p)}, Kendall's W = {ranks.agreement:.2f}). Methods joined by a line do not "
-        f"differ at 0.05 by Nemenyi's test: their mean ranks are less than the critical difference, {step:.2f}, apart."
+        f"differ at 0.05 by Nemenyi's test, which corrects for all pairs of methods: their mean ranks are less than "
+        f"the critical difference, {step:.2f}, apart. A setting is a target task and one of the {report.units}; those "
+        "that share an expert or documents are not independent, which the tests assume."
     )
     return caption, {
         "mean_ranks": dict(ranks.mean_ranks), "critical_difference": step,
@@ -226,8 +234,8 @@ def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
     ]  # fmt: skip
     caption = (
         f"Merging indicators for {target.task}: an expert's own score on a task (across) and the mean of {merged} over "
-        f"the {report.units} that it is in (up). r: Pearson's correlation; p is corrected by Holm over "
-        f"{len(panels)} indicators, and left out below {MIN_UNITS} different points."
+        f"the {report.units} that it is in (up). A point is an expert. r: Pearson's correlation; p: two-sided, "
+        f"corrected by Holm over {_indicator_count(len(panels))}, and left out below {MIN_UNITS} different points."
     )
     return caption, {"panels": panels, "axis": f"{merged}\non {target.task}"}
 
@@ -262,8 +270,8 @@ def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
         return None
     caption = (
         f"{target.task}: compositions that were reduced to a rank before they were judged. Across: the largest "
-        "relative error of a module's ΔW (Frobenius norm); up: the score. A point is one configuration with one of the "
-        f"{report.units}."
+        f"relative error of a module's ΔW (Frobenius norm); up: the score {_documents(target)}. A point is one "
+        f"configuration with one of the {report.units} (n = {sum(len(each['points']) for each in families)})."
     )
     return caption, {"families": families, "axis": _axis(target)}
 
@@ -276,6 +284,32 @@ def _documents(target: Target) -> str:
     if target.of_corpus:
         return f"of the whole corpus, {target.report} documents"
     return f"on {target.report} documents{' not used to choose' if target.select else ''}"
+
+
+def _all_documents(report: Report, task: str) -> str:
+    """All documents of a task, with their number and, if there were any, those that were chosen on."""
+    (target,) = (target for target in report.targets if target.task == task)
+    chosen_on = f", of which {target.select} chose configurations" if target.select else ""
+    return f"all {target.select + target.report} documents{chosen_on}"
+
+
+def _units(report: Report, target: Target) -> str:
+    """`9 pairs`, or `up to 9 pairs` if methods have different numbers of them."""
+    numbers = {row.spread.units for row in target.rows if row.spread is not None}
+    most = max(numbers, default=0)
+    return f"{'up to ' if len(numbers) > 1 else ''}{most} {_counted(report.units, most)}"
+
+
+def _counted(units: str, number: int) -> str:
+    return units.removesuffix("s") if number == 1 else units
+
+
+def _indicator_count(number: int) -> str:
+    return "one indicator" if number == 1 else f"{number} indicators"
+
+
+def _interval_kind(report: Report, target: Target) -> str:
+    return f"95 % intervals (pigeonhole bootstrap over {resampled(target)}, {report.draws:,} draws)"
 
 
 def _p(value: float | None) -> str:

@@ -166,7 +166,7 @@ def _by_method(report: Report, target: Target, style: TableStyle, place: int) ->
     ]
     heads = [COLUMNS[name].head for name in columns]
     head = [*_groups(report, columns, 2), f"method & {' & '.join(heads)} \\\\"]
-    caption = f"{_tex(target.task)}: {_tex(target.metric)} over {report.units}. {_how(report, target, columns, style)}"
+    caption = f"{_metric(target)} over {report.units}. {_how([target], columns, style)}"
     return _table(style, place, f"l{'r' * len(columns)}", head, body, caption + _reduced(rows))
 
 
@@ -190,7 +190,7 @@ def _by_language(report: Report, style: TableStyle) -> str:
         f"\\cmidrule(lr){{{2 + at * len(columns)}-{1 + (at + 1) * len(columns)}}}" for at in range(len(report.targets))
     ]
     head = [f" & {' & '.join(groups)} \\\\", "".join(rules), f"method & {' & '.join(heads)} \\\\"]
-    caption = f"{_listed_metrics(report)} over {report.units}. {_how(report, report.targets[0], columns, style)}"
+    caption = f"{_listed_metrics(report)} over {report.units}. {_how(report.targets, columns, style)}"
     every = [row for rows in shown for row in rows]
     return _table(style, 0, f"l{'r' * len(columns) * len(report.targets)}", head, body, caption + _reduced(every))
 
@@ -219,10 +219,10 @@ def _as_in_papers(report: Report, style: TableStyle) -> str:
     settings = [_tex(by_label[label].family) for label in labels]
     details = [_details(report, by_label[label]) for label in labels]
     head = [
-        f"setting & {' & '.join(map(_stacked, settings))} \\\\",
+        f"setting & {' & '.join(map(_stacked, settings))} \\\\[3pt]",
         f"details & {' & '.join(map(_stacked, details))} \\\\",
     ]
-    caption = f"{_listed_metrics(report)}. {_how(report, report.targets[0], names, style)}"
+    caption = f"{_listed_metrics(report)}. {_how(report.targets, names, style)}"
     every = [row for rows in shown for row in rows]
     return _table(style, 0, f"l{'r' * len(labels)}", head, body, caption + _reduced(every))
 
@@ -382,18 +382,14 @@ def _tested(report: Report, row: MethodRow, name: str) -> str:
     return "--"
 
 
-def _how(report: Report, target: Target, columns: Sequence[str], style: TableStyle) -> str:
-    """How the numbers of these columns were made."""
-    parts = ["In percent." if style.percent else ""]
-    if target.of_corpus:
-        parts.append(f"Scores of the whole corpus, {target.report} documents.")
-    else:
-        if target.select:
-            parts.append(f"Chosen on {target.select} documents, reported on {target.report}.")
-        if "stderr" in columns:
-            parts.append("s.e.: over documents.")
-        if {"ci", "interval"} & {*columns}:
-            parts.append(f"95\\,\\%: bootstrap over {_tex(resampled(target))}.")
+def _how(targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -> str:
+    """How the numbers of these columns were made, and what differs between targets."""
+    parts = ["In percent."] * style.percent
+    parts += _by_target(targets, _documents)
+    if "stderr" in columns and not all(target.of_corpus for target in targets):
+        parts.append("s.e.: over documents.")
+    if {"ci", "interval"} & {*columns}:
+        parts += _by_target(targets, _intervals)
     if "p" in columns:
         parts.append("$p$: Wilcoxon's signed-rank test over the settings of all targets, corrected by Holm.")
     if "effect" in columns:
@@ -403,14 +399,36 @@ def _how(report: Report, target: Target, columns: Sequence[str], style: TableSty
     marked = any(COLUMNS[name].is_score for name in columns)
     where = "row" if style.layout == "paper" else "column"
     parts.append(f"Bold: best of a {where}; underlined: second." * marked)
-    if not target.higher_is_better:
-        parts.append("Less is better.")
+    parts += _by_target(targets, lambda target: "" if target.higher_is_better else "Less is better.")
     return " ".join(part for part in parts if part)
 
 
+def _by_target(targets: Sequence[Target], describe: Callable[[Target], str]) -> list[str]:
+    """A sentence for all targets if it is the same for all; otherwise one for each, with its name."""
+    said = {target.task: describe(target) for target in targets}
+    if len({*said.values()}) == 1:
+        return [next(iter(said.values()))]
+    return [f"{_tex(task)}: {sentence}" for task, sentence in said.items() if sentence]
+
+
+def _documents(target: Target) -> str:
+    if target.of_corpus:
+        return f"Scores of the whole corpus, {target.report} documents."
+    return f"Chosen on {target.select} documents, reported on {target.report}." if target.select else ""
+
+
+def _intervals(target: Target) -> str:
+    if target.of_corpus:
+        return ""
+    return f"95\\,\\%: pigeonhole bootstrap over {_tex(resampled(target))}, not corrected for the number of rows."
+
+
 def _listed_metrics(report: Report) -> str:
-    metrics = list(dict.fromkeys(f"{target.task}: {target.metric}" for target in report.targets))
-    return "; ".join(map(_tex, metrics))
+    return "; ".join(dict.fromkeys(map(_metric, report.targets)))
+
+
+def _metric(target: Target) -> str:
+    return f"{_tex(target.task)} ({_tex(target.metric)})"
 
 
 def _short(target: Target) -> str:

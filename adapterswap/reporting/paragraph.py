@@ -92,7 +92,7 @@ def _evaluation(described: Mapping[str, Any], targets: Sequence[Target]) -> list
     others = list(dict.fromkeys(task for target in targets for task in target.tasks if task != target.task))
     others = [task for task in others if task not in {target.task for target in targets}]
     if others:
-        found.append(f"The same compositions are judged on {_listed(others)}, too.")
+        found.append(f"The same compositions are also judged on {_listed(others)}.")
     tokens = settings.get("max_gen_toks")
     generation = settings.get("gen_kwargs") or {}
     decoding = _listed([f"{key} = {value}" for key, value in generation.items()])
@@ -122,14 +122,22 @@ def _selection(described: Mapping[str, Any], kind: str, units: str, targets: Seq
     if not split:
         return ["No documents were set apart to choose configurations on, so defaults are reported."]
     seed = described.get("recipe", {}).get("selection", {}).get("seed", 0)
-    sizes = _listed(list(dict.fromkeys(f"{target.select} documents ({target.report} to report)" for target in split)))
+    sizes = _by_task({target.task: f"{target.select} documents" for target in split})
+    others = _by_task({target.task: str(target.report) for target in split})
     found = [
-        f"Configurations were chosen for each of the {units} by itself on {sizes}, drawn with seed {seed}, and are "
-        "reported on the others; ties go to the default configuration."
+        f"Configurations were chosen for each of the {units} separately on {sizes}, drawn with seed {seed}, and are "
+        f"reported on the other {others}; ties go to the default configuration."
     ]
     if search := described.get("recipe", {}).get("search"):
         found.append(f"Grids were searched ({search.get('sampler', 'tpe')}, {search.get('trials', 40)} trials).")
     return found
+
+
+def _by_task(numbers: Mapping[str, str]) -> str:
+    """One text if it is the same for all tasks; otherwise one for each, with the task's name."""
+    if len({*numbers.values()}) == 1:
+        return next(iter(numbers.values()))
+    return _listed([f"{number} ({task})" for task, number in numbers.items()])
 
 
 def _statistics(
@@ -160,7 +168,8 @@ def _tests(ranks: Ranks, ranking: Ranking) -> list[str]:
         found.append(
             f"Friedman's test over {ranks.settings} settings compares {methods} (χ² = {ranks.statistic:.2f}, "
             f"{len(ranks.mean_ranks) - 1} degrees of freedom, {p}, Kendall's W = {ranks.agreement:.2f}); mean ranks "
-            f"differ at 0.05 where they are {ranks.critical_difference:.2f} apart (Nemenyi; Demšar 2006)."
+            f"differ at the 0.05 level if they are at least {ranks.critical_difference:.2f} apart (Nemenyi; Demšar "
+            "2006). Settings that share experts or documents are not independent, which these tests assume."
         )
     against = f"against {ranks.reference}" if ranks.reference else "between every two methods"
     found.append(

@@ -47,6 +47,13 @@ PARTITIONS = {
     "Z": "outer layers only, the inverse of B", "A": "attention, and the MLPs of outer layers",
     "B": "more outer layers", "C": "fewer outer layers",
 }  # fmt: skip
+SHOWN = (
+    "The share of rows of each matrix whose mean absolute change is above a threshold, which the paper does not give "
+    "for this figure; layer 31 is on top.",
+    "The share of rows of each matrix whose mean absolute change is above a threshold, "
+    + " and ".join(f"{threshold:g} ({name})" for name, threshold in REPRESENTATIVE.items())
+    + "; layer 31 is on top, and each expert has a colour scale of its own.",
+)
 WIDTH = 5.5  # inches
 
 
@@ -136,7 +143,11 @@ def first_paper(lab: Lab, experts: int) -> list[str]:
     best = ["model soup, selected", "TIES, selected", "layer swap, default", "layer swap, selected"]
     detailed = ["base", "language expert", "task expert", "xx & math joint SFT", *best]
     plain = [row for row in detailed if row not in ("xx & math joint SFT", "TIES, selected")]
-    mock = "Mock-up, with the lab's numbers: after table {} of Bandarkar et al. (ICLR 2025)."
+    (target,) = report.targets
+    mock = (
+        "Mock-up, with the lab's numbers: after table {} of Bandarkar et al. (ICLR 2025). Right answers in percent, of "
+        f"{target.report} problems; {target.select} others chose the configurations. Best in bold, second underlined."
+    )
     layouts = {
         1: TableStyle("paper", plain, ["mean", "max"], percent=True, caption=mock.format(1)),
         2: TableStyle("paper", detailed, percent=True, caption=mock.format(2)),
@@ -174,6 +185,7 @@ def second_paper(lab: Lab, shared: Path) -> list[str]:
     results = [*whole.results, *partial.results]
     xx, en = ({_key(result.cell): result.results[task].value for result in results} for task in ("lab_xx", "lab_en"))
     base = xx["base", (), ()]
+    judged = f"Right answers in percent, of {whole.tasks['lab_xx'].num_docs} problems; one expert on a side."
     regimes = [
         ("Math-only", xx["task expert", ("partmath",), ()], xx["task expert", ("math0",), ()]),
         ("Language-only", xx["language expert", (), ("partxx",)], xx["language expert", (), ("xx0",)]),
@@ -184,7 +196,7 @@ def second_paper(lab: Lab, shared: Path) -> list[str]:
     first = _grid(
         ["Training description", "Base", "Partial LoRA", "LoRA"],
         [(name, base, partial, whole) for name, partial, whole in regimes],
-        "Mock-up, with the lab's numbers in xx: after table 1 of Bandarkar \\& Peng (2025).",
+        f"Mock-up, with the lab's numbers in xx: after table 1 of Bandarkar \\& Peng (2025). {judged}",
     )
     second = _grid(
         ["Frozen or reset", "frozen during", "reset after"],
@@ -194,7 +206,7 @@ def second_paper(lab: Lab, shared: Path) -> list[str]:
               for letter, what in PARTITIONS.items()),
             ("None", en["task expert", ("math0",), ()], en["task expert", ("math0",), ()]),
         ],
-        "Mock-up, with the lab's numbers in English: after table 2 of Bandarkar \\& Peng (2025).",
+        f"Mock-up, with the lab's numbers in English: after table 2 of Bandarkar \\& Peng (2025). {judged}",
     )  # fmt: skip
     return [first, second]
 
@@ -222,9 +234,10 @@ def typeset(folder: Path, tables: Mapping[str, Sequence[str]]) -> None:
     """papers.tex and papers.pdf of the figures and tables."""
     body = []
     for number, name in {2: "a language expert and a math expert", **FIGURES}.items():
-        caption = f"After figure {number} of Bandarkar et al. (ICLR 2025), from its own numbers: {name}.".replace(
-            "#", "\\#"
+        text = (
+            f"After figure {number} of Bandarkar et al. (ICLR 2025), from its own numbers: {name}. {SHOWN[number == 2]}"
         )
+        caption = text.replace("#", "\\#").replace("%", "\\%")
         body.append(
             f"\\begin{{figure}}[t]\\centering\\includegraphics{{figure-{number}.pdf}}\\caption{{{caption}}}\\end{{figure}}"
         )

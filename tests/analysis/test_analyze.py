@@ -26,6 +26,7 @@ from tolerances import close, near, tolerance
 from adapterswap import AdapterswapError, Composition, compose
 from adapterswap.analysis import Changes, choose_threshold, interfere, measure, read_fractions
 from adapterswap.analysis.analyzing import analyze
+from adapterswap.analysis.captions import describe_fractions
 from adapterswap.analysis.changes import FractionTable, write_fractions
 from adapterswap.analysis.pictures import draw_fractions, draw_norms, family_of
 from adapterswap.arithmetic.resolving import resolve
@@ -246,6 +247,8 @@ def test_the_command_writes_tables_and_pictures(
     assert written.pop("files") == sorted(path.name for path in out.iterdir())
     assert written == told
     assert told["experts"]["math"]["threshold"] == 0.01
+    assert told["captions"].keys() == {"changes", "norms", "math-swahili"}
+    assert "threshold is 0.01 for all experts" in told["captions"]["changes"]
     truth = deltas(base("llama"), math)["model.layers.2.self_attn.v_proj"]
     (cell,) = [
         cell
@@ -265,6 +268,17 @@ def test_the_command_writes_tables_and_pictures(
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in again.iterdir()
     }
+
+
+def test_a_caption_names_every_threshold() -> None:
+    one, other = (FractionTable(name, value, {(0, "q"): 0.5}) for name, value in (("math", 1e-5), ("swahili", 1.9e-5)))
+    unknown = FractionTable("telugu", None, {(0, "q"): 0.5, (1, "q"): 0.5, (0, "k"): 0.5})
+    assert "The threshold is 1e-05. Darker: a larger share." in describe_fractions([one])
+    assert "1e-05 (math), 1.9e-05 (swahili)" in describe_fractions([one, other], one_scale=False)
+    assert "each on its own scale" in describe_fractions([one, other], one_scale=False)
+    assert "does not record it" in describe_fractions([unknown])
+    assert "Hatched" in describe_fractions([unknown])  # layer 1 has no k
+    assert "Hatched" not in describe_fractions([one, other])
 
 
 def test_the_command_draws_a_csv(run: Callable[..., Result], tmp_path: Path) -> None:

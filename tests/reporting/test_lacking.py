@@ -112,7 +112,7 @@ def test_tables_name_what_their_intervals_are_over(tmp_path: Path, tasks: int, l
     }
     asked = recipe(**sides, retention=[], compositions=[{"bottom": 5}])
     report = reported(craft(tmp_path / "run", asked, documents=8))
-    assert f"bootstrap over {over}. " in latex_tables(report)
+    assert f"bootstrap over {over}, " in latex_tables(report)
     assert f"interval, over {over} together" in render_page(report)
 
 
