@@ -9,9 +9,15 @@ const end = () => {
   if (going) going.abort();
   going = null;
 };
+// A screen reader reads the answers once they are whole.
+const announce = () => {
+  const written = place("written");
+  written.ariaBusy = String(written.querySelector(".answers[aria-busy=true]") !== null);
+};
 const settled = () => {
   place("written").querySelectorAll(".cursor").forEach((cursor) => cursor.remove());
   place("written").querySelector(".answers")?.setAttribute("aria-busy", "false");
+  announce();
 };
 const problem = (text) => {
   const box = document.createElement("div");
@@ -22,7 +28,10 @@ const problem = (text) => {
 };
 const show = (line) => {
   for (const [name, content] of Object.entries(JSON.parse(line))) {
-    if (place(name)) place(name).innerHTML = content;
+    if (place(name)) {
+      place(name).innerHTML = content;
+      if (name === "written") announce();
+    }
     else if (name !== "address") document.dispatchEvent(new CustomEvent("studio:" + name, { detail: content }));
     else {
       history.replaceState(null, "", content + location.hash);

@@ -76,10 +76,10 @@ class Controls:
         for pair in (ZONES[:2], ZONES[2:]):
             with gr.Row(elem_classes="zones"):
                 for name in pair:
-                    add[name] = gr.Slider(0, most, step=1, label=_LABELS[name], min_width=140)
+                    add[name] = gr.Slider(0, most, step=1, label=_LABELS[name], min_width=140, buttons=[])
         with gr.Row():
             for name, label in (("task_weight", "Task weight"), ("language_weight", "Language weight")):
-                add[name] = gr.Slider(0, 2, step=0.05, label=label, min_width=140)
+                add[name] = gr.Slider(0, 2, step=0.05, label=label, min_width=140, buttons=[])
         with gr.Row():
             for parameter in PARAMETERS.values():
                 add[parameter.name] = _control(parameter)
@@ -163,7 +163,7 @@ def _control(parameter: Parameter) -> Any:
     low = parameter.ge if parameter.ge is not None else parameter.gt
     high = parameter.le if parameter.le is not None else parameter.lt
     if parameter.kind is float and low == 0 and high == 1:
-        return gr.Slider(0, 1, step=0.01, label=label, visible=False, min_width=140)
+        return gr.Slider(0, 1, step=0.01, label=label, visible=False, min_width=140, buttons=[])
     precision = 0 if parameter.kind is int else None
     return gr.Number(label=label, visible=False, min_width=140, precision=precision)
 

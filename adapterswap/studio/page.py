@@ -81,15 +81,18 @@ class _Page:
 
     def _head(self) -> None:
         workspace = self.workspace
-        legend = legend_html(self.names, workspace.references)
-        gr.HTML(
-            f'<div id="head"><h1>adapterswap studio</h1><p>{text(workspace.base_model)}, {workspace.num_layers} '
-            f"layers</p>{legend}</div>"
-        )
+        self.head = gr.HTML(self._head_html())
         for name, fault in workspace.faults.items():
             gr.HTML(f"<p>{text(name)} could not be opened:</p>{error_html(fault)}")
         for name, fault in workspace.not_live.items():
             gr.HTML(f"<p>{text(name)} can be composed, but not tried here:</p>{error_html(fault)}")
+
+    def _head_html(self) -> str:
+        workspace = self.workspace
+        return (
+            f'<div id="head"><h1>adapterswap studio</h1><p>{text(workspace.base_model)}, {workspace.num_layers} '
+            f"layers</p>{legend_html(self.names, workspace.references)}</div>"
+        )
 
     def _compose(self) -> None:
         drawn = self._drawn(self.first)
@@ -114,7 +117,7 @@ class _Page:
         with gr.Row(visible=lab is not None, equal_height=True):
             spoken = list(lab.languages) if lab else ["en"]
             self.spoken = gr.Radio(spoken, value=spoken[0], label="Problems in", scale=2, min_width=120)
-            self.number = gr.Slider(1, 100, step=1, value=1, label="Problem", scale=4, min_width=180)
+            self.number = gr.Slider(1, 100, step=1, value=1, label="Problem", scale=4, min_width=180, buttons=[])
         self.prompt = gr.Textbox(
             self._problem_text(spoken[0], 1), label="Prompt", lines=2, max_lines=8, elem_id="prompt", max_length=20_000
         )
@@ -122,7 +125,8 @@ class _Page:
             self.go = gr.Button("Answer", variant="primary", size="md", elem_id="go", min_width=100)
             self.stop = gr.Button("Stop", size="md", min_width=80)
         gr.HTML(
-            f'<div id="written">{waiting_html([], self.names)}</div><div id="timing"></div><div id="scores"></div>',
+            f'<div id="written" aria-live="polite" aria-busy="true">{waiting_html([], self.names)}</div>'
+            '<div id="timing"></div><div id="scores"></div>',
             js_on_load=_asset("answers.js"), elem_id="answers",
         )  # fmt: skip
         with gr.Accordion("Options", open=False):
@@ -132,7 +136,7 @@ class _Page:
             self.auto = gr.Checkbox(True, label="Answer again whenever the composition changes")
             chat = bool(getattr(self.workspace.tokenizer, "chat_template", None))
             self.chat = gr.Checkbox(chat, label="As a chat message", visible=chat)
-            self.tokens = gr.Slider(1, 512, value=24 if lab else 64, step=1, label="At most so many tokens")
+            self.tokens = gr.Slider(1, 512, value=24 if lab else 64, step=1, label="At most so many tokens", buttons=[])
 
     def _take_home(self) -> None:
         self.max_rank = gr.Number(
@@ -165,7 +169,7 @@ class _Page:
         known = judging.tasks(self.workspace)
         with gr.Row(equal_height=True):
             self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
-            self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180)
+            self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180, buttons=[])
         self.rows_file = gr.File(
             label='A file of yours: JSON lines with "prompt" and "answer"', file_types=[".jsonl"], visible=False,
             elem_id="rows",
@@ -227,7 +231,10 @@ class _Page:
         return f'<div class="take">{"".join(sections)}</div>'
 
     def _restore(self, query: str) -> list[Any]:
-        """What an address says: [painted, prompt, spoken, number, *controls, strip, problem, taken, address]."""
+        """What an address says: [head, brush, painted, prompt, spoken, number, *controls, and what `_redraw` returns].
+
+        The head and the brush name experts that visitors have opened since the page was made.
+        """
         problem: AdapterswapError | None = None
         try:
             choice = from_address(query, self.first)
@@ -240,7 +247,8 @@ class _Page:
         if problem is not None:
             drawn[1] = error_html(problem)
         language, number = self.known.get(prompt, (gr.skip(), gr.skip()))
-        return [packed(choice.painted), prompt, language, number, *updates, *drawn]
+        opened = [self._head_html(), gr.update(choices=[_NEXT, *self.names, BASE])]
+        return [*opened, packed(choice.painted), prompt, language, number, *updates, *drawn]
 
     def _problem_text(self, language: str, number: float) -> str:
         if self.workspace.lab is None:
@@ -335,14 +343,14 @@ class _Page:
             yield [error_html(error), gr.skip(), gr.skip()]
 
     def _open(self, path: str) -> list[Any]:
-        """[task, language, brush, problem, path]: the choices with an expert that a visitor named."""
+        """[head, task, language, brush, problem, path]: the choices with an expert that a visitor named."""
         try:
             self.workspace.add(path.strip())
         except AdapterswapError as error:
-            return [gr.skip(), gr.skip(), gr.skip(), error_html(error), gr.skip()]
+            return [gr.skip(), gr.skip(), gr.skip(), gr.skip(), error_html(error), gr.skip()]
         self.names[:] = list(self.workspace.experts)
         choices = [gr.update(choices=each) for each in (self.names, [*self.names, BASE], [_NEXT, *self.names, BASE])]
-        return [*choices, "", ""]
+        return [self._head_html(), *choices, "", ""]
 
     def _wire_measuring(self, blocks: Any, everything: list[Any]) -> None:
         """Understand and Judge."""
@@ -432,7 +440,8 @@ class _Page:
         ]
         self.address.change(None, [self.address], [], js=_REPLACE, **_HIDDEN)
         restored = blocks.load(
-            self._restore, [self.address], [self.painted, self.prompt, self.spoken, self.number, *everything],
+            self._restore, [self.address],
+            [self.head, self.brush, self.painted, self.prompt, self.spoken, self.number, *everything],
             js="() => location.search",
             **{**_FAST, **_HIDDEN},
         )  # fmt: skip
@@ -448,7 +457,7 @@ class _Page:
         if self.workspace.allow_paths:
             self.open.click(
                 self._open, self.path,
-                [controls["task"], controls["language"], self.brush, self.open_problem, self.path],
+                [self.head, controls["task"], controls["language"], self.brush, self.open_problem, self.path],
                 concurrency_id="measuring", concurrency_limit=1, **_HIDDEN,
             )  # fmt: skip
         for kind, button in self.make.items():

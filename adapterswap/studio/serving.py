@@ -94,6 +94,8 @@ def serve_page(
         body_text_color_subdued="*neutral_600",
         block_info_text_color="*neutral_600",
         block_label_text_color="*neutral_700",
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
     )
     try:
         _, url, _ = page.launch(

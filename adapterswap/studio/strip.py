@@ -61,7 +61,8 @@ def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[in
         )
         columns.append(
             f'<div class="layer" role="group" aria-label="layer {layer}"><button type="button" class="number" '
-            f'tabindex="-1" data-cell="{layer}" title="layer {layer}: give all of it">{layer}</button>{buttons}</div>'
+            f'tabindex="-1" data-cell="{layer}" aria-label="layer {layer}: give all of it" title="layer {layer}: give '
+            f'all of it">{layer}</button>{buttons}</div>'
         )
     names = "".join(f"<span>{_SHORT[kind]}</span>" for kind in kinds)
     remarks = "".join(f"<li>{text(line)}</li>" for line in unusual(plan)[:_REMARKS])

@@ -79,5 +79,5 @@ def _number(value: float | None, most: float, colour: str, percent: bool) -> str
         return "<td></td>"
     shown = f"{100 * value:.0f}" if percent else f"{value:.2g}"
     share = 100 * min(value / most, 1.0)
-    fill = f"color-mix(in srgb,{colour} {0.75 * share:.0f}%,transparent)"
+    fill = f"color-mix(in srgb,{colour} calc({share:.0f}% * var(--deepest)),transparent)"
     return f'<td><span style="background:{fill}">{shown}</span></td>'

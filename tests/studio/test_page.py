@@ -524,6 +524,15 @@ def test_a_visitor_may_name_a_path_only_where_that_is_allowed(
     page.locator("#path textarea, #path input").first.fill(str(third))
     page.locator("#open").click()
     page.locator("#brush", has_text="third").wait_for()
+    page.locator("#head .expert", has_text="third").wait_for()
+    page.reload()
+    page.locator("#head .expert", has_text="third").wait_for()
+    page.get_by_label("third", exact=True).check()
+    page.locator("[data-cell='3.mlp']").click()
+    page.wait_for_function("location.search.includes('mlp.3=third')")
+    shown = (page.locator("#head .expert", has_text="third").locator("i"), page.locator("[data-cell='3.mlp']"))
+    legend, cell = (place.evaluate("e => getComputedStyle(e).backgroundColor") for place in shown)
+    assert legend == cell
 
 
 def test_the_command_opens_and_checks(lab_run: Path) -> None:

@@ -1,0 +1,57 @@
+"""How well the text of a page can be told from its ground, as a browser draws it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["LEAST", "faint_texts"]
+
+LEAST = 4.5
+"""The contrast that WCAG 2 asks for text of any size (level AA)."""
+
+# Colours are drawn, ground above ground, onto a canvas, which mixes those that let others through and reads every
+# notation. Text with a shadow stands on its shadow. An element with a gradient must be told from each of its colours; a
+# gradient further out may be a shadow at an edge, and is left out.
+_FAINT = """(least) => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const luminance = (...colours) => {
+    for (const colour of ["#fff", ...colours]) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3)
+      .map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const colour = /(?:rgba?|hsla?|color|oklab|oklch|lab|lch)\\([^()]*\\)|#[0-9a-f]+/g;
+  const grounds = (node) => {
+    const {backgroundImage, textShadow} = getComputedStyle(node);
+    const plain = lineage(node).map((one) => getComputedStyle(one).backgroundColor);
+    const shadow = textShadow.match(colour);
+    const stops = backgroundImage.includes("gradient") ? backgroundImage.match(colour) : [];
+    return shadow ? [[shadow[0]]] : [plain, ...stops.map((stop) => [...plain, stop])];
+  };
+  const lineage = (node) => node ? [...lineage(node.parentElement), node] : [];
+  const exempt = (node) => lineage(node).some((one) => one.disabled || one.ariaDisabled === "true");
+  const holdsText = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim())
+    || (node.matches("textarea, input:not([type=checkbox], [type=radio], [type=range], [type=file])") && node.value);
+  const faint = [];
+  for (const node of document.body.querySelectorAll("*")) {
+    if (["SCRIPT", "STYLE", "NOSCRIPT"].includes(node.tagName) || !holdsText(node)) continue;
+    if (!node.checkVisibility({opacityProperty: true, visibilityProperty: true}) || exempt(node)) continue;
+    const box = node.getBoundingClientRect();
+    if (box.width <= 1 || box.height <= 1) continue;
+    for (const layers of grounds(node)) {
+      const [a, b] = [luminance(...layers, getComputedStyle(node).color), luminance(...layers)];
+      const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+      if (contrast < least) { faint.push(`${contrast.toFixed(2)} ${node.outerHTML.slice(0, 160)}`); break; }
+    }
+  }
+  return faint;
+}"""
+
+
+def faint_texts(page: Any) -> list[str]:
+    """The visible elements of a page whose text has a lower contrast than `LEAST`, each with its contrast.
+
+    Disabled controls are exempt, as in WCAG.
+    """
+    found: list[str] = page.evaluate(_FAINT, LEAST)
+    return found

@@ -1,0 +1,91 @@
+"""Who uses the page without a mouse, without colours or by ear: contrast, names of controls, and the keyboard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.contrast import faint_texts
+
+Visit = Callable[..., Any]
+EVERYTHING = "?bottom=2&top=1&bottom_transition=1&give=mlp.4=base"
+CONTROLS = ("button", "checkbox", "combobox", "link", "radio", "slider", "spinbutton", "switch", "tab", "textbox")
+
+
+def panels(page: Any) -> Any:
+    """Each panel with all that it can show, by its name."""
+    for accordion in ("More", "Options"):
+        page.get_by_role("button", name=re.compile(rf"^{accordion}\b")).click()
+    yield "Try"
+    page.get_by_role("tab", name="Take home").click()
+    page.locator("#copy-2").wait_for()
+    page.get_by_role("button", name="Make the model card").click()
+    page.locator("#made a[download]").wait_for()
+    yield "Take home"
+    page.get_by_role("tab", name="Understand").click()
+    page.locator("#measured table").first.wait_for()
+    page.locator("#suggest").click()
+    page.locator("#suggested h4").wait_for()
+    yield "Understand"
+    page.get_by_role("tab", name="Judge").click()
+    page.locator("#judge").click()
+    page.locator("#judged td").first.wait_for()
+    yield "Judge"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_told_from_its_ground_and_every_control_has_a_name(visit: Visit, scheme: str) -> None:
+    """On all panels, with clicked layers, a blend, an error and results; and no panel is wider than a phone."""
+    page = visit(EVERYTHING, scheme=scheme)
+    page.locator("#scores .score").first.wait_for()
+    for panel in panels(page):
+        page.mouse.move(0, 0)
+        page.wait_for_timeout(300)  # colours of buttons fade
+        assert faint_texts(page) == [], panel
+        nameless = [
+            line for line in page.locator("body").aria_snapshot().splitlines()
+            if re.match(rf"\s*- (?:{'|'.join(CONTROLS)})\b(?! \")", line)
+        ]  # fmt: skip
+        assert nameless == [], panel
+        page.set_viewport_size({"width": 380, "height": 900})
+        page.wait_for_function("document.documentElement.scrollWidth === 380")
+        page.set_viewport_size({"width": 1280, "height": 900})
+    page = visit("?bottom=5&top=5", scheme=scheme)
+    page.locator("#problem .problem").wait_for()
+    assert [line for line in faint_texts(page) if "problem" in line] == []
+
+
+def test_the_page_is_used_by_keyboard_alone(visit: Visit) -> None:
+    """From the strip by Tab to the first control and to a tab's panel; the focus can be seen everywhere."""
+    page = visit("?bottom=1&top=0")
+    page.locator("[data-cell='0']").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.wait_for_function("location.search.includes('give=attention.0')")
+    page.wait_for_function("document.activeElement.dataset.cell === '0.attention'")
+    seen = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        shown = page.evaluate(
+            """() => {
+              const e = document.activeElement;
+              const name = e.ariaLabel || e.labels?.[0]?.innerText || e.innerText || e.closest('label')?.innerText;
+              return [(name || '').trim().slice(0, 60), e.tagName, e.matches(':focus-visible')];
+            }"""
+        )
+        seen.append(shown)
+        if shown[0] == "Judge":
+            break
+    names = [name for name, *_ in seen]
+    assert {"The paper's layers", "Undo clicks", "Task expert", "range slider for Bottom layers", "Try"} <= {*names}
+    # Leaving a combobox takes a second Tab, for its list.
+    assert [name for name, tag, visible in seen if not visible and tag != "BODY"] == []
+
+
+def test_answers_are_announced_when_they_are_whole(visit: Visit) -> None:
+    page = visit("?bottom=1&top=0")
+    written = page.locator("#written")
+    assert (written.get_attribute("aria-live"), written.get_attribute("aria-busy")) == ("polite", "false")
