@@ -49,8 +49,8 @@ def rate_text(per_second: float) -> str:
 class ProgressRow:
     """One line of progress, with or without a known total. Made by `Progress.row`."""
 
-    def __init__(self, owner: Progress, name: str, total: int | None) -> None:
-        self._owner = owner
+    def __init__(self, owner: Progress, name: str, total: int | None, *, steady: bool = True) -> None:
+        self._owner, self._steady = owner, steady
         self.begin(name, total)
 
     def begin(self, name: str, total: int | None = None, *, done: int = 0, amount: float = 0) -> None:
@@ -82,7 +82,9 @@ class ProgressRow:
         """The rate, the time left and the note, where known."""
         took, steps = time.monotonic() - self._since, self.done - self._first
         parts = []
-        if steps > 0 and took > 0:
+        if not self._steady:
+            parts += [f"{duration(took)} so far"] if self.done != self.total else []
+        elif steps > 0 and took > 0:
             parts.append(rate_text(steps / took))
             if self.total is not None and self.total > self.done:
                 parts.append(f"{duration((self.total - self.done) * took / steps)} left")
@@ -93,6 +95,8 @@ class ProgressRow:
         if self.total is None and self.done == 0:
             return f"{self.name}: {duration(time.monotonic() - self._since)} so far"
         count = f"{self.done:,}" + (f" of {self.total:,}" if self.total is not None else "")
+        if self.total and not self._steady:
+            count = f"{self.done / self.total:.0%}"
         return f"{self.name}: {count}" + (f", {self.pace}" if self.pace else "")
 
 
@@ -134,9 +138,9 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def row(self, name: str, total: int | None = None) -> ProgressRow:
-        """Add a row."""
-        row = ProgressRow(self, name, total)
+    def row(self, name: str, total: int | None = None, *, steady: bool = True) -> ProgressRow:
+        """Add a row. If the count is not `steady`, the row shows the time taken instead of a rate and the time left."""
+        row = ProgressRow(self, name, total, steady=steady)
         self._rows.append(row)
         return row
 

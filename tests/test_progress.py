@@ -60,6 +60,16 @@ def test_a_log_has_a_line_after_five_seconds_and_then_every_ten(
         ]
 
 
+def test_a_count_that_grows_in_jumps_predicts_nothing(clock: Clock) -> None:
+    with Progress() as shown:
+        row = shown.row("seed 0", 100, steady=False)
+        clock.now += 40
+        row.update(15, name="seed 0: language expert")
+        assert str(row) == "seed 0: language expert: 15%, 40 s so far"
+        row.update(100, name="seed 0: done")
+        assert str(row) == "seed 0: done: 100%"
+
+
 def test_a_step_that_reports_nothing_is_not_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress() as shown:
         shown.row("loading the base")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from adapterswap.lab.study import Tell
 
 _SCENES = ("gap", "no-gap")
-_PARTS = 1000  # of a seed, for its progress bar
+_PARTS = 100  # of a seed, for its progress bar
 
 
 @click.command("lab")
@@ -86,7 +86,7 @@ def command(
     if dry_run:
         print_json({"dry_run": True, **plan.to_json()}) if as_json else _print_plan(plan)
         return
-    with _progress() as tell:
+    with _progress(seeds) as tell:
         content, tables = _run(plan, jobs, tell)
     if as_json:
         print_json({"dry_run": False, **content})
@@ -147,19 +147,24 @@ def _print_plan(plan: LabPlan | ComparisonPlan) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Tell]:
-    """A bar per seed on stderr; without a terminal, a line whenever a seed starts something else."""
+def _progress(seeds: int) -> Iterator[Tell]:
+    """A bar per seed on stderr; without a terminal, a line whenever a seed starts something else.
+
+    What follows the last seed, tables and pictures, has a bar too.
+    """
     with Progress(shown=not is_quiet()) as bars:
         rows: dict[int, ProgressRow] = {}
         current: dict[int, str] = {}
 
         def update(seed: int, what: str, share: float) -> None:
             if seed not in rows:
-                rows[seed] = bars.row(f"seed {seed}", _PARTS)
+                rows[seed] = bars.row(f"seed {seed}", _PARTS, steady=False)
             rows[seed].update(round(share * _PARTS), name=f"seed {seed}: {what}")
             if current.get(seed) != what:
                 current[seed] = what
                 if not sys.stderr.isatty():
                     note(f"seed {seed}: {what}")
+                if list(current.values()) == ["done"] * seeds:
+                    bars.row("the report")
 
         yield update
