@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,18 @@ def test_links_out_of_docs_lead_to_pages_of_the_site(site: Path) -> None:
     assert 'href="concepts.html"' in (site / "index.html").read_text()
     assert 'href="architecture.html"' in (site / "contributing.html").read_text()
     assert (site / "examples" / "plugin_method.html").is_file()
+
+
+def test_copying_a_console_block_takes_the_command_alone(site: Path, browser: Any) -> None:
+    """What the copy button reads: the text of a block that is marked as being copied."""
+    page = browser.new_page()
+    page.goto((site / "start.html").as_uri())
+    block = page.locator("div.highlight code:has(.gp)").first
+    block.evaluate("code => code.setAttribute('data-md-copying', '')")
+    copied = block.inner_text().strip()
+    page.close()
+    assert copied.startswith("adapterswap compose -t lab-run/seed-0/math")
+    assert len(copied.splitlines()) == 1
 
 
 def test_the_site_fetches_nothing(site: Path) -> None:
