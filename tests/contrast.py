@@ -1,4 +1,4 @@
-"""How well the text of a page can be told from its ground, as a browser draws it."""
+"""The contrast between the text of a page and its background, as a browser draws it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["LEAST", "faint_texts"]
 LEAST = 4.5
 """The contrast that WCAG 2 asks for text of any size (level AA)."""
 
-# Colours are drawn, ground above ground, onto a canvas, which mixes those that let others through and reads every
-# notation. Text with a shadow stands on its shadow. An element with a gradient must be told from each of its colours; a
-# gradient further out may be a shadow at an edge, and is left out.
+# Each background is drawn over the one below it on a canvas, which blends translucent colours and parses any notation. A
+# text's shadow counts as its background. Over an element's own gradient, the text is compared with each of its colours;
+# gradients of outer elements may be shadows at an edge, and are left out.
 _FAINT = """(least) => {
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
   const luminance = (...colours) => {
