@@ -9,9 +9,9 @@ __all__ = ["LEAST", "faint_texts"]
 LEAST = 4.5
 """The contrast that WCAG 2 asks for text of any size (level AA)."""
 
-# Each background is drawn over the one below it on a canvas, which blends translucent colours and parses any notation. A
-# text's shadow counts as its background. Over an element's own gradient, the text is compared with each of its colours;
-# gradients of outer elements may be shadows at an edge, and are left out.
+# Each background is drawn over the one below it on a canvas, which blends translucent colours and parses any notation.
+# A text's shadow counts as its background. Over an element's own gradient, the text is compared with each of its
+# colours; gradients of outer elements may be shadows at an edge, and are left out.
 _FAINT = """(least) => {
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
   const luminance = (...colours) => {
