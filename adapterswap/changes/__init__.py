@@ -1,1 +1,1 @@
-"""What an expert does to one weight of the base: data, and the reading of it."""
+"""How an expert changes one weight of the base: the data, and how it is read."""

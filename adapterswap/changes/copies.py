@@ -1,8 +1,8 @@
-"""Copies of the base's weights that adapters carry: whether two of them are one weight.
+"""Compare the copies of base weights that adapters carry.
 
-PEFT saves an embedding's or head's own weight beside its LoRA, and puts it over the base's when it loads the adapter:
-its result is copy + ΔW. So where copies differ, or are not the base's own weight, adapters were trained on different
-bases. Compares a block at a time; writes nothing, and knows nothing of running models.
+PEFT saves an embedding's or head's own weight next to its LoRA, and replaces the base's weight with it on loading the
+adapter: the result is copy + ΔW. So if copies differ from each other or from the base, the adapters were trained on
+different bases. Compares block by block; writes nothing, and knows nothing of running models.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from adapterswap.files.tensorfile import Tensor
 
 __all__ = ["Carried", "Weight", "check_base", "check_one_base", "copy_beside", "is_one_weight", "stored_weight"]
 
-_ELEMENTS = 2**22  # compared at a time
+_ELEMENTS = 2**22  # elements to compare at a time
 
 Numbers = npt.NDArray[np.float32]
 
 
 class Weight(NamedTuple):
-    """A weight that is compared.
+    """A weight to compare.
 
     Attributes:
-        dtype: what it is held in, as safetensors files name it.
+        dtype: its dtype, as safetensors files name it.
         shape: its shape.
-        read: its elements from a first to before a last one, as float32.
+        read: returns its elements from `start` to before `stop`, as float32.
     """
 
     dtype: str
@@ -44,10 +44,10 @@ class Weight(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """A copy that an expert carries of a weight of its base.
+    """An expert's copy of a weight of its base.
 
     Attributes:
-        expert, adapter: who carries it.
+        expert, adapter: the expert's name, and its adapter.
         name: the weight's key in the base.
         copy: the copy, in the adapter's file.
         own: the base's own weight.
@@ -61,14 +61,14 @@ class Carried(NamedTuple):
 
 
 def copy_beside(change: Change) -> Tensor | None:
-    """The copy of the base's weight that an adapter carries beside its LoRA; None where it carries none."""
+    """The copy of the base's weight that an adapter stores next to its LoRA; None if there is none."""
     if isinstance(change, Opaque):
         return None if change.part.lora is None else change.part.lora.base
     return change.lora.base if isinstance(change, LowRank) else None
 
 
 def stored_weight(tensor: Tensor, file: int) -> Weight:
-    """A tensor of the open file `file`."""
+    """A tensor in the open file `file`, ready to be compared."""
     width = DTYPE_BYTES[tensor.dtype]
 
     def read(start: int, stop: int) -> Numbers:
@@ -78,7 +78,7 @@ def stored_weight(tensor: Tensor, file: int) -> Weight:
 
 
 def is_one_weight(one: Weight, other: Weight) -> bool:
-    """Whether they are equal, or one of them is the other rounded to its own dtype.
+    """Whether two weights are equal, or one is the other rounded to its own dtype.
 
     Raises:
         ExpertError: see `read_bytes`.
@@ -103,10 +103,10 @@ def _rounded(numbers: Numbers, held_in: str, dtype: str) -> Numbers:
 
 
 def check_one_base(adapters: Mapping[str, Adapter]) -> None:
-    """Compare the copies that experts carry of the same weight, whether a plan takes them or not.
+    """Check that experts carry the same copies of each weight, whether or not a plan uses them.
 
     Raises:
-        ExpertError: two experts carry different copies, or see `is_one_weight`.
+        ExpertError: two experts carry different copies; see also `is_one_weight`.
     """
     carried: dict[str, dict[str, Tensor]] = {}
     for expert, adapter in adapters.items():
@@ -120,7 +120,7 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
     with open_files(adapter.file for adapter in adapters.values()) as files:
         for copies in shared.values():
             found = {expert: stored_weight(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()}
-            # Two that are roundings of a third need not be of each other, so all are compared with the finest.
+            # Two roundings of a third weight may differ, so compare all copies with the most precise one.
             first = min(found, key=lambda expert: FLOATS.index(found[expert].dtype))
             for expert, copy in found.items():
                 if expert != first and not is_one_weight(found[first], copy):
@@ -135,18 +135,18 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
 def check_base(
     carried: Iterable[Carried], base: Checkpoint, where: str, *, effect: str, remedy: str, parameter: str | None = None
 ) -> None:
-    """Compare copies with the base's own weights, up to the rounding of the narrower of their dtypes.
+    """Compare copies with the base's own weights, up to rounding to the less precise dtype.
 
     Args:
         carried: the copies.
         base: the base.
-        where: what messages call the base.
-        effect: what becomes of a copy, for messages: "which PEFT would put in its place".
-        remedy: what to do.
-        parameter: the parameter that gave the base.
+        where: the base's name in messages.
+        effect: what happens to a copy, for messages: "which PEFT would put in its place".
+        remedy: the remedy in messages.
+        parameter: the parameter that named the base.
 
     Raises:
-        BaseModelError: an adapter carries another weight than the base has.
+        BaseModelError: a copy differs from the base's weight.
     """
     compared = [one for one in carried if one.own.tensor.dtype in FLOATS]
     if not compared:

@@ -1,6 +1,6 @@
-"""ΔW of one weight, a product of factors or an array: blocks of its rows, and the mean absolute value of each row.
+"""ΔW of one weight, as factors or as an array: blocks of its rows, and the mean absolute value of each row.
 
-numpy arrays in, numpy arrays out. Knows nothing of files, adapters and plans.
+numpy arrays in, numpy arrays out. Knows nothing of files, adapters or plans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Delta", "Factors", "blocks", "finite", "mean_absolute", "row_magnitu
 Matrix = npt.NDArray[np.floating]
 Rows = npt.NDArray[np.float32]
 
-_BLOCK = 2**22  # elements of ΔW that are formed at a time: 16 MB in float32
+_BLOCK = 2**22  # elements of ΔW per block: 16 MB in float32
 
 
 class Factors(NamedTuple):
@@ -39,11 +39,11 @@ class Factors(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in), that of ΔW."""
+        """The shape of ΔW, (out, in)."""
         return self.b.shape[0], self.a.shape[1]
 
     @property
-    def T(self) -> Factors:  # as numpy calls it
+    def T(self) -> Factors:  # named as in numpy
         """The factors of ΔWᵀ."""
         return Factors(self.b.T, self.a.T)
 
@@ -52,15 +52,15 @@ class Factors(NamedTuple):
         return np.asarray(self.b[start:stop] @ self.a)
 
     def masked(self, kept: npt.NDArray[np.bool_]) -> Factors:
-        """The same with rows of zeros where `kept` (out values) is false."""
+        """The factors of ΔW with zeros in the rows where `kept` (out values) is false."""
         return Factors(self.a, self.b * kept[:, None])
 
 
-Delta = Factors | Rows  # ΔW = b·a, or ΔW itself; out×in
+Delta = Factors | Rows  # ΔW as factors or dense; out×in
 
 
 def blocks(delta: Delta, name: str) -> Iterator[Rows]:
-    """ΔW by blocks of whole rows, in float32.
+    """ΔW in blocks of whole rows, in float32.
 
     Raises:
         UnsupportedError: a product overflows float32; the message calls the weight `name`.
@@ -74,10 +74,10 @@ def blocks(delta: Delta, name: str) -> Iterator[Rows]:
 
 
 def finite(rows: Matrix, name: str) -> Matrix:
-    """The rows, if every number of theirs is finite.
+    """Return the rows unchanged if all numbers are finite.
 
     Raises:
-        UnsupportedError: one is not; the message calls the weight `name`.
+        UnsupportedError: a number is not finite; the message calls the weight `name`.
     """
     if not np.isfinite(rows).all():
         raise too_large(name)

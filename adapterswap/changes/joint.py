@@ -1,15 +1,15 @@
-"""Low-rank changes of one weight in joint orthonormal bases: the engine of what commutes with a change of basis.
+"""Low-rank changes of one weight in joint orthonormal bases: the engine for everything that commutes with such bases.
 
-K changes ΔW_i = B_i·A_i (out×in) share Q_B (out×p), a basis of the columns of all B_i, and Q_A (in×q), one of the rows
-of all A_i. Then ΔW_i = Q_B·C_i·Q_Aᵀ with a small core C_i = S_Bi·S_Aiᵀ, and norms, cosines, singular values, sums and
-all that is made of them are those of the cores. No ΔW is formed, nor are Q_B and Q_A unless they must be.
+K changes ΔW_i = B_i·A_i (out×in) share Q_B (out×p), a basis of the columns of all B_i, and Q_A (in×q), a basis of the
+rows of all A_i. Then ΔW_i = Q_B·C_i·Q_Aᵀ with a small core C_i = S_Bi·S_Aiᵀ. Norms, cosines, singular values and sums
+of the ΔW are those of the cores. ΔW is never formed, and Q_B and Q_A only if they are needed.
 
 S_B comes from the Gram matrix BᵀB in float64, of columns scaled to length 1, by Cholesky: O(out·R²) in one pass through
-B, R being the sum of the ranks. That squares B's condition number, so where the inverse shows a large one, S_B comes
-from a Householder QR, which does not. Norms that almost cancel are taken from the cores, others from the Gram matrices.
-Numbers that are nothing but rounding, beside the sizes of what was added up, count as zero.
+B, where R is the sum of the ranks. This squares B's condition number. If the inverse shows that it is large, S_B comes
+from a Householder QR instead. Norms of sums that almost cancel come from the cores, others from the Gram matrices.
+Results that are only rounding, relative to the terms of the sum, count as zero.
 
-numpy arrays in, numpy arrays out: float32, or float64 of sizes that float32 has. Knows nothing of adapters and plans.
+numpy arrays in, numpy arrays out: float32, or float64 within the range of float32. Knows nothing of adapters or plans.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Matrix = npt.NDArray[np.floating]
 Core = npt.NDArray[np.float64]
 
 _SCRATCH = threading.local()
-_ROWS = 1024  # of B, or columns of A, in float64 at a time
-# Σ 1/λ_i of the scaled Gram matrix, up to which Cholesky is trusted: singular values then have relative errors of at
-# most about 1e-16 times this.
+_ROWS = 1024  # rows of B, or columns of A, to convert to float64 at a time
+# Cholesky is used up to this Σ 1/λ_i of the scaled Gram matrix. Relative errors of singular values are then at most
+# about 1e-16 times this.
 _ILL_CONDITIONED = 1e6
-_CANCELLED = 1e-2  # ‖Σ w_i·ΔW_i‖² beside the sizes of the terms that add up to it, down to which their sum is taken
+_CANCELLED = 1e-2  # below this ratio of ‖Σ w_i·ΔW_i‖² to the size of its terms, the norm comes from the core
 _ROUNDING = 4 * float(np.finfo(np.float64).eps)
 
 
 class Mixture(NamedTuple):
-    """Factors as combinations of those that a `Joint` was made of: b = [B_1 … B_K]·left, a = right·[A_1; …; A_K].
+    """Factors as combinations of the factors of a `Joint`: b = [B_1 … B_K]·left, a = right·[A_1; …; A_K].
 
     Attributes:
         left: R×k, and
@@ -56,7 +56,7 @@ class Spectrum(NamedTuple):
 
     Attributes:
         u: p×m, orthonormal columns, in coordinates of Q_B.
-        sigma: m singular values in falling order; what is rounding is 0.
+        sigma: m singular values in descending order; those that are only rounding are 0.
         vt: m×q, orthonormal rows, in coordinates of Q_A.
     """
 
@@ -66,7 +66,7 @@ class Spectrum(NamedTuple):
 
 
 class Basis:
-    """An orthonormal basis Q of the columns of X (n×R), given by parts that stand side by side.
+    """An orthonormal basis Q of the columns of X (n×R), which is given as parts side by side.
 
     Attributes:
         coordinates: S (p×R), with X = Q·S.
@@ -77,7 +77,7 @@ class Basis:
 
         Args:
             parts: at least one.
-            axis: along which they stand side by side.
+            axis: the axis along which they are concatenated.
             gram: XᵀX in float64, if it is known.
         """
         self._parts, self._axis = tuple(parts), axis
@@ -106,7 +106,7 @@ class Basis:
         return bool(self._parts[0].shape[1 - self._axis] >= columns)
 
     def _by_qr(self, mode: str) -> tuple[Core, Core]:
-        """Q (empty in the mode `r`) and S, of columns that are brought to one size by powers of two before."""
+        """Q (empty in the mode `r`) and S, after scaling the columns to similar sizes by powers of two."""
         x = np.concatenate(self._parts, axis=self._axis, dtype=np.float64)
         x = x if self._axis == 1 else x.T
         largest = np.abs(x).max(axis=0, initial=0)
@@ -122,11 +122,11 @@ class Joint:
 
     Attributes:
         shape: (out, in).
-        ranks: of the factors, one for each change.
+        ranks: the rank of each change.
     """
 
     def __init__(self, changes: Sequence[Factors]) -> None:
-        """Of at least one pair of factors, all of one shape; pairs that are the same arrays or equal count once.
+        """From one or more pairs of factors with the same shape; equal pairs count once.
 
         Raises:
             LinAlgError: a factor holds NaN or infinity.
@@ -144,9 +144,9 @@ class Joint:
         stops = np.cumsum([change.a.shape[0] for change in distinct])
         self._places = {i: slice(stop - self.ranks[i], stop) for i, stop in zip(self._distinct, stops, strict=True)}
         self._left_gram, self._right_gram = left, right
-        # ΔW_i is a sum of products b·aᵀ of this length: what rounding is measured by
+        # ΔW_i is a sum of products b·aᵀ of these lengths, relative to which rounding is measured
         self._lengths = np.sqrt(np.diagonal(left)) * np.sqrt(np.diagonal(right))
-        self._used = np.flatnonzero(self._lengths)  # a product with a factor of zeros is nothing
+        self._used = np.flatnonzero(self._lengths)  # products with a zero factor are left out
 
     def inner(self, one: int, other: int) -> float:
         """⟨ΔW_one, ΔW_other⟩, the Frobenius inner product: Σ (B_1ᵀB_2) ∘ (A_1A_2ᵀ)."""
@@ -154,7 +154,7 @@ class Joint:
         return float(np.sum(self._left_gram[rows, columns] * self._right_gram[rows, columns]))
 
     def norm(self, weights: Sequence[float]) -> float:
-        """‖Σ w_i·ΔW_i‖ (Frobenius), to ten digits or more of the sum, or to rounding of the terms that cancel."""
+        """‖Σ w_i·ΔW_i‖ (Frobenius), to at least ten digits, or to the rounding of terms that cancel."""
         mix = self._weighted(weights)
         terms = mix[:, None] * (self._left_gram * self._right_gram) * mix
         square, added = float(np.sum(terms)), float(np.sum(np.abs(terms)))
@@ -169,7 +169,7 @@ class Joint:
 
     @cached_property
     def left(self) -> Basis:
-        """Q_B, and the coordinates of the columns of the B_i that are not multiplied by zeros alone."""
+        """Q_B, and the coordinates of those columns of the B_i whose row of A_i is not zero."""
         return self._basis(1)
 
     @cached_property
@@ -210,10 +210,10 @@ class Joint:
         return Spectrum(q_left @ u, np.where(sigma > _ROUNDING * size, sigma, 0.0), vt @ q_right.T)
 
     def mixture(self, weights: Sequence[float], spectrum: Spectrum, keep: int) -> Mixture:
-        """The first `keep` singular values of Σ w_i·ΔW_i as factors b·a, √σ to each side, from the given factors.
+        """The first `keep` singular values of Σ w_i·ΔW_i as factors b·a with √σ on each side, from the given factors.
 
-        b = ΔW·V/√σ and a = Uᵀ·ΔW/√σ, so that no basis is formed. Columns for σ = 0, or beyond the spectrum, are zeros.
-        The largest entry of a column of `left` is positive, so that the signs depend on no basis.
+        b = ΔW·V/√σ and a = Uᵀ·ΔW/√σ, so no basis is formed. Columns for σ = 0, or beyond the spectrum, are zero. The
+        largest entry of each column of `left` is positive, so the signs do not depend on the basis.
         """
         sigma = spectrum.sigma[: min(keep, spectrum.u.shape[1])]
         root = np.sqrt(np.divide(1, sigma, out=np.zeros_like(sigma), where=sigma > 0))
@@ -227,7 +227,7 @@ class Joint:
         return self._for_all(Mixture(left * signs, signs[:, None] * right))
 
     def factors(self, core: Core) -> Factors:
-        """A core's ΔW as factors: Q_B·U·√Σ and √Σ·Vᵀ·Q_Aᵀ in float64; what is rounding is left out.
+        """A core's ΔW as factors: Q_B·U·√Σ and √Σ·Vᵀ·Q_Aᵀ in float64, without directions that are only rounding.
 
         Raises:
             LinAlgError: the core's singular value decomposition does not converge.
@@ -266,7 +266,7 @@ class Joint:
         return Basis(parts, axis, gram[np.ix_(self._used, self._used)])
 
     def _for_all(self, mixture: Mixture) -> Mixture:
-        """From the distinct changes to all: of twins the first counts."""
+        """Extend a mixture of the distinct changes to all: of equal changes the first is used."""
         if len(self._distinct) == len(self._changes):
             return mixture
         left, right = [], []
@@ -279,13 +279,13 @@ class Joint:
 
 
 def blocks_of(parts: Sequence[Matrix], axis: int) -> list[slice]:
-    """The ranges of the long axis that are computed with at a time."""
+    """The blocks of the long axis for computing block by block."""
     total = parts[0].shape[1 - axis]
     return [slice(start, min(start + _ROWS, total)) for start in range(0, total, _ROWS)]
 
 
 def self_products(parts: Sequence[Matrix], axis: int) -> Core:
-    """XᵀX in float64 of X = [parts side by side] (axis 1), or X·Xᵀ of parts that stand one on the other (axis 0)."""
+    """XᵀX in float64 for X = [parts side by side] (axis 1), or X·Xᵀ for stacked parts (axis 0)."""
     rank = sum(part.shape[axis] for part in parts)
     total = np.zeros((rank, rank))
     for block in blocks_of(parts, axis):
@@ -308,7 +308,7 @@ def mixed(parts: Sequence[Matrix], mix: Core, axis: int) -> Core:
 
 
 def _block(parts: Sequence[Matrix], axis: int, block: slice) -> Core:
-    """A block of the parts side by side in float64, in memory of this thread that the next block takes over."""
+    """A block of the parts side by side in float64, in memory of this thread that the next block reuses."""
     pieces = [part[block] if axis == 1 else part[:, block] for part in parts]
     rank, long = sum(piece.shape[axis] for piece in pieces), pieces[0].shape[1 - axis]
     if (scratch := getattr(_SCRATCH, "block", None)) is None or scratch.size < rank * long:

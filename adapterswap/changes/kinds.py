@@ -1,8 +1,7 @@
-"""The kinds of changes: a product of factors, weights that replace the base's, or a function of the base's weight that
-is copied as it is. Pure data: where the numbers lie.
+"""The kinds of changes: low-rank factors, weights that replace the base's, or a function of the base's weight.
 
-An adapter and a full checkpoint are both sets of changes to named weights of one base; what is done with changes does
-not depend on which of the two they come from.
+Pure data, which say where the numbers are stored. Adapters and full checkpoints are both sets of changes to named
+weights of one base, and are treated alike.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class LowRank:
         lora: the factors and their scale s.
         path: the file that holds them.
         transposed: the model stores the weight in×out: an embedding, or GPT-2's Conv1D.
-        within: what the stored tensor is of the experts whose factors these are; None where it is all of them.
+        within: the part of one expert that the stored tensor holds, for factors of a mixture; None if it holds all.
     """
 
     lora: LoraModule
@@ -45,7 +44,7 @@ class LowRank:
 
     @property
     def matrices(self) -> int:
-        """How many matrices the weight holds, one for each expert of a mixture."""
+        """The number of matrices in the weight, one per expert of a mixture."""
         return self.lora.experts if self.within is None else 1
 
 
@@ -53,12 +52,12 @@ class LowRank:
 class Whole:
     """Tensors that replace the base's: ΔW = W - W_base.
 
-    A full checkpoint's weight, or a module that an adapter trained in full (`modules_to_save`), which may have several.
+    A full checkpoint's weight, or all tensors of a module that an adapter trained in full (`modules_to_save`).
 
     Attributes:
         path: the file that holds them.
-        tensors: by the name within the module, such as `weight`.
-        rows: the rows of the weight that the only tensor replaces, in its order; empty where it replaces them all.
+        tensors: the tensors by their name within the module, such as `weight`.
+        rows: the rows of the weight that the only tensor replaces, in its order; empty if it replaces them all.
     """
 
     path: Path
@@ -67,12 +66,12 @@ class Whole:
 
     @classmethod
     def of(cls, path: Path, tensor: Tensor) -> Whole:
-        """A single tensor."""
+        """A change of a single tensor."""
         return cls(path, {tensor.name.rpartition(".")[2]: tensor})
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor, where there is one."""
+        """The only tensor."""
         (tensor,) = self.tensors.values()
         return tensor
 
@@ -87,9 +86,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Opaque:
-    """What PEFT makes of the base's weight by tensors of another kind (DoRA, OFT, …): W' = f(W).
+    """A change that PEFT computes from the base's weight with other tensors (DoRA, OFT, …): W' = f(W).
 
-    It is copied exactly, and averaged only where the base is at hand.
+    It is copied exactly, and can be averaged only if the base is given.
 
     Attributes:
         part: the module's tensors and settings.

@@ -1,8 +1,8 @@
-"""Which stored tensors of a model an adapter's modules change, and whether they are stored out×in or in×out.
+"""Find the stored tensors that an adapter's modules change, and whether they are stored out×in or in×out.
 
-PEFT names modules as they are in memory; files may leave out the outermost prefix (GPT-2 on the Hub stores
-`h.0.attn.c_attn.weight`), store a weight in×out (Conv1D, embeddings), or hold one tensor for an embedding and the head
-that is tied to it. Knows names and shapes; no coefficients.
+PEFT names modules as they are in memory. Files may leave out the outermost prefix (GPT-2 on the Hub stores
+`h.0.attn.c_attn.weight`), store a weight in×out (Conv1D, embeddings), or hold one tensor for an embedding and its tied
+head. Knows names and shapes; no coefficients.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from adapterswap.experts.tying import shared_embeddings, tied_keys
 
 __all__ = ["Located", "TiedHead", "carried_copies", "find_tied_head", "locate", "locate_all", "with_head"]
 
-_REMEDY = "Give the base that the experts adapt, with `base_model`"
+_REMEDY = "Pass the base that the experts adapt as `base_model`"
 
 
 @dataclass(frozen=True)
 class Located:
-    """What an adapter does to one stored tensor; `module` is the module's name as PEFT has it."""
+    """An adapter's change of one stored tensor; `module` is the module's name in PEFT."""
 
     module: str
     change: Change
@@ -37,16 +37,16 @@ class Located:
 
 @dataclass(frozen=True)
 class TiedHead:
-    """An embedding that is the head too: `head` and `embedding` name their tensors; the head is stored nowhere else."""
+    """The names of an embedding and of the head tied to it; only the embedding is stored."""
 
     head: str
     embedding: str
 
 
 def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> TiedHead | None:
-    """The head that some adapter sets apart from the embedding that it is tied to; None where none does.
+    """The tied head that must be stored separately because an adapter changes it or its embedding; otherwise None.
 
-    PEFT changes the module that it adapts and not the one tied to it, so full weights must hold both.
+    PEFT changes the module that it adapts but not the one tied to it, so full weights must hold both.
 
     Raises:
         BaseModelError: transformers cannot build the model without remote code, and the names do not show the head.
@@ -64,7 +64,7 @@ def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> Tie
 
 
 def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
-    """Whether an adapter may change an embedding or a head: a weight outside the layers with a row for each token."""
+    """Whether an adapter may change an embedding or a head: a weight outside the layers with one row per token."""
     if adapter.vocabulary:
         return True
     vocabulary = language_config(skeleton.config).get("vocab_size")
@@ -82,8 +82,8 @@ def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
 
 
 def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tuple[str, str] | None:
-    """The keys of a tied embedding and head that have the usual names, where the config says that they are tied."""
-    outside = {  # none of a layer that predicts further tokens, which may hold copies of both
+    """The keys of a tied embedding and head with the usual names, if the config says that they are tied."""
+    outside = {  # without layers that predict further tokens, which may hold copies of both
         p.module.rpartition(".")[2]: p.name
         for p in skeleton.parameters.values()
         if layer_of(p.name, skeleton.container) is None
@@ -97,7 +97,7 @@ def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tupl
 
 
 def with_head(parameters: Mapping[str, StoredTensor], tied: TiedHead | None) -> dict[str, StoredTensor]:
-    """The stored tensors, and the tied head as one more right after its embedding."""
+    """The stored tensors, with the tied head added after its embedding."""
     if tied is None:
         return dict(parameters)
     found: dict[str, StoredTensor] = {}
@@ -119,7 +119,7 @@ def locate_all(
     *,
     resized: bool = False,
 ) -> dict[str, dict[str, Located]]:
-    """What each adapter does to the stored tensors `parameters` of the model called `where`; see `locate`."""
+    """Each adapter's changes of the stored tensors `parameters` of the model called `where`; see `locate`."""
     orientation = Orientation(model)
     found = {}
     for name, adapter in adapters.items():
@@ -130,14 +130,14 @@ def locate_all(
 
 
 def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
-    """Whether an adapter changes one of an encoder-decoder's embeddings, which are one weight."""
+    """Refuse an adapter that changes one of an encoder-decoder's shared embeddings, which are stored as one weight."""
     if not has_both_stacks(model.container) or not _changes_an_end(adapter, model):
         return
     for name, others in shared_embeddings(model).items():
         if any(part.layer is None and f".{name}".endswith(f".{part.name}") for part in adapter.parts.values()):
             raise UnsupportedError(
-                f"{expert} changes {name}, which {model.name} ties to {', '.join(others)}: PEFT changes the one alone, "
-                "and full weights cannot",
+                f"{expert} changes {name}, which {model.name} ties to {', '.join(others)}: PEFT changes only that one, "
+                "but full weights cannot",
                 "Compose it into an adapter with `compose`",
             )
 
@@ -152,25 +152,25 @@ def locate(
     *,
     resized: bool = False,
 ) -> dict[str, Located]:
-    """What `adapter` does to each stored tensor that it changes, by the tensor's name.
+    """The changes that `adapter` makes, by the name of the stored tensor.
 
     Args:
-        expert: the adapter's name, and
-        where: the model's, for messages.
+        expert: the adapter's name, for messages.
+        where: the model's name, for messages.
         adapter: the adapter.
         parameters: the model's stored tensors.
-        orientation: says which of them are stored in×out.
-        problems: collects modules that the model does not have, or has in another shape.
-        resized: embeddings and heads that are held in full may have other numbers of rows.
+        orientation: knows which of them are stored in×out.
+        problems: collects modules that the model lacks or has in another shape.
+        resized: allow other numbers of rows in embeddings and heads that are stored in full.
     """
     found: dict[str, Located] = {}
     by_name = _renaming(adapter, parameters)
 
     def stored_name(module: str, parameter: str) -> str | None:
-        """By the names alone, or else by the names that transformers gives the stored tensors in memory."""
+        """The key by names alone or, failing that, by transformers' names of the stored tensors in memory."""
         key = by_name(module, parameter)
         if key is None:
-            with suppress(BaseModelError):  # not a model of transformers
+            with suppress(BaseModelError):  # not a transformers model
                 key = orientation.stored_key(module, parameter, adapter.container)
         return key
 
@@ -184,7 +184,7 @@ def locate(
     ]
     if without_bias:
         problems.add(
-            f"{expert} trained biases (lora_bias) for {and_more(without_bias)}, and {where} stores none to add them to",
+            f"{expert} trained biases (lora_bias) for {and_more(without_bias)}, but {where} stores none to add them to",
             "Compose it into an adapter with `compose`",
             kind=UnsupportedError,
         )
@@ -211,7 +211,7 @@ def locate(
             continue
         found[key] = Located(module.name, LowRank(module, adapter.file.path, transposed))
     if missing:
-        message = f"{expert} adapts {and_more(missing)}, and {where} stores no such weight"
+        message = f"{expert} adapts {and_more(missing)}, but {where} stores no such weight"
         problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
     compare_shapes(
         ours,
@@ -246,7 +246,7 @@ def locate(
                     "stores no such tensor" if key is None else f"stores it as {list(parameters[key].tensor.shape)}"
                 )
                 problems.add(
-                    f"{expert} holds {holder}.{parameter} in full, {list(tensor.shape)}, and {where} {stored}",
+                    f"{expert} holds {holder}.{parameter} in full, {list(tensor.shape)}, but {where} {stored}",
                     _REMEDY,
                     parameter="base_model",
                     kind=BaseModelError,
@@ -264,17 +264,17 @@ def _locate_fused(
     where: str,
     orientation: Orientation,
 ) -> dict[str, Located]:
-    """The stored tensors of a parameter with a matrix for each expert of a mixture: itself, or one for each matrix.
+    """The stored tensors of a parameter with one matrix per expert of a mixture: a single one, or one per matrix.
 
     Raises:
-        BaseModelError: the model lacks the parameter, or has it in another shape.
-        UnsupportedError: it stores the parameter in a way that is not known to be rows of matrices.
+        BaseModelError: the model has the parameter in another shape.
+        UnsupportedError: the model has no such parameter, or stores it in an unknown way.
     """
     fused = orientation.fused(module.name, adapter.container)
     if fused is None or module.experts == 1:
         raise UnsupportedError(
-            f"{expert} has LoRA on the parameter {module.name}, and {where} has no parameter of that name with a "
-            "matrix for each of several experts",
+            f"{expert} has LoRA on the parameter {module.name}, but {where} has no parameter of that name with one "
+            "matrix per expert",
             "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
         )
     matrix = module.out_features, module.in_features
@@ -291,8 +291,8 @@ def _locate_fused(
         return {key: Located(module.name, LowRank(module, path, fused.transposed))}
     if not fused.parts or fused.transposed:
         raise UnsupportedError(
-            f"{expert} has LoRA on the parameter {module.name}, and {where} stores it as tensors of which it is not "
-            "known which of its rows they hold",
+            f"{expert} has LoRA on the parameter {module.name}, but {where} stores its rows in tensors "
+            "in an unknown order",
             "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload",
         )
     return {
@@ -311,9 +311,9 @@ def _locate_opaque(
     stored_name: Callable[[str, str], str | None],
     problems: Problems,
 ) -> dict[str, Located] | None:
-    """The weight, and the bias where it changes too, of a module of another kind than LoRA; None if it is not stored.
+    """The weight of a module that is not plain LoRA, and its bias if that changes too; None if it is not stored.
 
-    Shapes are PEFT's to compare, but for the factors of LoRA's variants.
+    PEFT compares the shapes itself, except those of the factors of LoRA's variants.
     """
     key = stored_name(part.name, "weight")
     if key is None:
@@ -342,7 +342,7 @@ def _locate_opaque(
 
 
 def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:
-    """A function from a module's name and a parameter's to the stored tensor's name; None if there is none."""
+    """A function from the names of a module and a parameter to the stored tensor's name, or None."""
     adapted: dict[str, LoraModule | OpaqueModule] = {**adapter.modules, **adapter.opaque}
     layered = [module.name for module in adapted.values() if module.layer is not None]
     prefixes = sorted({name.partition(".")[0] for name, found in parameters.items() if found.layer is not None})
@@ -359,7 +359,7 @@ def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Calla
 
 
 def carried_copies(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Carried]:
-    """The copies of the base's weights that an adapter carries, each with the base's own; `name` is for messages.
+    """An adapter's copies of base weights, each with the base's own weight; `name` is the adapter's, for messages.
 
     Raises:
         AdapterswapError: see `find_tied_head` and `locate`.

@@ -1,8 +1,7 @@
-"""What PEFT makes of one weight of the base by tensors of DoRA, OFT, LoHa and their like.
+"""Merge DoRA, OFT, LoHa and similar adapters into one weight of the base, with PEFT's own code.
 
-The arithmetic of a dozen methods is PEFT's own: a module of the weight's size is built, and PEFT's layer around it,
-which merges its tensors. So no model is needed, and one weight is in memory at a time. numpy arrays in, numpy arrays
-out; reads no file.
+A module of the weight's size is built with PEFT's layer around it, which merges the tensors. So no model is needed, and
+only one weight is in memory at a time. numpy arrays in, numpy arrays out; reads no file.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
 
     Args:
         change: the module's settings.
-        parameter: `weight` or `bias`: which of the module's parameters is merged.
-        own: the base's, as the model stores it.
-        tensors: the module's, by the names in `change.part.tensors`, and those that it shares with others.
+        parameter: the module's parameter to merge: `weight` or `bias`.
+        own: the base's parameter, as the model stores it.
+        tensors: the module's tensors by the names in `change.part.tensors`, including those that modules share.
 
     Raises:
         UnsupportedError: the weight is that of a convolution, or PEFT has no merge for this kind.
@@ -45,8 +44,8 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
     kind = KINDS.get(part.peft_type)
     if kind is not None and kind.shared and not part.shared:
         raise UnsupportedError(
-            f"{part.name}: the {part.method} adapter does not hold the projections that its modules share, which PEFT "
-            "draws at random",
+            f"{part.name}: the {part.method} adapter lacks the projections that its modules share, which PEFT draws at "
+            "random",
             "Save it with save_projection=True",
         )
     remedy = "Compose it into an adapter with `compose`, or merge it with PEFT's merge_and_unload"
@@ -56,7 +55,7 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
     holder = torch.nn.Module()
     holder.add_module(_MODULE, module)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")  # PEFT explains its defaults
+        warnings.simplefilter("ignore")  # PEFT warns about its defaults
         try:
             model: Any = get_peft_model(holder, _config(change, tensors))
             _load(model, part.name, tensors)
@@ -71,7 +70,7 @@ def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping
 
 
 def _module(change: Opaque, parameter: str, own: Numbers, tensors: Mapping[str, Numbers]) -> Any:
-    """A module with the base's weight or bias in it, and zeros in place of the other; None where there is no such."""
+    """A module with the base's weight or bias, and zeros for the other; None if no module has this shape."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -102,7 +101,7 @@ def _module(change: Opaque, parameter: str, own: Numbers, tensors: Mapping[str, 
 
 
 def _config(change: Opaque, tensors: Mapping[str, Numbers]) -> Any:
-    """PEFT's config for the module alone."""
+    """PEFT's config for this module only."""
     from peft import PeftConfig
 
     part = change.part
@@ -117,7 +116,7 @@ def _config(change: Opaque, tensors: Mapping[str, Numbers]) -> Any:
 
 
 def _load(model: Any, name: str, tensors: Mapping[str, Numbers]) -> None:
-    """Put the tensors into PEFT's layer; shared projections are as wide as the widest module, so they are cut."""
+    """Load the tensors into PEFT's layer. Shared projections are as wide as the widest module, so they are cut."""
     import torch
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -134,5 +133,5 @@ def _load(model: Any, name: str, tensors: Mapping[str, Numbers]) -> None:
     if odd := sorted(tensors.keys() - {key.removeprefix(f"base_model.model.{_MODULE}.") for key in state}):
         odd = [part for part in odd if f"base_model.{part}" not in state]
         if odd:
-            raise ExpertError(f"{name} has {odd[0]}, for which PEFT has no place", "Save the adapter again")
+            raise ExpertError(f"{name} has {odd[0]}, which PEFT does not use", "Save the adapter again")
     set_peft_model_state_dict(model, state)

@@ -1,7 +1,7 @@
-"""What an expert does to a weight, read from its files: factors, or rows of the dense ΔW as the model stores it.
+"""Read an expert's change of a weight from its files: factors, or rows of the dense ΔW as the model stores it.
 
-All in float32, a block of rows at a time. NaN, infinity and overflow are refused with the tensor's name. Knows changes
-and open files; knows nothing of plans and coefficients.
+Everything is float32, in blocks of rows. Errors for NaN, infinity and overflow name the tensor. Knows changes and open
+files; nothing of plans or coefficients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RowReader = Callable[[Rows, int, int | None], Rows]  # (the base's own rows, sta
 
 @contextmanager
 def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
-    """A function that reads an expert's factors of a module, from files that stay open in the block."""
+    """A function that reads an expert's factors of a module. The files stay open until the block ends."""
     with open_files(adapter.file for adapter in adapters.values()) as files:
 
         def read(expert: str, module: LoraModule) -> Factors:
@@ -46,7 +46,7 @@ def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
 
 
 def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
-    """A module's factors from the open file `file`, in float32, with the scale in B.
+    """Read a module's factors from the open file `file`, in float32, with the scale in B.
 
     Raises:
         ExpertError: see `read_numbers`.
@@ -78,14 +78,14 @@ def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
 
 
 def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int = 0, stop: int | None = None) -> Rows:
-    """Rows `start` to `stop` of a stored tensor, all of its axes but the last being rows.
+    """Read rows `start` to `stop` of a stored tensor, whose axes but the last count as rows.
 
     Args:
-        owner: the expert that it is of, or the base, for messages.
+        owner: its expert, or the base, for messages.
         stored: the tensor.
         files: the open files.
         start: the first row.
-        stop: the row after the last; by default all that follow.
+        stop: the row after the last; by default the end.
 
     Raises:
         ExpertError: see `read_elements`.
@@ -99,14 +99,14 @@ def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int =
 def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowReader:
     """A function that reads rows of an expert's dense ΔW, in the orientation in which the model stores the weight.
 
-    Call it with the base's own rows, which are subtracted from a weight that replaces them. Factors are read
-    once, here.
+    Call it with the base's own rows, which are subtracted if the expert has whole weights. Factors are read once, when
+    the function is made.
 
     Raises:
-        ExpertError, UnsupportedError: here or when the function is called: see `read_factors` and `read_rows`; or ΔW
+        ExpertError, UnsupportedError: now or when the function is called: see `read_factors` and `read_rows`; or ΔW
             overflows.
     """
-    assert not isinstance(change, Opaque)  # the planner has refused what needs one's rows
+    assert not isinstance(change, Opaque)  # the planner refuses plans that need its rows
     if isinstance(change, LowRank):
         factors, name = read_factors(expert, files[change.path], change.lora), change.lora.name
         stored = factors.T if change.transposed else factors
@@ -127,7 +127,7 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
 
 
 def read_difference(names: tuple[str, str], full: Whole, own: Whole, files: Mapping[Path, int]) -> Rows:
-    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are of the fine-tune and its base.
+    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are those of the fine-tune and its base.
 
     Raises:
         ExpertError, UnsupportedError: see `row_reader`.
