@@ -1,9 +1,9 @@
-"""What goes through the joint core, at Llama-3.1-8B's shape with two experts of rank 64: whole processes and functions.
+"""Time commands and methods that use the joint core, with two experts of rank 64 at Llama-3.1-8B's shape.
 
 python benchmarks/core.py [--runs 3] [--scratch DIR] [--against CHECKOUT] [--skip analyze …]
 
-`--against` runs each command in another checkout too, in turn with this one. Processor seconds say more than wall
-seconds on a machine that does something else.
+`--against` also runs each command in another checkout, in turn with this one. On a busy machine, processor seconds say
+more than wall seconds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 from measuring import side_by_side
 
 HERE = Path(__file__).resolve().parent
-# wall seconds, processor seconds and megabytes that are allowed on two quiet cores; None: not bounded
+# the allowed wall seconds, processor seconds and megabytes on two quiet cores; None means no bound
 ALLOWED: dict[str, tuple[float | None, float | None, float]] = {
     "soup --max-rank 64": (None, 8, 250), "diff": (1.5, None, 500), "analyze": (20, None, 500),
 }  # fmt: skip
-FUNCTION_ALLOWED = 12  # processor seconds of a method on all 224 modules
+FUNCTION_ALLOWED = 12  # processor seconds per method for all 224 modules
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--scratch", type=Path, help="A folder with 3 GB free; default: a temporary one.")
+    parser.add_argument("--scratch", type=Path, help="A folder with 3 GB of free space; by default a temporary one.")
     parser.add_argument("--against", type=Path, help="Another checkout of adapterswap.")
     parser.add_argument("--skip", nargs="*", default=[], choices=ALLOWED)
     options = parser.parse_args()
@@ -65,13 +65,13 @@ def processes(scratch: Path, options: argparse.Namespace) -> None:
                 (measured.cpu, cpu, "CPU s"),
                 (measured.megabytes, megabytes, "MB"),
             ]
-            told = [f"{value / bound:.2f} of {bound:g} {unit}" for value, bound, unit in shares if bound is not None]
-            print(f"  ({', '.join(told)} allowed)", end="")
+            ratios = [f"{value / bound:.2f} of {bound:g} {unit}" for value, bound, unit in shares if bound is not None]
+            print(f"  ({', '.join(ratios)} allowed)", end="")
         print()
 
 
 def functions() -> None:
-    """The spectral methods on a module of each shape, times the number of such modules."""
+    """Time the spectral methods on one module of each shape, multiplied by the number of such modules."""
     import numpy as np
     from shapes import llama_projections
 

@@ -92,7 +92,7 @@ def merging(scratch: Path, options: argparse.Namespace) -> None:
     outputs = [command[-1] for command in (*reference.values(), *adapters.values(), *checkpoints.values())]
 
     def clear() -> None:
-        """Every run writes anew, with nothing of an earlier run still on its way to the disk."""
+        """Delete the outputs and flush the disk, so that earlier runs do not slow down the next one."""
         for folder in outputs:
             if isinstance(folder, Path):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -118,7 +118,7 @@ def merging(scratch: Path, options: argparse.Namespace) -> None:
 
 
 def limits(found: dict[str, Measured]) -> None:
-    """What is asked for: a swap merged 3 × as fast as by PEFT, full checkpoints swapped in 1.3 × cp + import torch."""
+    """The goals: merge a swap 3 × as fast as PEFT; swap full checkpoints in 1.3 × cp + import torch."""
     copying, torch_import = found["cp -r"].seconds, found["import torch"].seconds
     for name in ("merge a swap", "merge a composed adapter"):
         if ours := found.get(name):
@@ -146,7 +146,7 @@ def make_adapter(folder: Path, seed: int, size: str, base: Path) -> None:
 
 
 def peft_route(base: Path, adapter: Path, out: Path) -> None:
-    """The ordinary way: load the model, merge the adapter into it, save it in shards of the same size."""
+    """The usual way: load the model, merge the adapter into it, save it in shards of the same size."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -234,7 +234,7 @@ def _mean(name: str, layers: int) -> dict[str, float]:
 
 
 def bit_by_bit(scratch: Path, mergekit: Path, size: str) -> None:
-    """A pair of 0.4 B, 32 layers, b = 5 and u = 2: every tensor beside mergekit's."""
+    """Compare every tensor with mergekit's, for a pair of 0.4 B with 32 layers, b = 5 and u = 2."""
     checkpoint = [sys.executable, HERE / "checkpoints.py", "--size", size]
     layers, bottom, top = (4, 1, 1) if size == "pico" else (32, 5, 2)
     run_once([*checkpoint, scratch / "base", "--shards", 1])

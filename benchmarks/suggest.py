@@ -1,10 +1,10 @@
-"""Judge `adapterswap suggest` on a finished lab run: its proposals beside every choice of b and u.
+"""Compare the proposals of `adapterswap suggest` with every choice of b and u, on a finished lab run.
 
     python benchmarks/suggest.py lab-run [--texts 200]
 
-For each seed the two experts are given to `suggest`, by weights and by activations (on the first rows that each expert
-was trained on), as zones and as owners of modules. Accuracies are on the lab's 1,500 test problems in xx; the best b
-and u are given as chosen on the development problems, and, as a bound, on the test problems themselves.
+For each seed, `suggest` proposes zones and owners of modules, by weights and by activations (on the first rows that
+each expert was trained on). Accuracies are on the lab's 1,500 test problems in xx. The best b and u are chosen on the
+development problems and, as a bound, on the test problems themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from adapterswap.lab.seed import ZONES
 from adapterswap.live import load_experts
 from adapterswap.planning.plan import Plan
 
-ROWS = {"task": "math", "language": "language"}  # what the lab calls the rows of each side
+ROWS = {"task": "math", "language": "language"}  # the lab's names for the rows of each side
 
 
 def judge_seed(folder: Path, scene: str, texts: int) -> dict[str, tuple[float, Any]]:
