@@ -1,7 +1,7 @@
 """Low-rank approximation of a dense ΔW by torch: exact SVD of small matrices, randomized SVD of large ones.
 
-For a ΔW that is low-rank already and given by its factors, `lowrank.truncate` is exact and cheaper. Knows matrices,
-nothing of adapters or plans. The randomized SVD is Halko, Martinsson & Tropp 2011 (arXiv:0909.4061), as torch has it.
+If ΔW is given as low-rank factors, `lowrank.truncate` is exact and cheaper. The randomized SVD is torch's, after Halko,
+Martinsson & Tropp 2011 (arXiv:0909.4061). Knows matrices, nothing of adapters or plans.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from adapterswap.changes.deltas import Factors
 
 __all__ = ["approximate"]
 
-_SMALL = 256  # a matrix with a side up to this is decomposed exactly,
-_SHARE = 4  # and so is one of whose singular values more than a quarter is wanted: sampling saves nothing there
-_FIRST = 32  # singular values that are looked at first where an error is asked for
-_OVERSAMPLING = 32  # columns beyond the wanted rank, and
-_POWER_ITERATIONS = 6  # passes over the matrix: both make the randomized SVD more exact
+_SMALL = 256  # matrices with a side up to this are decomposed exactly,
+_SHARE = 4  # and so are those that must keep more than a quarter of their singular values, where sampling saves nothing
+_FIRST = 32  # singular values to sample first if an error is requested
+_OVERSAMPLING = 32  # columns beyond the requested rank, and
+_POWER_ITERATIONS = 6  # passes over the matrix: both make the randomized SVD more accurate
 
 
 def approximate(
@@ -28,15 +28,15 @@ def approximate(
 ) -> Truncated:
     """A low-rank approximation of a dense ΔW, with its relative error.
 
-    The error is computed from what the sample leaves of ΔW and from the sampled singular values that are cut off, so it
-    is the approximation's own, not an estimate. With `error`, the sample is doubled until it is enough (or `rank`, or
-    full rank, is reached), then cut to the smallest rank that does.
+    The error is exact, not an estimate: it is computed from the residual of the sample and from the sampled singular
+    values that are cut off. With `error`, the sample is doubled until the error is reached (or `rank`, or full rank),
+    then cut to the smallest rank that reaches it.
 
     Args:
         delta: ΔW (out×in).
-        rank: at most this rank.
-        error: at most this relative error; the smallest rank that reaches it. Both may be given: rank wins.
-        device: the torch device that computes.
+        rank: the maximum rank.
+        error: the maximum relative error, reached with the smallest possible rank. If both are given, `rank` wins.
+        device: the torch device to compute on.
     """
     import torch
 
@@ -47,7 +47,7 @@ def approximate(
     while True:
         u, sigma, vt = _decompose(matrix, size)
         errors = _errors(matrix, u, sigma, vt, norm)
-        size = min(limit, len(sigma))  # an exact decomposition gives all of them
+        size = min(limit, len(sigma))  # an exact decomposition returns all of them
         if error is None or errors[size - 1] <= error or size == limit:
             break
         size = min(2 * size, limit)
@@ -58,7 +58,7 @@ def approximate(
 
 
 def _decompose(matrix: Any, size: int) -> tuple[Any, Any, Any]:
-    """U (out×k), σ (k) in falling order and Vᵀ (k×in), with k ≥ size."""
+    """U (out×k), σ (k) in descending order and Vᵀ (k×in), with k ≥ size."""
     import torch
 
     smaller = min(matrix.shape)

@@ -1,6 +1,6 @@
-"""The bytes of an output tensor: its pieces read as float32, put together, rounded once.
+"""Compute the bytes of an output tensor: read its pieces as float32, combine them, round once.
 
-Which pieces make a tensor, `layout` has decided.
+`layout` decides which pieces make up a tensor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
     """Compute an output tensor's bytes from its pieces.
 
     Args:
-        tensor: what to make.
-        files: the open files that the pieces lie in.
+        tensor: the tensor to compute.
+        files: the open files that hold the pieces.
 
     Raises:
         ExpertError: a piece holds NaN or infinity.

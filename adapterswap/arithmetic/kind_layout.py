@@ -1,7 +1,7 @@
-"""The tensors and the config of an adapter of another kind than LoRA (OFT, (IA)³, LoHa, …): every module is copied.
+"""The tensors and the config of adapters other than LoRA (OFT, (IA)³, LoHa, …), whose modules are all copied.
 
-The config is the experts' own, which `planning.checks.check_written` has compared: what PEFT reads for all modules is
-one, and what may differ stands in its patterns. No tensor is read here.
+The config is the experts' own. `planning.checks.check_written` has checked that settings for all modules agree; values
+that differ go into the patterns. Reads no tensors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["lay_out_kind"]
 
 
 def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> Layout:
-    """The layout of a plan whose modules that enter are all of one such kind, each with one owner.
+    """The layout of a plan whose changed modules are all of one such kind, each with one owner.
 
     Args:
         plan: the plan.
-        modules: those of its slots that get a change, but for modules held in full.
+        modules: its slots with a change, without modules stored in full.
         fan_in_fan_out: PEFT's flag for the result.
     """
     tensors = [tensor for module in modules for tensor in _copied(module)]
@@ -37,7 +37,7 @@ def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> L
 
 
 def _version(plan: Plan) -> dict[str, str]:
-    """The earliest version of PEFT that made one of the experts: PEFT warns of what it has changed since."""
+    """The earliest PEFT version among the experts, so that PEFT can warn about later changes."""
     versions = [adapter.config.peft_version for adapter in plan.adapters.values() if adapter.opaque]
     known = [version for version in versions if version is not None]
     if not known or len(known) < len(versions):
@@ -60,7 +60,7 @@ def _copied(module: Slot) -> Iterator[OutputTensor]:
 
 
 def _shared(modules: Sequence[Slot]) -> Iterator[OutputTensor]:
-    """What all modules share, and all experts: the first one's."""
+    """Tensors that all modules and all experts share, from the first module."""
     (term,) = modules[0].terms
     for name, tensor in part_of(modules[0]).shared.items():
         pieces = (Piece(term.expert, term.change.path, tensor),)
@@ -84,7 +84,7 @@ def _config(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> dict[s
         "modules_to_save": sorted(name for name, slot in plan.saved.items() if slot.terms) or None,
         "inference_mode": True,
     }
-    # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
+    # PEFT matches a pattern after any dot, and the first match wins, so longer names go first.
     names = sorted(parts, key=lambda name: (-name.count("."), name))
     for key, pattern in kind.patterns.items():
         values = {name: parts[name].values[key] for name in names if key in parts[name].values}

@@ -1,11 +1,12 @@
-"""Which tensors a plan's adapter holds, with which ranks and scales, so that PEFT computes the plan's ΔW from them.
+"""The layout of a plan's adapter: its tensors, ranks and scales, from which PEFT computes the plan's ΔW.
 
 * `exact`: a copied module keeps its tensors, rank and alpha; a blend Σ c_i s_i B_i A_i is the rank concatenation
   A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'. The scale s' of blends is the adapter's most frequent one, so
-  that where the experts' scales agree even a reader that ignores the patterns computes the right sum.
-* `portable`: every module has the same rank (zeros fill it up), plain LoRA with alpha = r, so s' = 1, and no patterns.
+  if the experts' scales agree, even a reader that ignores the patterns computes the right sum.
+* `portable`: every module has the same rank, padded with zeros, and is plain LoRA with alpha = r (s' = 1), so there are
+  no patterns.
 
-No tensor is read here.
+Reads no tensors.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
 
     Args:
         resolved: the plan.
-        form: how it is written.
-        reduced: the modules that were truncated, by name.
+        form: how to write it.
+        reduced: truncated modules, by name.
     """
     plan = resolved.plan
     modules = [module for module in plan.modules.values() if module.terms]
@@ -46,7 +47,7 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     if form.layout == "portable" and any(is_fused(module.name) for module in modules):
         modules = [
             module for module in plan.modules.values() if module.terms or is_fused(module.name)
-        ]  # zeros where nothing changes
+        ]  # zeros for unchanged modules
     common = blend_scale(plan, form)
     ranks = {
         module.name: reduced[module.name].rank if module.name in reduced else total_rank(module) for module in modules
@@ -74,12 +75,12 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     tensors += _base_copies(modules)
     tensors += [tensor for module in plan.saved.values() for tensor in saved_tensors(module, plan, ranks)]
     if form.dtype is not None:
-        tensors = [replace(tensor, dtype=form.dtype) for tensor in tensors]  # truncated ones have it already
+        tensors = [replace(tensor, dtype=form.dtype) for tensor in tensors]  # truncated tensors already have it
     return Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors))
 
 
 def blend_scale(plan: Plan, form: Form) -> float:
-    """s' of blends: 1 in the portable layout, else the scale of most copied modules (of most terms without copies)."""
+    """s' of blends: 1 in the portable layout, otherwise the most frequent scale of copied modules, or of all terms."""
     if form.layout == "portable":
         return 1.0
     modules = plan.modules.values()
@@ -94,7 +95,7 @@ def total_rank(module: Slot) -> int:
 
 
 def uses_rslora(plan: Plan) -> bool:
-    """Rank-stabilized, unless every expert is plain: then the numbers of the experts' own configs are kept."""
+    """Whether the output is rank-stabilized: if any expert is. Plain experts alone keep their config values."""
     return any(adapter.config.rslora for adapter in plan.adapters.values())
 
 
@@ -121,7 +122,7 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
 
 
 def _parameters(plan: Plan) -> dict[str, Any]:
-    """The settings for LoRA on parameters, by their full names; PEFT tells its layouts apart by its version alone."""
+    """The settings for LoRA on parameters, by full name. PEFT distinguishes its layouts only by its version."""
     entering = [slot.terms[0].lora for slot in plan.modules.values() if slot.terms and not slot.opaque]
     names = sorted(lora.name for lora in entering if lora.parameter)
     if not names:
@@ -138,13 +139,13 @@ def _tokens(plan: Plan) -> dict[str, Any]:
 
 
 def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
-    """The settings that make a variant of LoRA (DoRA, biases of B) of an adapter, where a module that enters is one."""
+    """The settings for a variant of LoRA (DoRA, biases of B), if a changed module uses one."""
     parts = [term.change.part for module in modules for term in module.terms if isinstance(term.change, Opaque)]
     return {key: True for key in ("use_dora", "lora_bias") if any(part.settings.get(key) for part in parts)}
 
 
 def trained_biases(plan: Plan) -> dict[str, str]:
-    """The setting `bias`, where biases of the base were trained and enter."""
+    """The setting `bias`, if the result has trained biases of the base."""
     if not any(is_bias(name) and module.terms for name, module in plan.saved.items()):
         return {}
     said = {adapter.config.bias for adapter in plan.adapters.values()} - {"none"}
@@ -152,14 +153,14 @@ def trained_biases(plan: Plan) -> dict[str, str]:
 
 
 def _tied(plan: Plan) -> bool:
-    """PEFT's `ensure_weight_tying`. Where embeddings and heads are held in full, both are: nothing is tied any more."""
+    """PEFT's `ensure_weight_tying`. If embeddings and heads are both stored in full, they are no longer tied."""
     adapters = plan.adapters.values()
     as_before = all(adapter.config.tied and not adapter.vocabulary for adapter in adapters)
     return as_before or any(adapter.ties_factors for adapter in adapters)
 
 
 def _fan_in_fan_out(plan: Plan) -> bool:
-    """PEFT's one flag for all modules; it corrects it for each module that it adapts, with a warning where it is wrong.
+    """PEFT's one flag for all modules. If it is wrong for a module, PEFT corrects it and warns.
 
     A saved adapter has the value of the last module that PEFT adapted. If the experts' values differ, their base has
     Conv1D modules in its layers and a Linear, such as the head, outside them.
@@ -189,7 +190,7 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputT
         part, path = term.lora, term.change.path
         factor = term.coefficient * part.scale / shape.scale
         if module.owner and math.isclose(factor, 1, rel_tol=1e-12):
-            factor = 1.0  # the same scale, reached through another formula (rsLoRA or plain)
+            factor = 1.0  # the same scale, from the other formula (rsLoRA or plain)
         rows = resolved.kept_rows.get((term.side, module.name))
         a_pieces.append(Piece(term.expert, path, part.a, 1.0, offset))
         b_pieces.append(Piece(term.expert, path, part.b, factor, offset, rows))
@@ -206,9 +207,9 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> Iterator[OutputT
 def _fused(
     first: LoraModule, shape: Shape, a_pieces: Sequence[Piece], b_pieces: Sequence[Piece], dtype: str, plan: Plan
 ) -> Iterator[OutputTensor]:
-    """A and B of a parameter: the ranks are concatenated for each expert by itself.
+    """A and B of a parameter, with ranks concatenated per expert of the mixture.
 
-    A is seen as experts×rank×in and B as out×rank×experts.
+    A is viewed as experts×rank×in and B as out×rank×experts.
     """
     count, out, into = first.experts, first.out_features, first.in_features
     keys = dict(zip("AB", written_keys(first, plan), strict=True))
@@ -227,7 +228,7 @@ def _fused(
 def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
     """The keys of a module's A and B in the file.
 
-    PEFT's layer for the first parameter of a module stands inside the one for the second.
+    PEFT nests the layer for a module's first parameter inside the layer for its second.
     """
     if not module.parameter:
         return module.a_key, module.b_key
@@ -239,24 +240,24 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
 
 
 def _like(module: Slot, plan: Plan) -> LoraModule:
-    """A module of the same name and shape: an expert's that enters, or any expert's where none does."""
+    """An expert's module of the same name and shape, if possible one that takes part."""
     entering = (term.lora for term in module.terms)
     held = (adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules)
     return next(entering, None) or replace(next(held), name=module.name)
 
 
 def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:
-    """Truncated factors as they are, or filled up with zeros to `rank`."""
+    """Truncated factors, padded with zeros to `rank` if it is given."""
     for tensor in tensors:
         out, width = tensor.shape
         yield replace(tensor, shape=(rank or out, width) if tensor.axis == 0 else (out, rank or width))
 
 
 def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
-    """What a variant of LoRA stores beside A and B.
+    """The tensors of a variant of LoRA other than A and B.
 
-    DoRA's magnitudes are copied: `check_kinds` has seen that every module has them. A bias of B is multiplied by the
-    module's scale in PEFT, as B is, so a blend's is Σ c_i s_i bias_i / s'; plain LoRA has none, which is one of zeros.
+    DoRA's magnitudes are copied: `check_kinds` has checked that every module has them. PEFT multiplies a bias of B by
+    the module's scale, as it does B, so a blend's bias is Σ c_i s_i bias_i / s'. Plain LoRA's missing bias counts as 0.
     """
     first = _like(module, plan)
     for part, key in (("lora_magnitude_vector", "use_dora"), ("lora_B.bias", "lora_bias")):
@@ -275,9 +276,9 @@ def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) 
 
 
 def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
-    """The base's own weight beside the LoRA of an embedding, where an expert carries it; LoRA never changes it.
+    """The base's own weight next to the LoRA of an embedding, if an expert carries it; LoRA never changes it.
 
-    All that carry it carry the same one; see `copies.check_one_base`.
+    All experts carry the same copy; see `copies.check_one_base`.
     """
     for module in modules:
         for term in module.terms:

@@ -23,8 +23,8 @@ class Truncated(NamedTuple):
     """A low-rank approximation of ΔW.
 
     Attributes:
-        factors: of the approximation; the singular values are shared evenly, √σ to each side.
-        singular_values: those kept, in falling order.
+        factors: the approximation's factors, with √σ on each side.
+        singular_values: the kept singular values, in descending order.
         error: ‖ΔW - b·a‖ / ‖ΔW‖ in the Frobenius norm; 0 for ΔW = 0.
     """
 
@@ -42,7 +42,7 @@ def concatenate(terms: list[tuple[float, Factors]]) -> Factors:
 
 
 def cosine(product: float, norms: tuple[float, float]) -> float | None:
-    """⟨X, Y⟩ / (‖X‖·‖Y‖), kept within ±1 against rounding; None where one of the norms is zero."""
+    """⟨X, Y⟩ / (‖X‖·‖Y‖), clipped to ±1; None if one of the norms is zero."""
     one, other = norms
     return max(-1.0, min(1.0, product / (one * other))) if one and other else None
 
@@ -50,13 +50,13 @@ def cosine(product: float, norms: tuple[float, float]) -> float | None:
 def truncate(factors: Factors, *, rank: int | None = None, error: float | None = None) -> Truncated:
     """The best approximation of ΔW of a given rank, or of the smallest rank within a relative error.
 
-    The singular values of ΔW itself, by `Joint`, in O((out+in)·r²) and in float64, where a dense SVD costs
-    O(out·in·min(out, in)) (Eckart & Young 1936 for the optimum).
+    `Joint` computes the singular values of ΔW in float64 in O((out+in)·r²), while a dense SVD costs
+    O(out·in·min(out, in)). Truncation is optimal by Eckart & Young 1936.
 
     Args:
-        factors: of ΔW.
-        rank: at most this rank.
-        error: at most this relative error; the smallest rank that reaches it. Both may be given: rank wins.
+        factors: the factors of ΔW.
+        rank: the maximum rank.
+        error: the maximum relative error, reached with the smallest possible rank. If both are given, `rank` wins.
 
     Returns:
         Factors in the dtype of `factors`.
@@ -75,9 +75,9 @@ def truncate(factors: Factors, *, rank: int | None = None, error: float | None =
 def cut(
     joint: Joint, weights: Sequence[float], *, rank: int | None, error: float | None
 ) -> tuple[Spectrum, int, float]:
-    """The spectrum of Σ w_i·ΔW_i, the rank to keep of it (at least 1), and the relative error of keeping that.
+    """The spectrum of Σ w_i·ΔW_i, the rank to keep (at least 1), and the relative error of that truncation.
 
-    Args, raises: as for `truncate`. The spectrum has min(out, in, Σ r_i) singular values, zeros among them.
+    Arguments and errors are those of `truncate`. The spectrum has min(out, in, Σ r_i) singular values, including zeros.
     """
     spectrum = joint.spectrum(weights)
     count = min(*joint.shape, sum(joint.ranks))
@@ -86,14 +86,14 @@ def cut(
 
 
 def kept(sigma: Matrix, *, rank: int | None, error: float | None) -> tuple[int, float]:
-    """The rank to keep of falling singular values, and the relative error of that; arguments as for `truncate`."""
+    """The rank to keep of descending singular values, and its relative error. Arguments are those of `truncate`."""
     keep = smallest_rank(sigma, error) if error is not None else len(sigma)
     keep = max(1, min(keep, rank or keep, len(sigma)))
     return keep, _tail(sigma, keep)
 
 
 def smallest_rank(sigma: Matrix, error: float) -> int:
-    """The smallest rank whose truncation has at most this relative error, for the falling singular values `sigma`."""
+    """The smallest rank whose truncation has at most this relative error, for descending singular values."""
     return next((rank for rank in range(1, len(sigma)) if _tail(sigma, rank) <= error), len(sigma))
 
 
@@ -102,5 +102,5 @@ def _tail(sigma: Matrix, keep: int) -> float:
     largest = float(sigma[0]) if len(sigma) else 0.0
     if not largest:
         return 0.0
-    shares = np.square(sigma / largest)  # squares of very large or small values leave the range of numbers
+    shares = np.square(sigma / largest)  # avoids overflow and underflow of the squares
     return float(np.sqrt(np.sum(shares[keep:]) / np.sum(shares)))

@@ -1,8 +1,8 @@
-"""The magnitude of an expert, by which weights may be divided: its mean absolute ΔW (Bandarkar et al. 2025).
+"""The magnitude of an expert for `weights: magnitude`: its mean absolute ΔW (Bandarkar et al. 2025).
 
-The mean is over all rows of all ΔW; a full checkpoint's ΔW are its matrices (norms and biases have no rows). A matrix
-has one row per output, as adapters count, and an embedding one per token. An average of adapters and checkpoints counts
-like a checkpoint. Reads a few rows at a time; writes nothing.
+The mean is over all rows of all ΔW. A full checkpoint's ΔW are those of its matrices; norms and biases have no rows. A
+matrix has one row per output, as in adapters, and an embedding one per token. An average of adapters and checkpoints
+is treated like a checkpoint. Reads a few rows at a time; writes nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from adapterswap.planning.plan import Plan
 
 __all__ = ["sides_magnitudes"]
 
-_ELEMENTS = 2**20  # read and compared at a time
+_ELEMENTS = 2**20  # elements to read at a time
 
 
 def sides_magnitudes(plan: Plan) -> dict[str, float]:
     """The mean absolute ΔW of each side whose weight depends on it.
 
     Raises:
-        ExpertError: a side changes nothing, so there is nothing to divide its weight by; a tensor that is read holds
-            NaN or infinity.
+        ExpertError: a side changes nothing, so its weight would be divided by zero; a tensor holds NaN or infinity.
         UnsupportedError: a product overflows.
-        BaseModelError: the base lacks what an adapter changes.
+        BaseModelError: the base lacks a weight that an adapter changes.
     """
     wanted: dict[str, Mapping[str, float]] = {}
     for slot in plan:
@@ -68,7 +67,7 @@ def _magnitude(shares: Mapping[str, float], plan: Plan) -> float:
 def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapters: Mapping[str, Adapter]) -> float:
     """The magnitude of adapters, from their factors.
 
-    Of several experts it is the magnitude of their average, over the modules that any of them adapts.
+    For several experts it is the magnitude of their average, over the modules that any of them adapts.
 
     Raises:
         ExpertError, UnsupportedError: see `read_factors`; or a product of factors overflows.
@@ -83,7 +82,7 @@ def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapter
 
 
 def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[str, Adapter]) -> float:
-    """The magnitude of an average of which a full checkpoint is a part, from dense ΔW."""
+    """The magnitude of an average that includes a full checkpoint, from dense ΔW."""
     base, full = plan.base, plan.checkpoints
     assert base is not None  # a plan whose weights wait for magnitudes has one
     orientation = Orientation(base)

@@ -1,6 +1,6 @@
-"""What is to be written, as data: the form that is asked for, output tensors and the pieces that they are made of.
+"""The output as data: its form, its tensors, and the pieces that make up each tensor.
 
-Shared by `layout`, which decides them, and the executors, which compute and write them. Holds no rule and reads
+Shared by `layout`, which decides on them, and the executors, which compute and write them. Contains no rules and reads
 nothing.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["NAMES", "Form", "Layout", "Names", "OutputTensor", "Piece", "Reduced
 
 
 Names = Literal["task", "language", "transformers4", "transformers5"]
-"""Whose names an adapter's modules are written with; see `writing.loadable.with_written_names`."""
+"""The naming of an adapter's modules; see `writing.loadable.with_written_names`."""
 
 NAMES: tuple[Names, ...] = get_args(Names)
 
@@ -35,13 +35,13 @@ class Form:
     """How an adapter is written.
 
     Attributes:
-        layout: see above.
-        max_rank: no module has a higher rank; those that would are truncated.
+        layout: `exact` or `portable`, see `layout`.
+        max_rank: modules with a higher rank are truncated to this one.
         max_error: blends are truncated to the smallest rank with at most this relative error of ΔW.
-        names: whose names the modules are written with; by default the first expert's.
-        dtype: of every tensor, by its name in files; by default the experts'.
-        truncation: the precision of linear truncations. Records without it are of results truncated in float32, as
-            before 0.2, which are verified so.
+        names: the naming of the modules; by default the first expert's.
+        dtype: the dtype of every tensor, as files name it; by default the experts'.
+        truncation: the precision of linear truncations. Version 0.1 truncated in float32 and did not record it, so
+            records without this field are verified in float32.
     """
 
     layout: Literal["exact", "portable"] = "exact"
@@ -63,12 +63,12 @@ class Form:
             problems.add(f"dtype is {self.dtype!r}", f"Choose from {', '.join(FLOATS)}", parameter="dtype")
         if self.max_rank is not None and self.max_rank < 1:
             problems.add(
-                f"max_rank is {self.max_rank}, and a rank is 1 or more", "Pass a larger one", parameter="max_rank"
+                f"max_rank is {self.max_rank}; it must be 1 or more", "Pass a larger number", parameter="max_rank"
             )
         if self.max_error is not None and not 0 < self.max_error < 1:
             problems.add(
-                f"max_error is {self.max_error}, and must be between 0 and 1",
-                "Pass for instance 0.1",
+                f"max_error is {self.max_error}; it must be between 0 and 1",
+                "Pass a number such as 0.1",
                 parameter="max_error",
             )
         if self.truncation not in ("float32", "float64"):
@@ -80,8 +80,8 @@ class Form:
 class Piece:
     """A source tensor, multiplied by `factor`, at `offset` along the output's rank axis.
 
-    `rows` says which rows stay (of B, so of ΔW); the others become zero. `cut` are the first row of the source that
-    enters and the one after the last, where not all do: pieces at one offset are then added up.
+    `rows` marks the rows of B (and so of ΔW) to keep; the others become zero. `cut` is the range of source rows to use,
+    if not all; pieces with the same offset are then added up.
     """
 
     expert: str
@@ -94,7 +94,7 @@ class Piece:
 
     @property
     def source(self) -> Tensor:
-        """The tensor, or the rows of it that enter."""
+        """The tensor, or only its rows in `cut`."""
         if self.cut is None:
             return self.tensor
         first, last = self.cut
@@ -110,10 +110,10 @@ class OutputTensor:
 
     Attributes:
         key, dtype, shape: as in the safetensors file.
-        axis: pieces lie side by side along it: 0 for A (rank×in), 1 for B (out×rank); None: they are added up.
-        pieces: what it is made of; what they do not fill is zero.
-        data: its bytes, where they were computed before (a truncated module); they may have a lower rank than `shape`.
-        view: the shape in which pieces lie side by side along `axis`, where that is another than the stored one.
+        axis: the axis along which pieces are concatenated: 0 for A (rank×in), 1 for B (out×rank); None adds them up.
+        pieces: its sources; elements that they do not fill are zero.
+        data: its bytes, if already computed (a truncated module); they may have a lower rank than `shape`.
+        view: the shape in which pieces are concatenated along `axis`, if it differs from the stored one.
     """
 
     key: str
@@ -126,7 +126,7 @@ class OutputTensor:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the bytes of all pieces can be copied as they are."""
+        """Whether the bytes of all pieces can be copied unchanged."""
         if self.data is not None:
             return False
         alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == (self.view or self.shape)
@@ -141,10 +141,10 @@ class Reduced:
     """A module that was truncated.
 
     Attributes:
-        rank: of its factors.
-        tensors: these, with data.
+        rank: the rank of its factors.
+        tensors: its factors, with data.
         error: ‖ΔW - ΔW'‖ / ‖ΔW‖ (Frobenius norm), before the factors are rounded to their dtype.
-        written_error: the same with the factors as they are written.
+        written_error: the same error after rounding.
     """
 
     rank: int

@@ -1,6 +1,6 @@
-"""The adapter_config.json from which PEFT computes what an adapter is meant to: ranks, alphas and their patterns.
+"""The adapter_config.json that makes PEFT compute the intended ΔW: ranks, alphas and their patterns.
 
-Knows how PEFT turns rank and alpha into a scale, and matches patterns; knows nothing of where modules come from.
+Knows how PEFT computes scales and matches patterns; knows nothing of where modules come from.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Shape:
 
 
 def written_scale(rank: int, rslora: bool, wanted: float) -> tuple[float, float]:
-    """The alpha that gives a module of this rank the scale `wanted`, and the scale that PEFT computes from it."""
+    """The alpha that gives a module of this rank the scale `wanted`, and the exact scale that PEFT computes from it."""
     alpha = wanted * (math.sqrt(rank) if rslora else rank)
-    # PEFT's own configs hold whole numbers: keep one where alpha is one up to the rounding of its computation.
+    # PEFT's own configs hold whole numbers, so round alpha if it differs from one only by rounding.
     alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
     return alpha, scale(rank, alpha, rslora)
 
 
 def check_base_name(base_model: str | None) -> None:
-    """Refuse a base whose path an adapter's config cannot hold, such as one with bytes that are not UTF-8.
+    """Refuse a base whose path cannot be written to an adapter's config, such as one with bytes that are not UTF-8.
 
     Raises:
         BaseModelError: the path has characters that are not printable.
     """
     if base_model is not None and not base_model.isprintable():
         raise BaseModelError(
-            f"the path of the base, {base_model}, holds characters that adapter_config.json cannot name",
+            f"the path of the base, {base_model}, has characters that adapter_config.json cannot hold",
             "Rename the folder, or pass another path to it (`base_model`), such as a symlink",
             parameter="base_model",
         )
@@ -70,15 +70,15 @@ def adapter_config(
 
     Args:
         shapes: each module's rank and alpha.
-        rank, alpha: the global values; modules that differ are in the patterns.
-        saved: modules trained in full. The other arguments: see `AdapterConfig`.
-        variant: what makes all modules a variant of LoRA, such as `use_dora`.
+        rank, alpha: the global values; modules with other values go into the patterns.
+        saved: modules trained in full. For the other arguments see `AdapterConfig`.
+        variant: settings for a variant of LoRA in all modules, such as `use_dora`.
 
     Raises:
         BaseModelError: see `check_base_name`.
     """
     check_base_name(base_model)
-    # PEFT matches a pattern from any dot on, and the first match wins: longer names first, so that none hides another.
+    # PEFT matches a pattern after any dot, and the first match wins, so longer names go first.
     names = sorted(shapes, key=lambda name: (-name.count("."), name))
     return {
         "peft_type": "LORA",
@@ -105,8 +105,7 @@ def adapter_config(
 
 
 def is_fused(module: str) -> bool:
-    """Whether a module is one expert's projection in a mixture of experts, which PEFT fuses with the others' when it
-    loads an adapter on transformers 5."""
+    """Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
     return _PER_EXPERT.search(module) is not None
 
 
@@ -115,6 +114,6 @@ def _whole(alpha: float) -> float:
 
 
 def most_common(values: Iterable[Any], *, default: Any) -> Any:
-    """The most frequent value, the smallest of several such; `default` where there is none."""
+    """The most frequent value, or the smallest of them in a tie; `default` if there are no values."""
     counted = Counter(values)
     return min(counted, key=lambda value: (-counted[value], value)) if counted else default

@@ -1,8 +1,8 @@
-"""Modules that must be cut to a rank: linear blends above `max_rank`, and every nonlinear blend.
+"""Reduce modules to a rank: linear blends above `max_rank`, and every nonlinear blend.
 
-Linear blends are low-rank already and are truncated by `lowrank` without forming ΔW. Nonlinear ones (TIES, DARE,
-pruning) have full rank: their ΔW is formed, a module at a time, and approximated (`approximation`). Knows plans and
-forms; writes nothing.
+Linear blends have low rank, and `lowrank` truncates them without forming ΔW. Nonlinear ones (TIES, DARE, pruning) have
+full rank: their ΔW is formed, one module at a time, and approximated (`approximation`). Knows plans and forms; writes
+nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["dense_delta", "measurements", "must_reduce", "reduce"]
 
 
 def must_reduce(module: Slot, form: Form) -> bool:
-    """Whether a module cannot be written in the exact form: it is nonlinear, too high in rank, or to be made small."""
+    """Whether a module must be reduced: it is nonlinear, its rank is too high, or the form allows an error."""
     if not module.terms:
         return False
     too_high = form.max_rank is not None and total_rank(module) > form.max_rank
@@ -44,14 +44,14 @@ def must_reduce(module: Slot, form: Form) -> bool:
 
 
 def check_form(plan: Plan, form: Form) -> None:
-    """Raise an `UnsupportedError` where a nonlinear plan is to be written without a bound on its rank or error."""
+    """Raise an `UnsupportedError` if a plan is nonlinear without a bound on rank or error, or acts on whole weights."""
     nonlinear = next((slot for slot in plan.modules.values() if slot.terms and not slot.has_low_rank), None)
     whole = next(
         (slot for slot in plan.modules.values() if slot.terms and slot.rule and slot.rule.acts_on_weights), None
     )
     if whole is not None:
         raise UnsupportedError(
-            f"{whole.method} combines whole weights, the base's part included, and an adapter holds ΔW alone",
+            f"{whole.method} combines whole weights, including the base's, but an adapter holds only ΔW",
             "Write full weights with `adapterswap merge`, or use a method on ΔW (`adapterswap methods` lists them)",
             parameter="method",
         )
@@ -64,7 +64,7 @@ def check_form(plan: Plan, form: Form) -> None:
 
 
 def measurements(resolved: Resolved, reduced: Mapping[str, Reduced]) -> dict[str, Any]:
-    """What only the tensors say, for the record: magnitudes, shares of rows kept, ranks and errors of truncation."""
+    """Values measured on the tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
     cut = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in reduced.items()}
     found = {"magnitudes": dict(resolved.magnitudes), "kept_rows": resolved.kept_share(), "reduced": cut}
     return {key: values for key, values in found.items() if values}
@@ -73,7 +73,7 @@ def measurements(resolved: Resolved, reduced: Mapping[str, Reduced]) -> dict[str
 def reduce(
     resolved: Resolved, form: Form, progress: Callable[[str], None] = lambda name: None
 ) -> Mapping[str, Reduced]:
-    """Truncate every module that must be; `progress` is called with each one's name when it is done.
+    """Reduce every module that needs it, and call `progress` with its name afterwards.
 
     Raises:
         UnsupportedError: a nonlinear method without a rank or error, or overflow.
@@ -89,15 +89,15 @@ def reduce(
 
         def one(module: Slot) -> Reduced:
             try:
-                with np.errstate(all="ignore"):  # what overflows is found below, and by `finite_bytes`
+                with np.errstate(all="ignore"):  # overflow is detected below, and by `finite_bytes`
                     if _on_cores(module) or (module.is_linear and form.truncation == "float64"):
                         return _truncated(module, resolved, form, read, spool)
                     return _as_tensors(module, _approximated(module, resolved, form, read), plan, form, spool)
-            except (np.linalg.LinAlgError, RuntimeError):  # numpy's and torch's SVD, given infinite numbers
+            except (np.linalg.LinAlgError, RuntimeError):  # from numpy's and torch's SVD of infinite numbers
                 raise too_large(module.name) from None
 
         low_rank = [module for module in wanted if module.has_low_rank]
-        dense = [module for module in wanted if not module.has_low_rank]  # torch has threads of its own
+        dense = [module for module in wanted if not module.has_low_rank]  # torch has its own threads
         for modules, results in ((low_rank, map_in_threads(one, low_rank)), (dense, map(one, dense))):
             for module, result in zip(modules, results, strict=True):
                 reduced[module.name] = result
@@ -110,13 +110,13 @@ def _on_cores(module: Slot) -> bool:
 
 
 def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader, spool: Spool) -> Reduced:
-    """A linear blend, or what a method makes of factors, in its joint core."""
+    """Truncate a linear blend, or a method's result in factors, in its joint core."""
     parts = _parts(module, resolved, read)
     joint, weights = Joint([factors for _, factors in parts]), [coefficient for coefficient, _ in parts]
     error = None if module.owner else form.max_error
     spectrum, rank, lost = cut(joint, weights, rank=form.max_rank, error=error)
     scale, dtype, first = _written_form(module, rank, resolved.plan, form)
-    # The scale is shared between the factors, so that neither leaves the range of a half-precision dtype.
+    # The scale is split between the factors, so that both stay in the range of a half-precision dtype.
     mixture, root = joint.mixture(weights, spectrum, rank), math.sqrt(abs(scale))
     a = _rounded([factors.a for _, factors in parts], mixture.right.T / root, 0, dtype, first.a_key, spool)
     left = math.copysign(1 / root, scale) * mixture.left
@@ -130,7 +130,7 @@ def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader,
 def _parts(module: Slot, resolved: Resolved, read: FactorReader) -> list[tuple[float, Factors]]:
     """A linear blend's coefficients, and its terms' factors without the rows that a threshold drops.
 
-    What a method makes of factors is one term.
+    The result of a method on factors is a single term.
     """
     rule = module.rule
     if rule is not None and rule.on_cores:
@@ -164,7 +164,7 @@ def _rounded(
     key: str,
     spool: Spool,
 ) -> _Rounded:
-    """`mixed`, rounded to the dtype."""
+    """The factor from `mixed`, rounded to the dtype."""
     rank, long = mix.shape[1], parts[0].shape[1 - axis]
     shape = (rank, long) if axis == 0 else (long, rank)
     data = np.empty((*shape, DTYPE_BYTES[dtype]), np.uint8)
@@ -194,7 +194,7 @@ def _distance(sigma: npt.NDArray[np.float64], b: _Rounded, a: _Rounded) -> float
 
 
 def _approximated(module: Slot, resolved: Resolved, form: Form, read: FactorReader) -> Truncated:
-    """The factors of a nonlinear blend; or of a linear one, as it was truncated before 0.2."""
+    """The factors of a nonlinear blend, or of a linear one as version 0.1 truncated it."""
     if not module.is_linear:
         return approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
     factors, error = concatenate(_parts(module, resolved, read)), None if module.owner else form.max_error
@@ -219,10 +219,10 @@ def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDA
 
 
 def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form, spool: Spool) -> Reduced:
-    """The factors in the output's scale and dtype, under the keys of the module's own tensors."""
+    """The factors in the output's scale and dtype, under the module's keys."""
     rank = len(result.singular_values)
     scale, dtype, first = _written_form(module, rank, plan, form)
-    root = np.float32(np.sqrt(abs(scale)))  # shared, as in `_truncated`
+    root = np.float32(np.sqrt(abs(scale)))  # split between the factors, as in `_truncated`
     values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
     tensors, written = [], []
     for axis, key, part in values:
@@ -236,7 +236,7 @@ def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form, spool: 
 
 
 def _written_form(module: Slot, rank: int, plan: Plan, form: Form) -> tuple[float, str, LoraModule]:
-    """The output's scale and dtype, and the expert's module whose keys it has."""
+    """The output's scale and dtype, and the expert's module whose keys it uses."""
     scale = blend_scale(plan, form)
     if form.layout == "exact":
         scale = written_scale(rank, uses_rslora(plan), scale)[1]
@@ -247,7 +247,7 @@ def _written_form(module: Slot, rank: int, plan: Plan, form: Form) -> tuple[floa
 def _written_error(result: Truncated, written: Factors) -> float:
     """The relative error of factors that differ from the truncated ones by rounding.
 
-    What was cut off is orthogonal to what rounding changes, up to products of two roundings.
+    The truncated part is orthogonal to the change by rounding, up to products of two roundings.
     """
     kept = float(np.sum(np.square(result.singular_values, dtype=np.float64)))
     if kept == 0:

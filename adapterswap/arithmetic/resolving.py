@@ -1,7 +1,7 @@
-"""What a plan can say only after a look at the tensors: magnitude weights, angles, rows under a threshold.
+"""Resolve the parts of a plan that depend on tensors: magnitude weights, angles, rows under a threshold.
 
-A plan is made from headers alone and leaves these open; executors call `resolve` first. Reads the experts' files, a
-part at a time; writes nothing.
+Plans are made from headers alone and leave these open, so executors call `resolve` first. Reads the experts' files in
+parts; writes nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Resolved:
 
     Attributes:
         plan: the plan; linear rules' coefficients are final, SLERP's included.
-        magnitudes: by side (an expert, or an average of several): its mean absolute ΔW, where weights depend on it.
-        kept_rows: by (side, module): which rows of the side's ΔW stay, where the composition has a row threshold.
+        magnitudes: by side (an expert, or an average of several): its mean absolute ΔW, if weights depend on it.
+        kept_rows: by (side, module): which rows of the side's ΔW are kept, if the composition has a row threshold.
     """
 
     plan: Plan
@@ -40,7 +40,7 @@ class Resolved:
     kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def kept_share(self) -> dict[str, float]:
-        """The share of each side's rows that the threshold keeps, over the modules that it enters."""
+        """The share of each side's rows that the threshold keeps, over the side's modules."""
         kept: dict[str, list[npt.NDArray[np.bool_]]] = {}
         for (side, _), mask in self.kept_rows.items():
             kept.setdefault(side, []).append(mask)
@@ -48,13 +48,12 @@ class Resolved:
 
 
 def resolve(plan: Plan) -> Resolved:
-    """Read what the plan leaves open; a plan that leaves nothing open costs nothing.
+    """Compute what the plan leaves open. If nothing is open, no tensors are read.
 
-    SLERP of stored tensors is left open: it is computed with the tensors themselves.
+    SLERP of stored tensors stays open: it is computed together with the tensors.
 
     Raises:
-        ExpertError: a tensor that is read holds NaN or infinity; a side whose weight is divided by its magnitude
-            changes nothing.
+        ExpertError: a tensor holds NaN or infinity; a side whose weight is divided by its magnitude changes nothing.
         UnsupportedError: a product overflows.
     """
     by_magnitude = any(slot.rule is not None and slot.rule.weights for slot in plan)
@@ -74,7 +73,7 @@ def resolve(plan: Plan) -> Resolved:
 
 
 def _has_angle(slot: Slot) -> bool:
-    """Whether it waits for inner products of factors; with other changes it is computed from whole tensors."""
+    """Whether its coefficients come from inner products of factors; other changes are computed from whole tensors."""
     return slot.has_span and bool(slot.terms) and len(slot.low_rank) == len(slot.terms)
 
 
@@ -83,7 +82,7 @@ def side_factors(
     read: FactorReader,
     kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] | None = None,
 ) -> dict[str, Factors]:
-    """The ΔW of each side that enters a slot, as factors: an expert's, or the average of several experts'."""
+    """The ΔW of each side of a slot, as factors: an expert's, or the average of several experts'."""
     sides = slot.rule.sides if slot.rule else {}
     found: dict[str, list[tuple[float, Factors]]] = {}
     for term in slot.terms:
@@ -98,7 +97,7 @@ def side_factors(
 
 
 def _magnitude_weights(rule: Rule, weights: Mapping[str, float], magnitudes: Mapping[str, float]) -> dict[str, float]:
-    """The sides' weights divided by their magnitudes, then by their sum where the rule normalizes."""
+    """The sides' weights divided by their magnitudes, then by their sum if the rule normalizes."""
     found = {side: weight / magnitudes[side] for side, weight in weights.items()}
     total = math.fsum(found.values()) if rule.normalizes else 1.0
     return {side: weight / total for side, weight in found.items()}
@@ -115,12 +114,12 @@ def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *,
         weights = rule.coefficients_of(_gram(slot, rule, read))
         apart = apart or not any(weights.values())  # a module of zeros is written as one
     settled = replace(slot, terms=reweighted(slot.terms, rule, weights, apart=apart), weights=weights)
-    # A stored tensor whose rule waits for magnitudes needs the base; from now on its coefficients say whether.
+    # A stored tensor needs the base while its rule waits for magnitudes; from now on its coefficients decide.
     return replace(settled, rule=rule.model_copy(update={"weights": None})) if slot.is_stored else settled
 
 
 def _gram(slot: Slot, rule: Rule, read: FactorReader) -> npt.NDArray[np.float64]:
-    """⟨ΔW_i, ΔW_j⟩ of the blend's sides; zeros where a side lacks the module."""
+    """⟨ΔW_i, ΔW_j⟩ of the blend's sides; zero if a side lacks the module."""
     sides = side_factors(slot, read)
     names = list(rule.blend or {})
     held = [place for place, name in enumerate(names) if name in sides]

@@ -1,6 +1,6 @@
-"""The tensors that an adapter holds in full: modules in `modules_to_save`, and trained biases of the base.
+"""The tensors that an adapter stores in full: modules in `modules_to_save`, and trained biases of the base.
 
-No tensor is read here, but a base that enters an average is looked up.
+Reads no tensors, but looks up the base if it takes part in an average.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["saved_tensors", "trained_tokens"]
 def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterator[OutputTensor]:
     """A module trained in full, or a trained bias of the base: Σ c_i W_i + (1 - Σ c_i) W_base.
 
-    `adapted` are the modules around which PEFT puts a layer.
+    `adapted` are the modules that PEFT wraps in a layer.
     """
     if not module.terms:
         return
@@ -79,7 +79,7 @@ def _tokens(module: Slot) -> OutputTensor:
 
 
 def _by_rows(module: Slot, plan: Plan) -> Iterator[OutputTensor]:
-    """An embedding or head whose rows are not all made alike; see `planning.vocabulary`."""
+    """An embedding or head whose rows have different terms; see `planning.vocabulary`."""
     first = module.terms[0].whole
     for parameter, tensor in first.tensors.items():
         pieces = []

@@ -1,6 +1,6 @@
-"""Computed tensors until they are written: in memory as long as they are few, the rest in a file without a name.
+"""Keep computed tensors until they are written: up to a limit in memory, the rest in an unnamed temporary file.
 
-Knows bytes and shapes; not what they mean.
+Knows bytes and shapes, but not their meaning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Stored:
     """The bytes of a tensor with two axes, in memory or in a spool's file.
 
     Attributes:
-        shape: the tensor's.
+        shape: the tensor's shape.
     """
 
     shape: tuple[int, int]
@@ -38,7 +38,7 @@ class Stored:
     _offset: int
 
     def read(self, shape: tuple[int, ...]) -> Bytes:
-        """The bytes as those of a tensor of `shape`, at least as large on either axis: zeros fill it up."""
+        """The bytes, padded with zeros to `shape`, which must be at least as large on each axis."""
         data = self._data
         if data is None:
             assert self._file is not None
@@ -51,7 +51,7 @@ class Stored:
 
 
 class _Unnamed:
-    """A file without a name, closed when nothing refers to it."""
+    """An unnamed file, closed when nothing refers to it."""
 
     def __init__(self, folder: Path | None) -> None:
         with tempfile.TemporaryFile(prefix="adapterswap-", dir=folder) as file:
@@ -60,10 +60,10 @@ class _Unnamed:
 
 
 class Spool:
-    """Keeps tensors; threads may add at once. Its file goes with it.
+    """Keeps tensors, from any thread. Its file is deleted with it.
 
     Args:
-        folder: where the file takes its space; by default among temporary files.
+        folder: the folder of the file; by default the one for temporary files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -103,6 +103,6 @@ def _read(file: int, size: int, offset: int) -> bytearray:
     while done < size:
         count = os.preadv(file, [memoryview(raw)[done:]], offset + done)
         if count == 0:
-            raise OutputError("A temporary file was cut short", "Start again")
+            raise OutputError("A temporary file was truncated", "Run the command again")
         done += count
     return raw

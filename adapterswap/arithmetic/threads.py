@@ -1,7 +1,6 @@
-"""Hold torch and BLAS to some of the processor's cores, where other threads need the rest.
+"""Limit torch and BLAS to some of the processor's cores if other threads need the rest.
 
-Both take a thread for each core, and these spin while they wait for one of theirs that has none. Knows nothing of what
-is computed.
+By default both start one thread per core, and threads that wait for a core spin. Knows nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from typing import TypeVar
 
 __all__ = ["cores", "map_in_threads", "one_blas_thread", "torch_threads"]
 
-_THREADS = 4  # each holds a few copies of the largest weight's factors
+_THREADS = 4  # each keeps a few copies of the largest weight's factors in memory
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 def cores() -> int:
-    """How many there are."""
+    """The number of processor cores."""
     return os.cpu_count() or 1
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Inside the block, and in threads begun there, torch computes on `count` threads, or on fewer if it did before."""
+    """In the block, and in threads started there, torch uses `count` threads, or fewer if it was limited before."""
     import torch
 
     before = torch.get_num_threads()
@@ -41,7 +40,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Inside the block numpy's products of matrices take one thread each; their last digits then depend on no count."""
+    """In the block numpy's matrix products use one thread, so that their last digits do not vary with the cores."""
     from threadpoolctl import threadpool_limits
 
     with threadpool_limits(limits=1, user_api="blas"):
@@ -49,9 +48,9 @@ def one_blas_thread() -> Iterator[None]:
 
 
 def map_in_threads(compute: Callable[[_Item], _Result], items: Iterable[_Item]) -> Iterator[_Result]:
-    """`compute` of every item, in order, on a thread for each core, up to four; products of matrices take one each.
+    """`compute` of every item, in order, on one thread per core, up to four. Matrix products use one thread each.
 
-    No more than two items for each thread are computed or wait to be taken, so memory does not grow with their number.
+    At most two items per thread are in progress or waiting, so memory does not grow with the number of items.
     """
     threads = min(_THREADS, cores())
     waiting: deque[Future[_Result]] = deque()

@@ -147,7 +147,7 @@ def test_a_base_that_no_adapter_could_name(
     ):
         refused = run(*command, *out, named)
         assert refused.exit_code == 1
-        assert "adapter_config.json cannot name" in refused.stderr
+        assert "adapter_config.json cannot hold" in refused.stderr
         assert not (tmp_path / "out").exists()
         assert run(*command, *out, base("llama")).exit_code == 0
         assert run("inspect", tmp_path / "out").exit_code == 0
