@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -124,16 +125,15 @@ class OutputTensor:
     data: Stored | None = None
     view: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def is_copied(self) -> bool:
         """Whether the bytes of all pieces can be copied unchanged."""
         if self.data is not None:
             return False
         alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == (self.view or self.shape)
-        if any(piece.cut is not None for piece in self.pieces):
-            return False
-        plain = all(p.factor == 1 and p.rows is None and p.tensor.dtype == self.dtype for p in self.pieces)
-        return plain and (alone or self.axis == 0)
+        return (alone or self.axis == 0) and all(
+            p.factor == 1 and p.rows is None and p.cut is None and p.tensor.dtype == self.dtype for p in self.pieces
+        )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.composition_options import any_plan_from_options, composition_options, recipe_dtype
 from adapterswap.cli.paths import EXPERT, FOLDER, RecipePath
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json, progress_bar, working
@@ -41,6 +42,7 @@ _TELLING_ERROR = 0.1  # warn if truncation loses more of ΔW than this
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@rare_collections()
 def command(
     recipe: str | None,
     out_path: str,

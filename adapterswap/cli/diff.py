@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.paths import EXPERT
 from adapterswap.cli.printing import note, print_json, print_table, working
 
@@ -29,6 +30,7 @@ _NOISE = 1e-7  # a distance of ΔW is known up to about 1e-8, see `compare`
     help="Exit with 1 if the distance of all modules together, or of one trained in full, is more than X.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
+@rare_collections()
 def command(one: str, other: str, by_module: bool, max_distance: float | None, as_json: bool) -> None:
     """Compare two adapters: distance and cosine of their ΔW.
 

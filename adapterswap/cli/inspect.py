@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.paths import EXPERT
 from adapterswap.cli.printing import human_bytes, print_json, print_table, working
 from adapterswap.errors import printable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 @click.command("inspect")
 @click.argument("path", type=EXPERT)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
+@rare_collections()
 def command(path: str, as_json: bool) -> None:
     """Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.paths import EXPERT, FOLDER
 from adapterswap.cli.printing import human_bytes, note, note_output, print_json, working
 from adapterswap.cli.pushing import Push, push_options
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print what would be kept and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@rare_collections()
 def command(
     expert: str,
     layers: str,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from adapterswap.cli.collecting import rare_collections
 from adapterswap.cli.paths import EXPERT, name_and_path
 from adapterswap.cli.printing import note, print_json, working
 
@@ -24,6 +25,7 @@ _SHOWN = 10  # tensors to name; with a wrong source nearly all of them differ
 )
 @click.option("--base-model", type=EXPERT, metavar="PATH|ID", help="The base model, if it came from a folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@rare_collections()
 def command(path: str, experts: tuple[str, ...], base_model: str | None, as_json: bool) -> None:
     """Recompute an adapter or a model from its sources and compare.
 
