@@ -206,6 +206,15 @@ def locate(
         straight, across = (module.out_features, module.in_features), (module.in_features, module.out_features)
         transposed = module.embedding or orientation.is_transposed(key)
         wanted = across if transposed else straight
+        if is_vocabulary(module.name, module.layer) and shape[1:] == wanted[1:] and shape[0] < wanted[0]:
+            problems.add(
+                f"{expert} has LoRA on {module.name} of a resized vocabulary, {wanted[0]} rows, and {where} stores "
+                f"{shape[0]}",
+                f"Merge it with PEFT: call model.resize_token_embeddings({wanted[0]}), load the adapter, and save what "
+                "merge_and_unload returns",
+                kind=UnsupportedError,
+            )
+            continue
         ours[module.name], theirs[module.name] = ("×".join(map(str, sizes)) for sizes in (wanted, shape))
         if shape != wanted:
             continue
