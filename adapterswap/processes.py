@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from adapterswap.errors import ArgumentError, RunError
 
-__all__ = ["Processes", "count_processes", "first_to_tell", "is_first", "joined", "leave"]
+__all__ = ["Processes", "count_processes", "first_to_report", "is_first", "joined", "leave"]
 
 _Item = TypeVar("_Item")
 _Value = TypeVar("_Value")
@@ -68,17 +68,17 @@ class Processes:
         self._meet()
         return broadcast_object_list([value])[0]  # type: ignore[no-any-return]
 
-    def shared(self, items: Sequence[_Item], work: Callable[[_Item], _Value]) -> list[_Value]:
-        """Call `work` on each item, with the items divided among the processes.
+    def shared(self, items: Sequence[_Item], function: Callable[[_Item], _Value]) -> list[_Value]:
+        """Call `function` on each item, with the items divided among the processes.
 
         Args:
             items: the same in all processes.
-            work: returns something that can be pickled.
+            function: returns something that can be pickled.
 
         Returns:
             All results in the items' order, in every process.
         """
-        mine = [work(item) for item in items[self.rank :: self.count]]
+        mine = [function(item) for item in items[self.rank :: self.count]]
         if self.count == 1:
             return mine
         from accelerate.utils import gather_object
@@ -160,7 +160,7 @@ def _is_of_a_peer(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or any(name in str(error) for name in ("gloo", "NCCL"))
 
 
-def first_to_tell() -> bool:
+def first_to_report() -> bool:
     """Whether this process is the first with an error, and so the one that prints it.
 
     Before the processes have joined, all have the same error, and the first process of each machine prints it.
@@ -172,7 +172,7 @@ def first_to_tell() -> bool:
     if not torch.distributed.is_initialized():
         return os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        return bool(_store().add("adapterswap/told", 1) == 1)
+        return bool(_store().add("adapterswap/reported", 1) == 1)
     except RuntimeError:  # the store ends with its process, which may have printed the error
         return False
 

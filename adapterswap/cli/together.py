@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import click
 
 from adapterswap.errors import AdapterswapError
-from adapterswap.processes import Processes, count_processes, first_to_tell, joined, leave
+from adapterswap.processes import Processes, count_processes, first_to_report, joined, leave
 
 __all__ = ["one_voice", "together"]
 
@@ -29,7 +29,7 @@ def one_voice() -> Iterator[None]:
     try:
         yield
     except (AdapterswapError, click.UsageError):
-        if not first_to_tell():
+        if not first_to_report():
             time.sleep(_GRACE)
         raise
 

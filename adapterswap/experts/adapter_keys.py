@@ -63,14 +63,14 @@ _WITHOUT = "save_pretrained(PATH, save_embedding_layers=False)"
 
 
 class FactorTensors(NamedTuple):
-    """A module's A and B, whether they are an embedding's, a copy of the base's weight if there is one, and in `beside`
+    """A module's A and B, whether they are an embedding's, a copy of the base's weight if there is one, and in `extras`
     the other tensors of a variant of LoRA, by the end of their keys."""
 
     a: Tensor
     b: Tensor
     embedding: bool
     base: Tensor | None
-    beside: Mapping[str, Tensor]
+    extras: Mapping[str, Tensor]
 
 
 class SortedKeys(NamedTuple):
@@ -176,7 +176,7 @@ def sort_keys(
         tokens: whether rows of embeddings or heads were trained (`trainable_token_indices`).
     """
     factors: dict[str, dict[str, Tensor]] = {}
-    beside: dict[str, dict[str, Tensor]] = {}
+    extras: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, dict[str, Tensor]] = {}
     parts: dict[str, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}
@@ -211,7 +211,7 @@ def sort_keys(
         part = next((part for part in own if key.endswith(f".{part}")), None)
         if part and key.startswith(_PREFIX):
             module = key.removeprefix(_PREFIX).removesuffix(f".{part}")
-            (beside if kind is None else parts).setdefault(module, {})[part] = tensor
+            (extras if kind is None else parts).setdefault(module, {})[part] = tensor
             continue
         if kind is not None and key.removeprefix(_ROOT) in kind.shared:
             shared[key.removeprefix(_ROOT)] = tensor
@@ -245,9 +245,9 @@ def sort_keys(
         _refuse_copy(f"{name}{_BASE_COPY}", folder, problems)
     if whole:
         _refuse_whole(whole, folder, problems)
-    for name in sorted(beside.keys() - factors.keys()):
-        problems.add(f"{folder}: {name} has {min(beside[name])}, but no LoRA factors", "Save the adapter again")
-    return SortedKeys(_pair_factors(factors, copies, beside, folder, problems), saved, parts, shared)
+    for name in sorted(extras.keys() - factors.keys()):
+        problems.add(f"{folder}: {name} has {min(extras[name])}, but no LoRA factors", "Save the adapter again")
+    return SortedKeys(_pair_factors(factors, copies, extras, folder, problems), saved, parts, shared)
 
 
 def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
@@ -298,7 +298,7 @@ def check_dtypes(file: TensorFile, folder: Path, problems: Problems) -> None:
 def _pair_factors(
     factors: Mapping[str, Mapping[str, Tensor]],
     copies: Mapping[str, Tensor],
-    beside: Mapping[str, Mapping[str, Tensor]],
+    extras: Mapping[str, Mapping[str, Tensor]],
     folder: Path,
     problems: Problems,
 ) -> dict[str, FactorTensors]:
@@ -312,6 +312,6 @@ def _pair_factors(
             problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
         else:
             pairs[name] = FactorTensors(
-                stored[f"{prefix}A"], stored[f"{prefix}B"], embedding, copies.get(name), beside.get(name, {})
+                stored[f"{prefix}A"], stored[f"{prefix}B"], embedding, copies.get(name), extras.get(name, {})
             )
     return pairs

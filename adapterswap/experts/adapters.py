@@ -339,10 +339,10 @@ def read_adapter(source: Source) -> Adapter:
             module = _module(name, factors, config, container, folder, parameter=name in parameters)
             if config.dora or config.lora_bias:
                 opaque[name] = _variant(module, factors, config, folder)
-            elif factors.beside:
+            elif factors.extras:
                 raise ExpertError(
-                    f"{folder}: {name} has {min(factors.beside)}, but {CONFIG} does not say that it is "
-                    f"{LORA_PARTS[min(factors.beside)]}",
+                    f"{folder}: {name} has {min(factors.extras)}, but {CONFIG} does not say that it is "
+                    f"{LORA_PARTS[min(factors.extras)]}",
                     _MISMATCH,
                 )
             else:
@@ -544,10 +544,10 @@ def _module(
 def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, folder: Path) -> OpaqueModule:
     """A module of DoRA, or of LoRA with biases."""
     expected = {part for part, setting in zip(LORA_PARTS, (config.dora, config.lora_bias), strict=True) if setting}
-    if odd := sorted(expected ^ factors.beside.keys()):
-        holds, says = ("has", "it should not") if odd[0] in factors.beside else ("has no", "it should")
+    if odd := sorted(expected ^ factors.extras.keys()):
+        holds, says = ("has", "it should not") if odd[0] in factors.extras else ("has no", "it should")
         raise ExpertError(f"{folder}: {module.name} {holds} {odd[0]}, but {CONFIG} says that {says}", _MISMATCH)
-    for part, tensor in factors.beside.items():
+    for part, tensor in factors.extras.items():
         if prod(tensor.shape) != module.out_features:
             raise ExpertError(
                 f"{folder}: {module.name}: {part} has the shape {list(tensor.shape)}, but B has {module.out_features} "
@@ -559,7 +559,7 @@ def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, 
     tensors = {key.removeprefix(stem): tensor for key, tensor in tensors.items()}
     settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
     return OpaqueModule(
-        module.name, module.layer, module.kind, config.title, config.peft_type, {**tensors, **factors.beside},
+        module.name, module.layer, module.kind, config.title, config.peft_type, {**tensors, **factors.extras},
         settings, lora=module,
     )  # fmt: skip
 

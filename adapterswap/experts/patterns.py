@@ -83,7 +83,7 @@ class Patterns(Generic[_Value]):
     """
 
     values: Mapping[str, _Value] = field(default_factory=dict)
-    _found: dict[str, str | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _resolved: dict[str, str | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise a ValueError for a key that is not a valid regex, alone or where PEFT inserts it."""
@@ -101,9 +101,9 @@ class Patterns(Generic[_Value]):
 
     def get(self, name: str, default: _Value) -> _Value:
         """The value of the first key that matches the module `name`, else `default`; raises as `check` does."""
-        if name not in self._found:
+        if name not in self._resolved:
             self.check([name])
-        key = self._found[name]
+        key = self._resolved[name]
         return default if key is None else self.values[key]
 
     def check(self, names: Collection[str]) -> None:
@@ -112,8 +112,8 @@ class Patterns(Generic[_Value]):
             raise ValueError(f"its {len(self.values)} keys take too long to match with {len(names)} modules")
         match = Matcher()
         for name in names:
-            if name not in self._found:
-                self._found[name] = next((key for key in self.values if _matches(key, name, match)), None)
+            if name not in self._resolved:
+                self._resolved[name] = next((key for key in self.values if _matches(key, name, match)), None)
 
 
 def _in_peft(key: str) -> str:

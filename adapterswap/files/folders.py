@@ -91,11 +91,11 @@ def atomic_folder(
     with (
         _os_errors(target),
         _parents(place.parent),
-        locked(_beside(place, "lock"), f"{target} is being written by another process"),
+        locked(_sibling(place, "lock"), f"{target} is being written by another process"),
     ):
         _recover(place)
         check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: a folder may have been restored
-        building = _beside(place, f"{uuid.uuid4().hex[:12]}.tmp")
+        building = _sibling(place, f"{uuid.uuid4().hex[:12]}.tmp")
         try:
             building.mkdir()
             yield building
@@ -312,7 +312,7 @@ def replacing(path: Path, building: Path | None = None) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be written.
     """
-    building = building or _beside(path, f"{uuid.uuid4().hex[:12]}.tmp")
+    building = building or _sibling(path, f"{uuid.uuid4().hex[:12]}.tmp")
     try:
         yield building
         sync_one(building)
@@ -375,7 +375,7 @@ def _is_empty(place: Path) -> bool:
     return place.is_dir() and not os.listdir(place)
 
 
-def _beside(place: Path, ending: str) -> Path:
+def _sibling(place: Path, ending: str) -> Path:
     """A hidden path in the same folder, and so on the same disk."""
     return place.with_name(f".{place.name}.{ending}")
 

@@ -207,8 +207,8 @@ def _settled(
     ordered = sorted(edge for edge in edges if edge <= total)
     for start, stop in pairwise(ordered):
         owners = [name for name, tokens in new.items() if start in tokens]
-        made = _made(slot, start, stop, owners, sizes, known, adapters)
-        if made is None:
+        part = _range_of(slot, start, stop, owners, sizes, known, adapters)
+        if part is None:
             problems.add(
                 f"{' and '.join(owners)} each hold a row for the new token {start} in {slot.name}, but the rule "
                 f"`{slot.rule}` gives it to neither",
@@ -217,10 +217,10 @@ def _settled(
             )
             return slot, None
         last = rows[-1] if rows else None
-        if last is not None and (last.terms, last.rest, last.is_new) == (made.terms, made.rest, made.is_new):
+        if last is not None and (last.terms, last.rest, last.is_new) == (part.terms, part.rest, part.is_new):
             rows[-1] = replace(last, stop=stop)
         else:
-            rows.append(made)
+            rows.append(part)
     ordinary = all((part.terms, part.rest) == (slot.terms, slot.rest) for part in rows)
     ordinary = ordinary and all(sizes[term.expert] == total for term in slot.terms)
     if ordinary and (known.size in (None, total) or not slot.rest):
@@ -229,7 +229,7 @@ def _settled(
     return replace(slot, rows=tuple(rows)), total
 
 
-def _made(
+def _range_of(
     slot: Slot,
     start: int,
     stop: int,

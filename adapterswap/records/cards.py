@@ -53,7 +53,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
         "tags": ["adapterswap", "lora", "merge"],
     }
     layers, count = sliced_layers(plan), len(plan.experts)
-    made = (
+    how_made = (
         f"composed from {count} expert{'s' * (count > 1)} by\n{_how_composed(plan)}"
         if layers is None
         else f"extracted from one expert:\nits {layers} and its modules outside the layers,"
@@ -65,7 +65,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
 
 # {" + ".join(map(escaped, plan.experts))}
 
-A LoRA adapter{f" for {escaped(base)}" if base else ""}, {made} with adapterswap {__version__}.
+A LoRA adapter{f" for {escaped(base)}" if base else ""}, {how_made} with adapterswap {__version__}.
 
 {_experts_table(plan, record, stated)}
 
