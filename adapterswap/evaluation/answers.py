@@ -1,10 +1,10 @@
 """The number that a written solution gives as its answer, in the eleven languages of MGSM.
 
 A solution says "the answer is", "Jibu ni", "答えは", ends in `#### 18` or `\\boxed{18}`, or just stops after the last
-number. The reader finds the place where the answer stands, and reads exactly one number there; where it finds several,
-or words and signs that change a number and that it does not understand, there is no answer, never another number.
-Every language's phrase is looked for in every text, since a model may answer in another language than it was asked in.
-Knows phrases and numbers; knows nothing of models or benchmarks.
+number. The reader finds the place of the answer and reads exactly one number there. If there are several, or words and
+signs that may change the number, the result is no answer, never another number. The phrases of all languages are
+searched for in every text, because a model may answer in another language than that of the question. Knows phrases and
+numbers; knows nothing of models or benchmarks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LATEX = [
     (re.compile(r"(?<=[a-zA-Z])\^\{?\d\}?"), ""),  # 48 m^2
 ]
 
-# Marks that hold nothing but the answer: GSM8K's line `#### 18` (but no Markdown heading), and LaTeX's box.
+# Marks that hold only the answer: GSM8K's line `#### 18` (not a Markdown heading), and LaTeX's box.
 _MARK = re.compile(r"####(?= *\W{0,4}\d[\d.,]*\W{0,4}$)|\\boxed", re.MULTILINE)
 # Phrases after which a sentence can only continue with its answer.
 _CONCLUSIONS = (
@@ -46,11 +46,11 @@ _CONCLUSIONS = (
     r"(?:答え?|解答|正解)(?:は|、)",
     r"答案(?:是|为|為|在)",
 )
-# Headings, which may also stand over a whole solution.
+# Headings, of an answer or of a whole solution.
 _HEADINGS = "answer|antwort|lösung|ergebnis|respuesta|réponse|ответ|jibu|উত্তর|సమాధానం|జవాబు|คำตอบ|答え?|解答|答案"
-# What begins a further question, which models go on to ask themselves.
+# The start of a further question: models often continue with one.
 _QUESTIONS = "question|problem|frage|pregunta|задача|вопрос|swali|প্রশ্ন|ప్రశ్న|โจทย์|คำถาม|問題|问题|質問"
-# What begins a sentence that takes back what was said.
+# The start of a sentence that takes back the one before.
 _CORRECTIONS = (
     r"(?:wait|hold on|actually|correction|sorry|oops|hmm|moment|entschuldigung|korrektur|perdón|lo siento|"
     r"corrección|pardon|désolé|attendez|извините|простите|подождите|samahani)(?!\w)|"
@@ -61,7 +61,7 @@ _HEADING = re.compile(normalize_text(f"(?:{_HEADINGS}) *[:ঃ]"), re.IGNORECASE)
 _QUESTION = re.compile(normalize_text(rf"(?<=\d)\D*\n *({_QUESTIONS}) *\d* *:"), re.IGNORECASE)
 _CORRECTION = re.compile(normalize_text(rf"[.!?\n।。] *(?={_CORRECTIONS})"), re.IGNORECASE)
 _SPACE = ' \t\n:*_"'
-_REACH = 300  # characters in which an answer stands after a phrase or a heading
+_REACH = 300  # characters after a phrase or a heading that may hold the answer
 _END = r"(?<![\s.][^\s\d])(?<!\s[^\s\d]{2})\.(?!\d)|[!?\n](?!\d)|[。！？।]"  # of a sentence, but not after Sh. or p.m.
 _SENTENCE_END = re.compile(normalize_text(_END))
 _STATEMENT_END = re.compile(normalize_text(rf"{_END}|;|(?={any_word(THEREFORE)})"), re.IGNORECASE)
@@ -75,12 +75,12 @@ _UNFINISHED = re.compile(r"(?:[=:(+×÷/-]|\d \*)\W*$")  # cut off before a resu
 
 
 def extract_answer(text: str, language: str | None = None) -> Decimal | None:
-    """The answer that `text` gives, or None where none can be read with certainty.
+    """The answer that `text` gives, or None if none can be read with certainty.
 
-    Where a box, a line `#### 18`, an answer phrase or a heading says so, it is the number there; else that of the last
-    statement that holds a number. Of several places the last one counts, since models correct themselves, but none
-    after a further question. A place that holds several numbers, or only a part of a range, a fraction, a date or an
-    unfinished calculation, gives no answer, and no other place is read instead.
+    It is the number in a box, in a line `#### 18`, or after an answer phrase or a heading; without these, the number of
+    the last statement that has one. Of several places the last one counts, because models correct themselves, but
+    nothing after a further question does. If that place holds several numbers, or part of a range, a fraction, a date
+    or an unfinished calculation, the result is None; no other place is tried.
 
     Args:
         text: what a model wrote.
@@ -117,7 +117,7 @@ def is_correct(text: str, gold: Decimal, language: str | None = None) -> bool:
 
 
 def answer_text(answer: Any) -> str:
-    """What a filter took from an output, as text: a number in its plain form, `[invalid]` for none."""
+    """A filter's answer as text: a number in its plain form, `[invalid]` for None."""
     if answer is None:
         return "[invalid]"
     return format_number(answer) if isinstance(answer, Decimal) else str(answer)
@@ -130,7 +130,7 @@ def _plain_latex(text: str) -> str:
 
 
 def _after(text: str, phrase: re.Match[str]) -> str:
-    """What follows a phrase or a heading, on its line or the next one that holds anything."""
+    """The text after a phrase or a heading, on the same line or the next one that is not empty."""
     begin = phrase.end()
     while begin < len(text) and text[begin] in _SPACE:
         begin += 1
@@ -144,7 +144,7 @@ def _first(end: re.Pattern[str], text: str) -> str:
 
 
 def _marked(text: str) -> str:
-    """What the mark at the beginning of `text` holds: the rest of its line, or its box; nothing of an open box."""
+    """The content of the mark at the start of `text`: the rest of its line, or its box. An open box has none."""
     if text.startswith("####"):
         return text.partition("\n")[0]
     depth = 0
@@ -156,7 +156,7 @@ def _marked(text: str) -> str:
 
 
 def _stated_answer(sentence: str, numbers: list[Number]) -> Decimal | None:
-    """The answer in what follows an answer phrase: `18 dollars, 2 more than 16`, `twice 9, or 18`, `not 15 but 18`."""
+    """The answer after an answer phrase: `18 dollars, 2 more than 16`, `twice 9, or 18`, `not 15 but 18`."""
     clauses = [0, *(end.end() for end in _CLAUSE_END.finditer(sentence)), len(sentence)]
     for begin, end in pairwise(clauses):
         found = [number for number in numbers if begin <= number.start < end]
@@ -168,7 +168,7 @@ def _stated_answer(sentence: str, numbers: list[Number]) -> Decimal | None:
             and not _WORD.search(sentence[: first.start])
             and not _EQUALS.search(sentence[first.end : end])
         ):
-            # Right after the phrase; what follows is a remark, unless it is a second answer.
+            # Right after the phrase. The rest is a remark, unless it is a second answer.
             return None if others and _AND.search(sentence[first.end : others[0].start]) else first.value
         answer = _answer_among(found, sentence[:end])
         if answer is not None or any(number.role != "term" for number in found):
@@ -177,13 +177,13 @@ def _stated_answer(sentence: str, numbers: list[Number]) -> Decimal | None:
 
 
 def _headed_answer(line: str, language: str | None) -> Decimal | None:
-    """The answer in a line after a heading: `18 dollars`, `18. Each egg costs 2`; None over a whole solution."""
+    """The answer in a line after a heading: `18 dollars`, `18. Each egg costs 2`; None if a whole solution follows."""
     sentence = _first(_SENTENCE_END, line)
     return _only_answer(sentence if not _WORD.search(sentence) else line, language)
 
 
 def _last_answer(text: str, language: str | None) -> Decimal | None:
-    """The answer in the last statement of `text` that holds a number; remarks in brackets count only by themselves."""
+    """The answer in the last statement of `text` with a number. Brackets are read only if nothing else has one."""
     if _UNFINISHED.search(text[-40:]):
         return None
     plain = _ASIDE.sub(" ", text)
@@ -199,10 +199,10 @@ def _only_answer(statement: str, language: str | None) -> Decimal | None:
 
 
 def _answer_among(numbers: list[Number], statement: str) -> Decimal | None:
-    """The result after the last equals sign; without one, the one value that is no part of something else.
+    """The result after the last equals sign; without a sign, the only value that is not part of something else.
 
-    In GSM8K's training solutions the number right after the sign is the answer in 7,170 of 7,200 last statements with
-    one, and where there are several values and no sign, the last is it in 49 of 78.
+    In GSM8K's training solutions, 7,200 last statements have a sign, and in 7,170 the number right after it is the
+    answer. Of 78 with several values and no sign, the last value is the answer in 49.
     """
     equals = [*_EQUALS.finditer(statement)]
     if equals and (results := [number for number in numbers if number.start >= equals[-1].end()]):

@@ -1,8 +1,7 @@
-"""Words that change what a number beside them means, in the eleven languages of MGSM. Data only.
+"""Words that change the meaning of a number next to them, in the eleven languages of MGSM. Data only.
 
-Most tables hold one line per language, in the order en, de, es, fr, ru, sw, bn, te, ja, zh, th. A line is a regular
-expression; `any_word` joins them. A word that is missing here is a form that may be misread, so add it even where the
-number beside it stays unread.
+Most tables have one line per language, in the order en, de, es, fr, ru, sw, bn, te, ja, zh, th. A line is a regular
+expression; `any_word` joins them. A missing word may make a number misread, so add it even if the number stays unread.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ RANGES = (
     "ถึง|หรือ",
 )
 AND = ("and", "und", "y|e", "et", "и", "na", "এবং|ও|আর", "మరియు", "と", "和|与", "และ|กับ")
-"""RANGES and AND stand between the ends of a range, or between several answers."""
+"""RANGES and AND join the ends of a range, or several answers."""
 
 THEREFORE = (
     r"so|therefore|thus|hence|that is|i\.e\.",
@@ -92,7 +91,7 @@ THEREFORE = (
     "所以|因此|因而|也就是|即",
     "ดังนั้น|เพราะฉะนั้น|หรือก็คือ",
 )
-"""Before a statement that follows from the one before, or says it again."""
+"""Before a statement that follows from the previous one or repeats it."""
 
 ROUNDED = (r"round\w*", r"(?:auf|ab)?gerundet", r"redonde\w*", r"arrondi\w*", r"округл\w*", r"kadiri\w*")
 """Between a number and what it is rounded to."""
@@ -123,7 +122,7 @@ AFTER_NEGATED = (
     "",
     "",
 )
-"""Not this number."""
+"""A number that is denied."""
 
 BEFORE_BOUND = (
     "less than|fewer than|more than|greater than|larger than|smaller than|than|over|under|above|below|between|past|"
@@ -224,19 +223,19 @@ SCALES: dict[int, tuple[str, str]] = {
     10**8: (r"", r"[億亿]"),
     10**9: (r"milliarden?|milliards?|mrd|млрд|миллиард(?:а|ов)?|bilioni", r"বিলিয়ন|బిలియన్"),
 }
-"""After digits: what they are multiplied by; words in Latin and Cyrillic, and in other scripts.
+"""After digits, by factor; words in Latin and Cyrillic, and in other scripts.
 
 千米 is a kilometre, 千克 a kilogram, লক্ষ্য an aim, พันธุ์ a breed.
 """
 
 SHORT_SCALES: dict[int, tuple[str, str]] = {10**9: (r"billions?", ""), 10**12: (r"trillions?", "兆")}
-"""What English and Japanese mean by them. A German Billion is a million millions, and so may be a Chinese 兆."""
+"""Their factors in English and Japanese. A German Billion is a million millions, and a Chinese 兆 may be one."""
 
 UNREAD_SCALES = (r"[bt]rill?i[oó]n\w*|bill?i?[oó]n\w*|трлн|триллион\w*|quadrillions?|(?<=\d)(?-i:bn|B|T)", "兆")
 """Scales whose number is not read, except where `SHORT_SCALES` applies."""
 
 SCALES_BEFORE = {12: "dazeni", 100: "(?-i:mia)", 10**3: "elfu", 10**5: "(?-i:laki)", 10**6: "milioni", 10**9: "bilioni"}
-"""Swahili puts them before the digits too: elfu 70."""
+"""Swahili also puts them before the digits: elfu 70."""
 
 
 def any_word(*tables: tuple[str, ...]) -> str:

@@ -2,9 +2,8 @@
 
 Reads the digits of every script, thousands separators and decimal marks of both conventions, minus signs, and words for
 dozens and powers of ten beside digits (27万6000, 70 হাজার, elfu 70, 70k). A number that is part of something larger (a
-calculation, fraction, range, list, date or time, `twice 9`, `more than 9`) is found and marked as such; `not 9` is left
-out. Nothing is computed, and number words ("eighteen", 十八) are not read. Knows nothing of questions, answers or
-benchmarks.
+calculation, fraction, range, list, date or time, `twice 9`, `more than 9`) is marked as such, and `not 9` is left out.
+Nothing is computed, and number words ("eighteen", 十八) are not read. Knows nothing of questions or benchmarks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ DECIMAL_COMMA = frozenset({"de", "es", "fr", "ru"})
 
 _EXACT = Context(prec=100_000)  # the default context rounds sums to 28 digits
 _CURRENCY = "$€£¥₹฿৳₽₩₦"
-_WINDOW = 40  # characters beside a number in which words can change it
+_WINDOW = 40  # characters around a number whose words can change it
 
 # Before NFKC, which would turn 5 m² into 5 m2, 2½ into 21/2, ①8 into 18, and a no-break space into a plain one.
 _SPACE_IN_NUMBER = re.compile(r"(?<=\d)[\u00a0\u2007\u2009\u202f](?=\d{3}(?!\d))")
@@ -96,12 +95,12 @@ class Number:
     """A number found in a text.
 
     Attributes:
-        value: its exact value; None where it cannot be read: its marks contradict each other (`1.2.3`), or it depends
-            on the language what they mean.
-        start: where it begins in the normalised text, its sign left out.
-        end: where it ends there, its unit (万) included.
-        role: `answer` where it stands for itself; `term` where it is part of a calculation, which may have a result;
-            `part` where it is part of a fraction, range, list, date or time, or a bound.
+        value: its exact value; None if it cannot be read, because its marks contradict each other (`1.2.3`) or their
+            meaning depends on the language.
+        start: its position in the normalised text, without its sign.
+        end: its end there, with its scale (万).
+        role: `answer` for a number of its own; `term` for a part of a calculation, which may have a result; `part` for
+            a part of a fraction, range, list, date or time, or for a bound.
     """
 
     value: Decimal | None
@@ -111,12 +110,12 @@ class Number:
 
     @property
     def readable(self) -> bool:
-        """Whether it has a value and stands for itself."""
+        """Whether it has a value and is a number of its own."""
         return self.value is not None and self.role == "answer"
 
 
 def normalize_text(text: str) -> str:
-    """`text` in NFKC, with ASCII digits and minus signs, and without the marks that only decorate a number."""
+    """`text` in NFKC, with ASCII digits and minus signs, and without marks that only decorate a number."""
     if not text.isascii():
         text = "".join(char for char in text if unicodedata.category(char) != "Cf")  # zero-width characters
         text = _SPACE_IN_NUMBER.sub("'", text)
@@ -129,13 +128,13 @@ def normalize_text(text: str) -> str:
 
 
 def find_numbers(text: str, language: str | None = None) -> list[Number]:
-    """The numbers of a normalised `text`, in order, without those that it denies (`not 9`).
+    """The numbers of a normalised `text`, in order, except those that it denies (`not 9`).
 
     Args:
         text: what `normalize_text` returned.
-        language: an ISO 639-1 code. It settles what the text alone cannot: `1.000` and `1 000` are a thousand in the
-            languages of `DECIMAL_COMMA`; elsewhere `1.000` is one, and `1 000` is not read. `1,000` is a thousand and
-            `3,5` three and a half everywhere. A billion is read where it is a thousand millions.
+        language: an ISO 639-1 code, for what the text alone leaves open: `1.000` and `1 000` are a thousand in the
+            languages of `DECIMAL_COMMA`; in others `1.000` is one, and `1 000` is not read. `1,000` is a thousand and
+            `3,5` three and a half everywhere. A billion is read in languages in which it is a thousand millions.
     """
     numbers: list[Number] = []
     position = 0
@@ -146,7 +145,7 @@ def find_numbers(text: str, language: str | None = None) -> list[Number]:
 
 
 def parse_number(text: str, language: str | None = None) -> Decimal | None:
-    """The value of the one number in `text` (`2,125`, `$18.00`, `১৮টি`); None where there is none, or more than one."""
+    """The value of the only number in `text` (`2,125`, `$18.00`, `১৮টি`); None if there are none or several."""
     numbers = find_numbers(normalize_text(text), language)
     return numbers[0].value if len(numbers) == 1 else None
 
@@ -175,7 +174,7 @@ def _read(text: str, match: re.Match[str], language: str | None) -> Number:
 
 
 def _value(token: str, decimal_comma: bool) -> Decimal | None:
-    """The value of digits with marks between them; None where the marks contradict or are ambiguous."""
+    """The value of digits with marks between them; None if the marks contradict each other or are ambiguous."""
     if " " in token and not decimal_comma:
         return None  # 1 000 may be a thousand, or a one and three zeros
     token = token.replace(" ", "")
@@ -206,7 +205,7 @@ _NEXT_SCALE_BEFORE = re.compile(rf" (?:na )?(?:{_SWAHILI}) (?=\d{{1,3}}(?![\d ]|
 
 @lru_cache
 def _scale_pattern(language: str | None) -> re.Pattern[str]:
-    """A scale after digits. Its group says the factor; the group `unread` that the number is not read."""
+    """A scale after digits. The name of its group holds the factor; `unread` means that the number is not read."""
     tables = [words.SCALES] if language in DECIMAL_COMMA or language == "zh" else [words.SCALES, words.SHORT_SCALES]
     scales = "|".join(
         f"(?P<_{factor}_{index}>{_scale_words(*names)})"
@@ -253,11 +252,11 @@ def _with_scales(text: str, value: Decimal, end: int, language: str | None) -> t
 
 
 def _is_negative(before: str) -> bool:
-    """Whether a minus *sign* ends what is `before` a number: no hyphen, dash of a range, bullet or operator."""
+    """Whether the text `before` a number ends in a minus *sign*, and not a hyphen, dash, bullet or operator."""
     before = before.rstrip(_CURRENCY)
     if word := _MINUS_WORD.search(before):  # "16 minus 3" is a difference
         return not re.search(r"[\d%)\]] ?$", before[: word.start()])
-    if before.endswith("- "):  # a bullet or a dash, but for `= - 5`
+    if before.endswith("- "):  # a bullet or a dash, except in `= - 5`
         return before[:-2].rstrip(" ").endswith("=")
     if not before.endswith("-"):
         return False
@@ -266,13 +265,13 @@ def _is_negative(before: str) -> bool:
     if neighbour and (neighbour.isdigit() or neighbour in f"%)]{_CURRENCY}"):  # 5 -3 and 20$ -3$ are differences
         return False
     if glued and unicodedata.category(glued)[0] in "LM":
-        # Scripts without spaces put the sign right after a word; in the others it is the hyphen of covid-19.
+        # Scripts without spaces put the sign right after a word; elsewhere it is a hyphen, as in covid-19.
         return unicodedata.name(glued, "").startswith(("CJK", "HIRAGANA", "KATAKANA", "THAI"))
     return not (glued and glued in "-_.,")
 
 
 def _with_roles(text: str, numbers: list[Number]) -> list[Number]:
-    """`numbers` with the roles that the words and signs around them give; those that are denied are left out."""
+    """`numbers` with their roles, by the words and signs around them; denied ones are left out."""
     roles: list[Role] = ["answer"] * len(numbers)
     for index, (left, right) in enumerate(pairwise(numbers)):
         gap = text[left.end : right.start]
@@ -296,7 +295,7 @@ def _with_roles(text: str, numbers: list[Number]) -> list[Number]:
 
 
 def _link(gap: str) -> Role | None:
-    """What `gap` makes of the two numbers beside it: terms of a calculation, parts of something else, or nothing."""
+    """The role that the text between two numbers gives them: terms of a calculation, parts, or None."""
     if len(gap) > _WINDOW:
         return None
     return "term" if _CALCULATION.fullmatch(gap) else "part" if _PART.fullmatch(gap) else None
