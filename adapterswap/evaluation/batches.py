@@ -1,7 +1,7 @@
-"""How the requests of an evaluation are put into batches: the same ones, whichever process answers them.
+"""How the requests of an evaluation are divided into batches, which do not depend on the number of processes.
 
-A batch is the unit that processes share, and what is computed together is computed alike: padding, and so every bit of
-an answer, does not depend on how many processes there are. Knows nothing of models and of processes.
+Processes share whole batches. Padding, and with it every bit of an answer, is therefore the same for any number of
+processes. Knows nothing of models and processes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ __all__ = ["in_batches", "request_key", "seed_of"]
 
 
 def request_key(prompt: str, gen_kwargs: dict[str, Any]) -> str:
-    """What identifies a generation request: the same key, the same output."""
+    """A key for a generation request: equal keys mean equal outputs."""
     return json.dumps([prompt, gen_kwargs], sort_keys=True)
 
 
 def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]], Sequence[int]]) -> list[list[int]]:
-    """The places of the requests, in batches of texts that are about equally long, the longest first.
+    """The indices of the requests, in batches of texts of about equal length, the longest first.
 
-    Requests with the same text stay together, since a model may read it once for all of them: the choices of a
-    question, or several samples of one prompt. Each batch is generated with the same settings.
+    Requests with the same text stay together, because a model may read it once for all of them: the choices of a
+    question, or several samples of one prompt. A batch has one set of generation settings.
 
     Args:
-        requests: the harness's instances, of one kind: a prompt with settings, a context with a continuation, a text.
+        requests: the harness's instances of one kind: a prompt with settings, a context with a continuation, or a text.
         size: texts in a batch, at most.
-        measured: gives the lengths of texts in tokens.
+        measured: returns the lengths of texts in tokens.
     """
     kinds: dict[str, dict[str, list[int]]] = {}
     longest: dict[tuple[str, str], str] = {}
@@ -36,7 +36,7 @@ def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]
         generated = bool(more) and isinstance(more[0], dict)
         kind = request_key("", more[0]) if generated else ""
         whole = text if generated else "".join(request.args)
-        text = text or whole  # continuations of nothing are texts of their own
+        text = text or whole  # a continuation without a context is a text of its own
         kinds.setdefault(kind, {}).setdefault(text, []).append(place)
         longest[kind, text] = max(longest.get((kind, text), ""), whole, key=len)
     lengths = dict(zip(longest, measured(list(longest.values())), strict=True))
@@ -49,7 +49,7 @@ def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]
 
 
 def seed_of(seed: int, batch: int) -> int:
-    """The seed of a batch whose outputs are drawn, from 0 to 2⁶⁴ - 1: unrelated to that of other batches and seeds."""
+    """The seed for sampling a batch, from 0 to 2⁶⁴ - 1, unrelated to those of other batches and seeds."""
     import numpy
 
     return int(numpy.random.SeedSequence((seed, batch)).generate_state(1, numpy.uint64)[0])

@@ -1,7 +1,7 @@
-"""Evaluate a loaded model on tasks, as often as wanted, and leave it as it was.
+"""Evaluate a loaded model on tasks, any number of times, and leave it unchanged.
 
-Nothing is cached between calls but the tasks' data, so the same PeftModel can be evaluated again and again while its
-composition changes. Knows nothing of adapters or files, and prints nothing.
+Only the tasks' data are cached between calls, so a PeftModel can be evaluated again whenever its composition changes.
+Knows nothing of adapters or files, and prints nothing.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ def evaluate(
     """Run lm-evaluation-harness on a causal language model in memory.
 
     Args:
-        model: a transformers model or a PeftModel, on its device. It is evaluated in eval mode; the modes of its
-            modules are put back afterwards, and so are the global random generators.
+        model: a transformers model or a PeftModel, on its device. It is evaluated in eval mode; afterwards the modes of
+            its modules and the global random generators are restored.
         tokenizer: its tokenizer. It is not changed.
         tasks: see `load_tasks`.
-        settings: see `Settings`; its defaults, if none are given.
-        documents: task → the numbers of those that are asked, at least one; all that `settings.limit` lets through, if
-            none are given. Shots that a task draws at random are drawn for these alone.
-        processes: those that evaluate together, from `adapterswap.processes.joined`; this one alone, if none are given.
-            All call this with the same model and arguments; each answers its share of the batches.
-        on_progress: called with the requests that are done, and their number; first with 0, once prompts are built. Of
-            those of other processes it assumes that they are as far as this one.
+        settings: see `Settings`, whose defaults apply otherwise.
+        documents: task → the numbers of the documents to evaluate, at least one; by default all within
+            `settings.limit`. Random shots are drawn for these documents alone.
+        processes: the processes that evaluate together, from `adapterswap.processes.joined`; by default this one alone.
+            All call this function with the same model and arguments, and each answers its share of the batches.
+        on_progress: called with the number of finished requests and the total; first with 0, when the prompts are
+            built. It assumes that other processes are as far as this one.
 
     Returns:
-        Scores with standard errors, and every sample; in each process, and the same from any number of them.
+        Scores with standard errors, and every sample: the same in each process, for any number of processes.
 
     Raises:
         AdapterswapError: see `load_tasks`, `Settings.check` and `check_texts`.
@@ -77,7 +77,7 @@ def evaluate(
 
     from adapterswap.evaluation.harness import EvaluatedModel
 
-    # The harness numbers what it finds in their order, and reads an empty list as all.
+    # The harness numbers the documents in the given order, and takes an empty list for all.
     asked = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
     processes = processes or Processes()
     done = 0
@@ -136,7 +136,7 @@ def evaluate(
         for task in loaded["tasks"].values():
             task._instances = None  # the tasks are kept, their outputs need not be
     described = {"tasks": list(loaded["tasks"]), **settings.described(), **surroundings(model)}
-    # All have found the same, but where a task runs code that was written: the main process is believed.
+    # All processes have the same results, unless a task runs generated code: the main process decides.
     result = _collect(found, harness_model, described)
     return processes.from_main(_with_languages(result, loaded["tasks"]) if settings.language_fidelity else result)
 
@@ -166,7 +166,7 @@ def _with_languages(result: EvaluationResult, tasks: Mapping[str, Any]) -> Evalu
 
 
 def surroundings(model: Any) -> dict[str, Any]:
-    """What else an output depends on; the model's own generation settings (a repetition penalty, say) hold too."""
+    """What outputs depend on besides the settings, including the model's own generation settings."""
     from importlib.metadata import version
 
     generation = model.generation_config.to_diff_dict()
@@ -179,7 +179,7 @@ def surroundings(model: Any) -> dict[str, Any]:
 
 
 def _collect(found: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[str, Any]) -> EvaluationResult:
-    """The harness's nested dictionaries as our result."""
+    """The harness's nested dictionaries as an `EvaluationResult`."""
     from adapterswap.evaluation.batches import request_key
 
     samples: dict[str, dict[int, Sample]] = {}
@@ -195,7 +195,7 @@ def _collect(found: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[
             _add_filter(sample, row)
             truncated[task] = truncated.get(task, 0) + (first and key in model.truncated)
         samples[task] = merged
-    # A group that asks for no means of its own stands among the results too, with nothing in it.
+    # A group without a mean of its own is among the results too, but empty.
     tasks = {
         name: _task_result(name, found, samples[name], truncated[name], model.max_gen_toks)
         for name in found["results"]
@@ -222,7 +222,7 @@ def _sample(task: str, row: Mapping[str, Any], *, cut: bool) -> Sample:
 
 
 def _add_filter(sample: Sample, row: Mapping[str, Any]) -> None:
-    """One of the harness's rows for a document: what one filter took from its output, and the metrics of that."""
+    """Add one of the harness's rows for a document: a filter's answer and its metrics."""
     from adapterswap.evaluation.answers import answer_text
 
     assert isinstance(sample.answers, dict)

@@ -1,4 +1,4 @@
-"""Leave the process and the model as they were: modes, random generators, loggers and progress bars.
+"""Restore the state of the process and the model: modes, random generators, loggers and progress bars.
 
 Knows nothing of tasks and scores.
 """
@@ -17,7 +17,7 @@ __all__ = ["compiled_once", "restored_modes", "seeded", "silenced"]
 
 @contextmanager
 def restored_modes(model: Any) -> Iterator[None]:
-    """The harness calls `model.eval()`, once, and leaves it so."""
+    """Restore the modes of a model's modules; the harness leaves them in eval mode."""
     training = [module for module in model.modules() if module.training]
     try:
         yield
@@ -28,7 +28,7 @@ def restored_modes(model: Any) -> Iterator[None]:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """No bars, no prints, and no remarks on what is done here on purpose (a model passed as an object); errors stay."""
+    """Silence the harness's bars, prints and warnings (it warns of models passed as objects); errors stay."""
     import tqdm  # type: ignore[import-untyped]
     from lm_eval.api import metrics, task
 
@@ -39,7 +39,7 @@ def silenced() -> Iterator[None]:
     logger, bar = logging.getLogger("lm_eval"), tqdm.tqdm
     level = logger.level
     logger.setLevel(logging.ERROR)
-    task.tqdm = tqdm.tqdm = NoBar  # bootstrapped standard errors bring a bar of their own, and print
+    task.tqdm = tqdm.tqdm = NoBar  # bootstrapped standard errors have a bar of their own, and print
     metrics.print = lambda *_: None
     try:
         yield
@@ -51,19 +51,19 @@ def silenced() -> Iterator[None]:
 
 @contextmanager
 def compiled_once() -> Iterator[None]:
-    """Compile each template of a task once: the harness does so anew for every field of every document."""
+    """Compile each template of a task once; the harness compiles it for every field of every document."""
     from lm_eval.utils import env
 
     env.from_string = lru_cache(maxsize=256)(env.from_string)
     try:
         yield
     finally:
-        del env.from_string  # the class's own again
+        del env.from_string  # makes the class's own method visible again
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed Python, NumPy and torch inside the block, and put their states back after it."""
+    """Seed Python, NumPy and torch inside the block, and restore their states afterwards."""
     import numpy
     import torch
 
