@@ -1,8 +1,7 @@
-"""What tasks ask, and how they score it, as hashes: so that a resumed run can tell when a task was changed.
+"""Hashes of tasks, by which a resumed run notices that a task has changed.
 
-A task is its config, with all that it includes, its documents and the rows that its shots are drawn from; and code or
-lists of its own may be next to it in `include_path`. Where its data lie does not count. Knows lm-evaluation-harness's
-tasks; nothing of what runs do.
+A hash covers a task's config with its includes, its documents, the rows for its shots, and the files next to it in
+`include_path`. The location of the data does not count. Knows lm-evaluation-harness's tasks; knows nothing of runs.
 """
 
 from __future__ import annotations
@@ -21,8 +20,12 @@ from adapterswap.files.smallfiles import expand
 
 __all__ = ["task_files", "task_fingerprint"]
 
-_PLACES = ("dataset_path", "dataset_name", "dataset_kwargs")  # where documents come from: they are hashed themselves
-_PASSING = ("__pycache__", ".")  # how names begin of what is written there on the way
+_PLACES = (
+    "dataset_path",
+    "dataset_name",
+    "dataset_kwargs",
+)  # the location of the documents, which are hashed themselves
+_PASSING = ("__pycache__", ".")  # prefixes of caches and hidden files
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -40,7 +43,7 @@ def task_fingerprint(task: Any) -> str:
 
 
 def task_files(include_path: str | Path | None) -> dict[str, str]:
-    """The fingerprints of the files in a folder with tasks of the user's own, by their paths below it."""
+    """Path below the folder → fingerprint, of all files in a folder with the user's own tasks."""
     if include_path is None:
         return {}
     folder = expand(include_path)
@@ -61,7 +64,7 @@ def _unknown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a task's config as JSON; functions and classes as their text, which may come from `include_path`."""
+    """A value of a task's config as plain data; functions and classes as their source, which may be the user's."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):

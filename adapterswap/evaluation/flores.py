@@ -1,8 +1,8 @@
-"""FLORES: translation between two languages, from files that the user has, as sentences, prompts and scores.
+"""FLORES: sentences from the user's files, prompts for translating them, and scores.
 
-Reads FLORES-200 (NLLB Team 2022, arXiv 2207.04672) and FLORES+ folders: `dev/` and `devtest/`, a file for each
-language. Scores are sacrebleu's, over the whole corpus, with a tokenizer that suits the target's script. Ships no data
-but the languages' English names. Knows nothing of lm-evaluation-harness or of models.
+Reads the folders of FLORES-200 (NLLB Team 2022, arXiv 2207.04672) and FLORES+: `dev/` and `devtest/`, with a file per
+language. Scores are sacrebleu's, over the whole corpus, with a tokenizer for the target's script. Only the languages'
+English names are shipped. Knows nothing of lm-evaluation-harness or of models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLORES_PATH = "FLORES_PATH"
 """The environment variable that names the folder with `dev/` and `devtest/`."""
 
 _NAME = re.compile(r"flores_(dev_)?([a-z]{3}_[A-Z][a-z]{3})-([a-z]{3}_[A-Z][a-z]{3})")
-# Scripts that put no spaces between words: to sacrebleu's default, 13a, a sentence of theirs is a single word.
+# Scripts without spaces between words: sacrebleu's default, 13a, would take a whole sentence for one word.
 _TOKENIZERS = {"Hans": "zh", "Hant": "zh", **dict.fromkeys(("Jpan", "Thai", "Laoo", "Khmr", "Mymr", "Tibt"), "char")}
 
 
@@ -35,7 +35,7 @@ class FloresTask:
 
     Attributes:
         source, target: FLORES codes, such as eng_Latn.
-        split: devtest, or dev (for choosing checkpoints, so that devtest stays unseen).
+        split: devtest, or dev, on which to choose checkpoints so that devtest stays unseen.
     """
 
     source: str
@@ -47,7 +47,7 @@ class FloresTask:
         return f"flores_{'dev_' if self.split == 'dev' else ''}{self.source}-{self.target}"
 
     def prompt(self, sentence: str) -> str:
-        """What the model goes on from; the wording of lm-evaluation-harness's FLORES tasks for Iberian languages."""
+        """The prompt, worded as in lm-evaluation-harness's FLORES tasks for Iberian languages."""
         names = language_names()
         return f"{names[self.source]} sentence: {sentence}\n{names[self.target]} sentence:"
 
@@ -68,7 +68,7 @@ def flores_task(name: str) -> FloresTask:
     """The task of that name, which `is_flores`.
 
     Raises:
-        ArgumentError: a language whose English name is not known, so that no prompt can be made.
+        ArgumentError: a language without a known English name, which the prompt needs.
     """
     match = _NAME.fullmatch(name)
     assert match is not None, name
@@ -85,13 +85,13 @@ def flores_task(name: str) -> FloresTask:
 
 
 def read_sentences(folder: Path, split: str, code: str) -> list[str]:
-    """The sentences of one language, in order: n of them in every language's file.
+    """The sentences of one language, in order.
 
-    Looked for are `devtest/swh_Latn.devtest` (FLORES-200: one to a line), then `devtest/swh_Latn.parquet` and
+    Reads the first of `devtest/swh_Latn.devtest` (FLORES-200: a sentence per line), `devtest/swh_Latn.parquet` and
     `devtest/swh_Latn.jsonl` (FLORES+: the column `text`, in the order of `id`).
 
     Raises:
-        DataError: there is no such file, or it cannot be read.
+        DataError: the file is missing or cannot be read.
     """
     stem = folder / split / code
     candidates = [stem.with_name(f"{code}.{ending}") for ending in (split, "parquet", "jsonl")]
@@ -122,16 +122,16 @@ def _read(path: Path) -> list[str]:
 def flores_metrics(target: str) -> dict[str, Any]:
     """The metrics of translations into `target`, by name: sacrebleu's chrF++ first, then its BLEU.
 
-    BLEU depends on how words are separated, so its name says how: `bleu_13a`; `bleu_zh` for Chinese; `bleu_ja-mecab`
-    for Japanese where MeCab is installed; `bleu_char` for it elsewhere, and for Thai, Lao, Khmer, Burmese and Tibetan.
-    chrF++ (Popović 2017: character 6-grams and word bigrams) needs none of this. Both lie between 0 and 100.
+    BLEU depends on how words are separated, so its name includes the tokenizer: `bleu_13a`; `bleu_zh` for Chinese;
+    `bleu_ja-mecab` for Japanese if MeCab is installed; `bleu_char` for Japanese otherwise, and for Thai, Lao, Khmer,
+    Burmese and Tibetan. chrF++ (Popović 2017: character 6-grams and word bigrams) needs none. Both range from 0 to 100.
     """
     from sacrebleu.metrics import BLEU, CHRF
 
     tokenizer = _TOKENIZERS.get(target.partition("_")[2], "13a")
     if target == "jpn_Jpan" and find_spec("MeCab") and find_spec("ipadic"):
         tokenizer = "ja-mecab"
-    # `force`: references are taken as they are; without it sacrebleu warns of those that look tokenised.
+    # `force` silences sacrebleu's warning about references that look tokenised.
     return {"chrf++": CHRF(word_order=2), f"bleu_{tokenizer}": BLEU(tokenize=tokenizer, force=True)}
 
 
@@ -142,6 +142,6 @@ def corpus_score(metric: Any, pairs: Sequence[tuple[str, str]]) -> float:
 
 
 def signature(metric: Any) -> str:
-    """sacrebleu's short account of how it scores, to compare with."""
-    metric.corpus_score(["a"], [["a"]])  # it counts the references
+    """sacrebleu's signature: the settings of a metric in one line."""
+    metric.corpus_score(["a"], [["a"]])  # the signature has the number of references
     return str(metric.get_signature())

@@ -1,6 +1,6 @@
 """FLORES as tasks of lm-evaluation-harness: sentences from local files in, sacrebleu's corpus scores out.
 
-Imports the harness at its top, as `harness` does, so it is imported where it is needed. Knows nothing of models.
+Imports the harness, so import this module only where it is needed. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["build_flores_task"]
 
 
 def build_flores_task(name: str, folder: Path, num_fewshot: int = 0) -> ConfigurableTask:
-    """The FLORES task of that name, over the files in `folder`; its version holds sacrebleu's signatures.
+    """The FLORES task of that name, over the files in `folder`; its version includes sacrebleu's signatures.
 
     Args:
         name: see `is_flores`.
         folder: holds `dev/` and `devtest/`.
-        num_fewshot: how many of dev's first sentences the prompts may show; a task over dev itself shows none.
+        num_fewshot: how many of dev's first sentences the prompts show; a task over dev itself shows none.
 
     Raises:
         ArgumentError: an unknown language; more shots than there are sentences.
-        DataError: files that are missing or do not fit together.
+        DataError: files that are missing or not parallel.
     """
     spec = flores_task(name)
     rows = _rows(folder, spec.split, spec.source, spec.target)
