@@ -1,7 +1,7 @@
-"""The parts that plug into lm-evaluation-harness: MGSM tasks with our filter, and a model that tells what it cut.
+"""The parts that plug into lm-evaluation-harness: MGSM tasks with our filter, and a model that reports what it cut.
 
-Imports the harness (and so torch) at its top, so it is imported where it is needed.
-Knows nothing of adapters: a PeftModel is a model like any other.
+Imports the harness, and with it torch, so import this module only where it is needed. Knows nothing of adapters: a
+PeftModel is a model like any other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FLEXIBLE = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"  # the stock flexible-extract filter,
 
 
 class NormalizedFilter(Filter):  # type: ignore[misc]
-    """Takes the answer from an output as an exact number, or None: see `extract_answer`."""
+    """Reads the answer of an output as an exact number, or None: see `extract_answer`."""
 
     def __init__(self, language: str) -> None:
         self._language = language
@@ -94,7 +94,7 @@ def build_mgsm_task(name: str, rev2_folder: Path | None = None) -> ConfigurableT
             ],
             "process_results": _score,
             "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-            "metadata": {"version": "1.2"},  # 1.1 took another number where it could not read the answer
+            "metadata": {"version": "1.2"},  # 1.1 took another number if it could not read the answer
         },
     )
 
@@ -161,15 +161,15 @@ def _score(doc: dict[str, str], results: list[str | Decimal | None]) -> dict[str
 
 
 def output_limit(gen_kwargs: Mapping[str, Any] | None, default: int) -> int:
-    """The longest output in tokens: the task's own limit, under any name that the harness knows, or the default."""
+    """The longest output in tokens: the task's own limit, under any of the harness's names for it, or the default."""
     return int(normalize_gen_kwargs(dict(gen_kwargs or {}), default)["max_gen_toks"])
 
 
 class EvaluatedModel(HFLM):  # type: ignore[misc]
-    """A loaded model as the harness sees it: without bars, and telling what the harness leaves unsaid.
+    """A loaded model for the harness: without bars, and with a record of cut outputs and truncated prompts.
 
-    The harness does not know of several processes: it would draw other shots for their documents, and pad their batches
-    otherwise. Each of them builds all requests, answers its share of the batches, and gets the answers of the others.
+    If the harness divided documents among processes, shots and padding would change. So each process builds all
+    requests, answers its share of the batches, and receives the answers of the others.
 
     Attributes:
         cut: keys of the requests whose output ended at the limit of tokens.
@@ -190,7 +190,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         on_begin: Callable[[], None] | None,
         on_progress: Callable[[], None] | None,
     ) -> None:
-        # A loaded model is tied already, and where adapters wrap tied embeddings, tying again raises or undoes them.
+        # A loaded model is tied already. If adapters wrap tied embeddings, tying again raises or removes them.
         model.tie_weights = lambda *_, **__: None
         try:
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal")
@@ -207,7 +207,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
     @property
     def max_gen_toks(self) -> int:
-        """The limit for tasks that set none of their own (the harness's is 256, too short for Telugu and Bengali)."""
+        """The limit for tasks without one (the harness's default of 256 is too short for Telugu and Bengali)."""
         return self._max_gen_toks
 
     def add_partial(self, method: str, request: Any, response: Any) -> None:
@@ -218,7 +218,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             self._on_progress()
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
-        """See the harness. Prompts that do not fit are refused, or counted where truncation is allowed.
+        """See the harness. Prompts that do not fit are refused, or counted if truncation is allowed.
 
         Raises:
             ArgumentError: a prompt and its output do not fit into the model's context.
@@ -258,10 +258,10 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         return self._processes.shared(texts, lambda text: len(self.tok_encode(text)))
 
     def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
-        """The answers to all requests, in their order, whichever process found them."""
+        """The answers to all requests, in their order, from all processes."""
 
         def answered(number: int) -> tuple[list[Any], set[str]]:
-            torch.manual_seed(seed_of(self._seed, number))  # what is drawn does not depend on who drew before
+            torch.manual_seed(seed_of(self._seed, number))  # sampling does not depend on earlier batches
             self.cut = set()
             return answer([requests[place] for place in batches[number]], disable_tqdm=True), self.cut
 
@@ -278,7 +278,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         return [answers[place] for place in range(len(requests))]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
-        # Rolling likelihoods ask for a bar whatever the settings.
+        # Rolling likelihoods show a bar whatever the settings.
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:

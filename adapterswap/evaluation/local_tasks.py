@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness over data that the user has: MGSM-Rev2, MultiJail and FLORES.
 
-Imports the harness at its top, as `harness` does, so it is imported where it is needed. Knows nothing of models.
+Imports the harness, so import this module only where it is needed. Knows nothing of models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """TyDi QA and XCOPA as tasks of lm-evaluation-harness, over the data shipped here.
 
-Imports the harness at its top, as `harness` does, so it is imported where it is needed. Knows nothing of models.
+Imports the harness, so import this module only where it is needed. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["build_shipped_task"]
 
 
 class _OtherPassages(ContextSampler):  # type: ignore[misc]
-    """The first questions of the file that are about another passage than the one asked about."""
+    """The first questions of the file that are about another passage than the current question."""
 
     def sample(self, n: int, eval_doc: Any = None, df: Any = None, **kwargs: Any) -> list[Any]:
         """See the harness."""
@@ -42,7 +42,7 @@ def build_shipped_task(name: str) -> ConfigurableTask:
 
 
 def _build_tydiqa(name: str) -> ConfigurableTask:
-    """One shot by default: without any, a base model does not know that few words are wanted."""
+    """One shot by default, which shows a base model that a few words are enough."""
     config = {
         "task": name,
         "test_split": "test",
@@ -68,7 +68,7 @@ def _build_tydiqa(name: str) -> ConfigurableTask:
 
 
 def _build_xcopa(name: str) -> ConfigurableTask:
-    """No shots by default; those that are asked for are val's first, and val itself shows none."""
+    """No shots by default; others are the first questions of val, and val itself shows none."""
     splits = {"test": read_xcopa(name), "val": read_xcopa("xcopa_val_sw")}
     config = {
         "task": name,
