@@ -1,7 +1,7 @@
 """Which language an answer is written in: the share of it that is in the language of its task.
 
-A model that reasons in English about a question in Swahili may still get the number right; this tells the two apart.
-Languages are recognised by lingua, whose models come with its package, so nothing is downloaded.
+A model may reason in English about a question in Swahili and still get the number right. Languages are recognised by
+lingua, whose models are part of its package, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 METRIC = ("language_share", "language")
-"""Metric and filter under which the share stands among a task's scores."""
+"""Metric and filter of the share among a task's scores."""
 
 _NAME = re.compile(r"[_-]([a-z]{3}_[A-Z][a-z]{3}|[a-z]{2})(?=@|$)")
 _AFRIMGSM = re.compile(r"afrimgsm(?:_cot)?_([a-z]{3})_prompt_\d(?=@|$)")
@@ -34,21 +34,21 @@ _MEMBERS = {
 }  # fmt: skip
 _OTHERS = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")  # MGSM's
 _PIECE = re.compile(r"[^.!?。！？।\n]+")
-_FEWEST = 3  # letters of a piece; fewer, such as units and names of variables, are in no language
+_FEWEST = 3  # letters of a piece; shorter ones, such as units and variables, belong to no language
 
 
 def language_of(task: str) -> str | None:
-    """The language that a task's name ends in: mgsm_direct_sw → sw, belebele_swh_Latn → swh_Latn; else None.
+    """The language at the end of a task's name: mgsm_direct_sw → sw, belebele_swh_Latn → swh_Latn; else None.
 
-    FLORES's names end in the language that is written: flores_eng_Latn-swh_Latn → swh_Latn. Those of AfriMGSM have it
-    before their prompt: afrimgsm_cot_swa_prompt_1 → swa. Shots may follow: @2.
+    FLORES's names end in the target language: flores_eng_Latn-swh_Latn → swh_Latn. AfriMGSM's have the language before
+    the prompt: afrimgsm_cot_swa_prompt_1 → swa. A number of shots may follow: @2.
     """
     match = _AFRIMGSM.match(task) or _NAME.search(task)
     return match[1] if match else None
 
 
 def is_same_language(one: str, other: str) -> bool:
-    """Whether two codes name one language: sw and swh_Latn do."""
+    """Whether two codes name the same language, as sw and swh_Latn do."""
     if one == other:
         return True
     codes = [_known(code) for code in (one, other)]
@@ -62,14 +62,14 @@ def require_lingua() -> None:
 
 
 def check_languages(tasks: Mapping[str, Any]) -> None:
-    """Check that lingua is there, and that some task writes answers in a language that it knows.
+    """Check that lingua is installed, and that the answers of some task are in a language that it knows.
 
     Args:
         tasks: lm-evaluation-harness's tasks by name.
 
     Raises:
         DependencyError: lingua is not installed.
-        ArgumentError: no task does.
+        ArgumentError: there is no such task.
     """
     require_lingua()
     if not any(writes_language(name, task) for name, task in tasks.items()):
@@ -81,16 +81,16 @@ def check_languages(tasks: Mapping[str, Any]) -> None:
 
 
 def writes_language(name: str, task: Any) -> bool:
-    """Whether a task has answers to recognise: it generates them, and its name ends in a language that lingua knows."""
+    """Whether a task generates its answers, and its name ends in a language that lingua knows."""
     language = language_of(name)
     return task.OUTPUT_TYPE == "generate_until" and language is not None and _known(language) is not None
 
 
 def language_share(text: str, language: str) -> float | None:
-    """The share of a text's letters that stand in sentences written in a language; None for a text without words.
+    """The share of a text's letters in sentences of one language; None for a text without words.
 
-    Sentences and lines are recognised one by one, as one of MGSM's eleven languages or this one, so numbers and
-    formulas take no part, and an answer that changes its language halfway has one half.
+    Each sentence or line is recognised as one of MGSM's eleven languages or this one. Numbers and formulas do not
+    count, and an answer that changes its language halfway has a share of one half.
 
     Args:
         text: an answer.

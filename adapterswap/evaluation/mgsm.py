@@ -1,9 +1,9 @@
-"""MGSM: 250 grade-school maths questions in eleven languages, with eight worked exemplars each, as they are published.
+"""MGSM: 250 grade-school maths questions in eleven languages, with eight worked exemplars each, as published.
 
 Reads the data shipped in `data/mgsm/` (Shi et al. 2022, "Language Models are Multilingual Chain-of-Thought Reasoners",
-arXiv 2210.03057; CC BY 4.0, see the LICENSE beside it) and says how a question becomes a prompt. Task names, prompt
-words and answer patterns are those of lm-evaluation-harness's `mgsm_*` tasks, so that numbers compare; docs/evaluate.md
-lists the places where its prompts contradict the exemplars and these do not. Knows nothing of the harness's code or of
+arXiv 2210.03057; CC BY 4.0, see the LICENSE there) and makes prompts of the questions. Task names, prompt words and
+answer patterns are those of lm-evaluation-harness's `mgsm_*` tasks, so that scores are comparable; docs/evaluate.md
+lists the exceptions, where the harness's prompts contradict the exemplars. Knows nothing of the harness's code or of
 models.
 """
 
@@ -25,14 +25,14 @@ __all__ = [
 
 LANGUAGES = ("bn", "de", "en", "es", "fr", "ja", "ru", "sw", "te", "th", "zh")
 MODES = ("direct", "native_cot", "en_cot")
-"""The number at once; a worked solution in the question's language; a worked solution in English."""
+"""The number alone; a worked solution in the question's language; a worked solution in English."""
 MGSM_REV2_PATH = "MGSM_REV2_PATH"
 """The environment variable that names the folder with MGSM-Rev2's `mgsm_bn.tsv` … `mgsm_zh.tsv`."""
 
 _REV2 = "mgsm_rev2_"
 
-_DIRECT_WORD = {"de": "Antwort:", "es": "Respuesta:", "fr": "Réponse :"}  # elsewhere lm-eval asks for an "Answer:"
-_STRICT = {  # what the stock strict-match filter looks for; Bengali is asked in Bengali and matched in English
+_DIRECT_WORD = {"de": "Antwort:", "es": "Respuesta:", "fr": "Réponse :"}  # elsewhere lm-eval writes "Answer:"
+_STRICT = {  # the stock strict-match filter's phrases; Bengali questions have an English one
     "bn": "The answer is {}",
     "de": "Die Antwort lautet {}",
     "en": "The answer is {}",
@@ -49,7 +49,7 @@ _STRICT = {  # what the stock strict-match filter looks for; Bengali is asked in
 
 @dataclass(frozen=True)
 class Exemplar:
-    """A worked example. `solution` lacks the "Step-by-Step Answer:" before it, `question` its "Question:"."""
+    """A worked example, without the "Question:" and the "Step-by-Step Answer:" before its parts."""
 
     question: str
     solution: str
@@ -61,9 +61,9 @@ class MgsmLanguage:
     """One language's share of MGSM.
 
     Attributes:
-        question_word: what stands before every question: `Swali:`.
-        solution_word: what stands before every worked solution: `Jibu la Hatua kwa Hatua:`.
-        space: what follows these words: a space, or nothing in Japanese and Chinese.
+        question_word: the words before every question: `Swali:`.
+        solution_word: the words before every worked solution: `Jibu la Hatua kwa Hatua:`.
+        space: the space after these words, which Japanese and Chinese do not have.
         questions: 250 pairs of a question and its answer.
         exemplars: the 8 worked examples, in their published order and wording, slips included.
     """
@@ -152,7 +152,7 @@ def _split_word(text: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class MgsmTask:
-    """One MGSM task: a language, and the way in which the answer is asked for.
+    """One MGSM task: a language, and the kind of answer.
 
     A prompt is the shots, each followed by an empty line, then the question: `Swali: …\\nJibu la Hatua kwa Hatua:`.
     """
@@ -162,34 +162,34 @@ class MgsmTask:
 
     @property
     def answer_word(self) -> str:
-        """The words after which the model goes on."""
+        """The words at the end of the prompt."""
         if self.mode == "direct":
             return _DIRECT_WORD.get(self.language.code, "Answer:")
         return self.solutions_from.solution_word
 
     @property
     def answer_space(self) -> str:
-        """What stands between `answer_word` and a shot's answer; lm-eval puts nothing before a bare number."""
+        """The space between `answer_word` and a shot's answer; lm-eval has none before a bare number."""
         return "" if self.mode == "direct" else self.solutions_from.space
 
     @property
     def solutions_from(self) -> MgsmLanguage:
-        """The language of the worked solutions. The exemplars are parallel, so any language's fit any question."""
+        """The language of the worked solutions. Exemplars are parallel, so those of one language fit all others."""
         return read_mgsm("en") if self.mode == "en_cot" else self.language
 
     @property
     def strict_pattern(self) -> str | None:
-        """The regular expression of the stock strict-match filter; None for direct tasks, which have none."""
+        """The regular expression of the stock strict-match filter; None for direct tasks, which lack the filter."""
         if self.mode == "direct":
             return None
         return _STRICT[self.solutions_from.code].format(r"(\-?[0-9\.\,]+)")
 
     def prompt(self, question: str) -> str:
-        """The question as the model meets it, up to and including `answer_word`."""
+        """The prompt for a question, up to and including `answer_word`."""
         return f"{self.language.question_word}{self.language.space}{question}\n{self.answer_word}"
 
     def shots(self) -> list[tuple[str, str]]:
-        """The eight questions and what is to be answered to them, in their fixed order; n shots are the first n."""
+        """The eight questions with their answers, in a fixed order; n shots are the first n."""
         return [
             (asked.question, str(asked.number) if self.mode == "direct" else solved.solution)
             for asked, solved in zip(self.language.exemplars, self.solutions_from.exemplars, strict=True)

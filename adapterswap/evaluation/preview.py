@@ -1,6 +1,6 @@
-"""What an evaluation would ask, without a model: the prompts, how long they are, and whether they fit.
+"""The prompts of an evaluation without a model: their text, their length, and whether they fit.
 
-Needs a tokenizer and a config, no weights. Knows nothing of adapters.
+Needs a tokenizer and a config, but no weights. Knows nothing of adapters.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class TaskPreview:
     Attributes:
         name: the task.
         num_docs: how many documents would be evaluated.
-        num_requests: how many requests they make (one for each choice, where likelihoods are compared).
-        num_fewshot: shots before each.
+        num_requests: how many requests they make: one per choice if likelihoods are compared.
+        num_fewshot: shots before each document.
         prompt: the first document's prompt.
         longest: the longest prompt in tokens.
-        room: tokens that the model's context leaves for an output after it; None for tasks that generate nothing.
-        max_gen_toks: the longest output in tokens, the task's own limit where it has one; None likewise.
+        room: tokens that the model's context leaves for an output after the longest prompt; None for tasks that
+            generate nothing.
+        max_gen_toks: the longest output in tokens, by the task's own limit if it has one; None for tasks that generate
+            nothing.
     """
 
     name: str
@@ -50,10 +52,10 @@ def preview(
     tasks: Sequence[str],
     settings: Settings | None = None,
 ) -> list[TaskPreview]:
-    """Build the prompts that `evaluate` would give a model with this config; the arguments are those of `evaluate`.
+    """Build the prompts that `evaluate` would send to a model with this config; the arguments are those of `evaluate`.
 
     Raises:
-        AdapterswapError: as `evaluate` would for the same settings. A prompt that does not fit shows in `room` instead.
+        AdapterswapError: as in `evaluate`, except that a prompt that does not fit only shows in `room`.
     """
     settings = settings or Settings()
     settings.check(tokenizer)
@@ -94,7 +96,7 @@ def preview(
             check_texts({name: task})
             requests, task._instances = task.instances, None
             prompts = [str(request.args[0]) for request in requests]
-            # A chat template may have written what the tokenizer would put before a prompt: the harness adds it once.
+            # A chat template may already have added the start token: the harness adds it once.
             begun = has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
             longest = max(map(len, tokenizer(prompts, add_special_tokens=not begun)["input_ids"]))
             generates = task.OUTPUT_TYPE == "generate_until"
