@@ -1,7 +1,7 @@
-"""What an evaluation found: scores, samples, and the folder that keeps them.
+"""The results of an evaluation: scores, samples, and the folder that holds them.
 
-Plain data. Two evaluations of the same thing give the same values, and the folder the same bytes: no clock, no path of
-this machine. Knows nothing of how the scores came about.
+Plain data. Equal evaluations give equal values and folders with the same bytes: there are no times and no local paths.
+Knows nothing of how scores are computed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Score:
     """One number of a task.
 
     Attributes:
-        metric: lm-evaluation-harness's name of it: exact_match, acc, acc_norm.
-        filter: how the answer was taken from the output: strict-match, flexible-extract, normalized, none.
-        value: the mean over the documents, unless the metric says otherwise.
-        stderr: its standard error (for a mean: sample standard deviation / √n); None where it is not known.
+        metric: its name in lm-evaluation-harness: exact_match, acc, acc_norm.
+        filter: how the answer was read from the output: strict-match, flexible-extract, normalized, none.
+        value: the mean over the documents, unless the metric defines something else.
+        stderr: its standard error (of a mean: sample standard deviation / √n); None if unknown.
         higher_is_better: whether more is better.
     """
 
@@ -53,13 +53,12 @@ class TaskResult:
     Attributes:
         name: the task.
         num_docs: n, how many documents were evaluated.
-        num_fewshot: how many shots stood before each; None for a group whose tasks differ in it.
+        num_fewshot: shots before each document; None for a group whose tasks have different numbers.
         version: the task's own version.
-        scores: one for each metric and filter.
-        cut: outputs that ended because they reached the limit of tokens, not by themselves; None for tasks that
-            compare likelihoods.
-        truncated: prompts that lost their beginning, because they did not fit.
-        max_gen_toks: the limit of tokens, the task's own where it has one; None for tasks that generate nothing.
+        scores: one per metric and filter; none for tasks whose responses need a judge.
+        cut: outputs that ended at the limit of tokens; None for tasks that compare likelihoods.
+        truncated: prompts that lost their beginning because they did not fit.
+        max_gen_toks: the limit of tokens, the task's own if it has one; None for tasks that generate nothing.
     """
 
     name: str
@@ -72,10 +71,10 @@ class TaskResult:
     max_gen_toks: int | None = None
 
     def score(self, filter: str | None = None, metric: str | None = None) -> Score:
-        """The one score of that filter and metric.
+        """The only score with that filter and metric.
 
         Raises:
-            KeyError: there is none, or more than one.
+            KeyError: there are none or several.
         """
         found = [s for s in self.scores if filter in (None, s.filter) and metric in (None, s.metric)]
         if len(found) != 1:
@@ -85,17 +84,17 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Sample:
-    """One document of one task, and what the model made of it.
+    """One document of one task, with the model's output.
 
     Attributes:
         task: the task's name.
-        doc_id: the document's place in its data set, from 0: pair two evaluations by it.
+        doc_id: the document's index in its data set, from 0, by which two evaluations are paired.
         doc: the document itself.
-        prompt: what the model was given.
+        prompt: the model's input.
         target: the right answer.
-        output: what it wrote; where likelihoods are compared, each choice's log-likelihood and whether it is greedy.
-        answers: what each filter took from the output.
-        scores: each filter's metrics.
+        output: the model's text; if likelihoods are compared, each choice's log-likelihood and whether it is greedy.
+        answers: filter → the answer that it read from the output.
+        scores: filter → its metrics.
         cut: the output ended at the limit of tokens.
     """
 
@@ -110,7 +109,7 @@ class Sample:
     cut: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """The sample as plain data; the prompt, which repeats the shots every time, as its sha256."""
+        """The sample as plain data, with the SHA-256 of the prompt, since every prompt repeats the shots."""
         content = asdict(self)
         digest = hashlib.sha256(content.pop("prompt").encode("utf-8")).hexdigest()
         return dict(_finite({**content, "prompt_sha256": digest}))
@@ -118,14 +117,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Everything that one call of `evaluate` found.
+    """The results of one call of `evaluate`.
 
     Attributes:
-        tasks: by name, in the order in which they were asked for.
-        groups: by name, the means that lm-evaluation-harness forms over groups of tasks.
+        tasks: by name, in the requested order.
+        groups: by name, lm-evaluation-harness's means over groups of tasks.
         samples: every document of every task.
-        settings: what was asked for (shots, limit, tokens, seed and so on), and what else outputs depend on: dtype,
-            kind of device, the model's own generation settings, versions of libraries.
+        settings: shots, limit, tokens, seed and so on, and everything else that outputs depend on: dtype, kind of
+            device, the model's own generation settings, versions of libraries.
     """
 
     tasks: Mapping[str, TaskResult]
@@ -134,7 +133,7 @@ class EvaluationResult:
     groups: Mapping[str, TaskResult] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """A line for each task, with its scores."""
+        """One line per task, with its scores."""
         lines = []
         for task in (*self.tasks.values(), *self.groups.values()):
             scores = (f"{score.metric},{score.filter} {score.value:.3f}" for score in task.scores)
@@ -160,13 +159,13 @@ def write_result(
     overwrite: bool = False,
     inputs: Iterable[str | Path | None] = (),
 ) -> None:
-    """Write the folder `out_path` with results.json and samples.jsonl (one line for each document).
+    """Write the folder `out_path` with results.json and samples.jsonl (one line per document).
 
     Args:
         result: what `evaluate` returned.
-        subject: what was evaluated, as plain data: it goes into results.json.
-        overwrite: replace the folder, if an evaluation wrote it.
-        inputs: what was read; the output may not overlap it.
+        subject: what was evaluated, as plain data for results.json.
+        overwrite: replace the folder if an evaluation wrote it.
+        inputs: paths that were read; the output may not overlap them.
 
     Raises:
         AdapterswapError: see `atomic_folder`.
@@ -183,7 +182,7 @@ def write_result(
 
 
 def _finite(content: Any) -> Any:
-    """`content` with None for NaN and infinity, which JSON cannot say (a score over nothing, a likelihood of zero)."""
+    """`content` with None for NaN and infinity, which JSON lacks (the mean of nothing, the log of zero)."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, Mapping):

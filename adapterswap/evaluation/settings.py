@@ -1,5 +1,4 @@
-"""The settings of an evaluation: one value that `evaluate`, `preview` and their callers share;
-and the part of them that recipes say.
+"""The settings of an evaluation, which `evaluate`, `preview` and their callers share, and those that recipes can set.
 
 Knows nothing of models and tasks.
 """
@@ -31,19 +30,19 @@ class Settings:
     Attributes:
         num_fewshot: shots before each question; by default each task's own, which is 8 for MGSM.
         limit: only the first documents of each task: their number, or a fraction below 1.
-        batch_size: sequences at once. Padding changes sums in their last bits, so compare runs of one batch size.
-        max_gen_toks: the longest output in tokens, for tasks that set none of their own (MGSM sets none).
-        gen_kwargs: generation settings over the tasks' own (`do_sample`, `temperature`, `max_gen_toks`, …).
-        apply_chat_template: give the prompt as a chat, each shot as a turn of its own.
+        batch_size: sequences at once. Padding changes the last bits of sums, so compare runs of one batch size.
+        max_gen_toks: the longest output in tokens, for tasks without a limit of their own, such as MGSM.
+        gen_kwargs: generation settings that override the tasks' own (`do_sample`, `temperature`, `max_gen_toks`, …).
+        apply_chat_template: format the prompt as a chat, with a turn per shot.
         system_instruction: a text before everything else.
-        truncate: let prompts that do not fit lose their beginning, and count them; without it they are refused.
-        include_path: a folder with task files of the user's own.
-        trust_task_code: let the task files in `include_path` run the Python code that they bring; without it they are
-            refused, and their templates are rendered in a sandbox.
+        truncate: cut the beginning of prompts that do not fit, and count them; without it they are refused.
+        include_path: a folder with the user's own task files.
+        trust_task_code: let task files in `include_path` run their Python code; without it such files are refused, and
+            templates are rendered in a sandbox.
         confirm_run_unsafe_code: let tasks run the code that the model writes; without it they are refused.
         language_fidelity: also score the share of each answer that is written in its task's language
-            (`language_share`), of tasks that generate and whose names end in one: mgsm_native_cot_sw.
-        seed: for the harness's choice of shots (not MGSM's, which is fixed) and for sampling.
+            (`language_share`), for tasks that generate and whose names end in a language: mgsm_native_cot_sw.
+        seed: for the harness's choice of shots (MGSM's are fixed) and for sampling.
     """
 
     num_fewshot: int | None = None
@@ -62,11 +61,11 @@ class Settings:
 
     @property
     def sandboxed(self) -> bool:
-        """Whether templates are rendered in a sandbox: some are not installed code, and not trusted."""
+        """Whether templates are rendered in a sandbox, because they are the user's and not trusted."""
         return self.include_path is not None and not self.trust_task_code
 
     def check(self, tokenizer: Any) -> None:
-        """Check the settings against the base's tokenizer, and report all mistakes together.
+        """Check the settings against the base's tokenizer, and report all problems together.
 
         Raises:
             ArgumentError: a setting is out of its range, is not UTF-8 text, or asks for a chat template that the
@@ -75,7 +74,7 @@ class Settings:
         """
         problems = Problems(ArgumentError)
         limit = self.limit
-        # The harness takes 0 as no limit at all, and 2.5 as 2.
+        # The harness would take 0 as no limit at all, and 2.5 as 2.
         if limit is not None and not (0 < limit < 1 or (math.isfinite(limit) and limit >= 1 and limit == int(limit))):
             problems.add(
                 f"`limit` is {limit:g}, which is neither a number of documents nor a fraction of them",
@@ -108,7 +107,7 @@ class Settings:
         problems.raise_if_any()
 
     def described(self) -> dict[str, Any]:
-        """As plain data that may be published: no path, and no trust, which is one user's and changes no result."""
+        """As plain data for publication, without paths and without trust, which changes no result."""
         content = asdict(self) | {"gen_kwargs": dict(self.gen_kwargs)}
         del content["include_path"], content["trust_task_code"]
         if not self.language_fidelity:  # older runs do not have it
@@ -119,7 +118,7 @@ class Settings:
 
 
 class EvaluationOptions(FiniteModel):
-    """How a recipe says tasks to be evaluated; the names, and their meaning, are those of `adapterswap evaluate`."""
+    """How a recipe has tasks evaluated; the names and their meaning are those of `adapterswap evaluate`."""
 
     num_fewshot: int | None = Field(
         default=None, ge=0, description="Shots. Default: each task's own, which is 8 in MGSM."
@@ -136,11 +135,11 @@ class EvaluationOptions(FiniteModel):
     include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
-        """As `evaluate` takes them.
+        """As `Settings`.
 
         Args:
-            folder: what `include_path` is relative to; None for the current folder.
-            more: settings that recipes cannot say: to run code, a model's or a task's, the user consents.
+            folder: the folder that `include_path` is relative to; None for the current folder.
+            more: settings that are not for recipes: only the user can allow a model's or a task's code to run.
         """
         content = {
             name: getattr(self, name) for name in type(self).model_fields if name in Settings.__dataclass_fields__
