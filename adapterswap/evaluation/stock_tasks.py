@@ -1,6 +1,6 @@
-"""Tasks that lm-evaluation-harness brings, or that a folder of task files adds to it: known by name, and loaded.
+"""The tasks of lm-evaluation-harness and of a folder with task files: check their names, and load them.
 
-Knows nothing of tasks that are shipped here, or of settings.
+Knows nothing of the tasks shipped here, or of settings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from adapterswap.evaluation.unsafe_code import code_allowed, unsafe_tasks
 __all__ = ["check_known", "check_mentioned", "explained_task_errors", "load_stock", "mentioned_names"]
 
 _NAMES = re.compile(rb"^(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
-_TASK = os.path.join("lm_eval", "api", "task.py")  # where the harness calls a task's templates and functions
+_TASK = os.path.join("lm_eval", "api", "task.py")  # the harness's file that calls a task's templates and functions
 _PATTERN = set("*?[")
 _LISTED = "`lm_eval ls tasks` lists the harness's tasks"
 
@@ -74,7 +74,7 @@ def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, ot
 
 
 def mentioned_names(start: str) -> list[str]:
-    """The names that begin so, of those that the harness's task files mention; none where it is not installed."""
+    """The names in the harness's task files that begin with `start`; none if the harness is not installed."""
     known = {name.decode() for name in _NAMES.findall(_harness_files())}
     return sorted(name for name in known if name.startswith(start))
 
@@ -94,7 +94,7 @@ def _check_folder(include_path: str | Path | None) -> None:
 
 
 def check_known(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
-    """Refuse names of no task, group, tag or pattern of them.
+    """Refuse names and patterns that match no task, group or tag.
 
     Raises:
         ArgumentError: with the nearest names, of `others` too.
@@ -114,7 +114,7 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     """The tasks and groups of these names, as the harness loads them.
 
     Raises:
-        ArgumentError: a task runs code that nobody confirmed: the model's, or that of `include_path`.
+        ArgumentError: a task runs code that the user has not allowed: the model's, or that of `include_path`.
         DataError: data or task files that cannot be loaded.
         UnsupportedError: a task needs images or sound.
     """
@@ -146,7 +146,7 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
             "Correct the data that the task's file names, or download it again",
             parameter="tasks",
         ) from None
-    except Exception as error:  # whatever a task's data loader raises, or code of its own that is run with it
+    except Exception as error:  # a task's data loader and its own code may raise anything
         raise DataError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
             "Its data comes from the Hub: check the network, HF_HUB_OFFLINE and the packages that the task needs. For "
@@ -158,23 +158,23 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
             raise UnsupportedError(
                 f"the task {name} needs images or sound", "Run it with lm_eval itself", parameter="tasks"
             )
-    if not unsafe_code:  # tasks written in Python say so only when they are loaded
+    if not unsafe_code:  # tasks written in Python declare it only once they are loaded
         _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
     return loaded
 
 
 @contextmanager
 def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
-    """Turn errors raised inside a task into ours: its templates and code may not suit its data.
+    """Turn errors raised inside a task into `DataError`: its templates or its code may not fit its data.
 
     Raises:
-        DataError: a task of these names raised something.
+        DataError: one of these tasks raised an error.
     """
     from jinja2 import TemplateError
 
     try:
         yield
-    except (AdapterswapError, TemplateError):  # `rendering` explains what a template did
+    except (AdapterswapError, TemplateError):  # `rendering` explains errors of templates
         raise
     except Exception as error:
         if not any(frame.filename.endswith(_TASK) for frame in traceback.extract_tb(error.__traceback__)):

@@ -1,8 +1,8 @@
-"""Task names → lm-evaluation-harness tasks: MGSM, TyDi QA and XCOPA from the data shipped here, FLORES from files that
-the user has, all others from the harness itself.
+"""Task names → lm-evaluation-harness tasks: MGSM, TyDi QA and XCOPA from shipped data, FLORES, MGSM-Rev2 and MultiJail
+from the user's files, all others from the harness itself.
 
-Shipped tasks bear the names of the harness's own, need no network, take their shots in a fixed order, and carry one
-filter more, `normalized`, where answers are written. Knows nothing of models.
+Shipped tasks have the names of the harness's own, need no network, take their shots in a fixed order and, if answers
+are generated, have one more filter, `normalized`. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _OURS = (*mgsm_task_names(), *_FAMILIES, *_SHIPPED, *LOCAL_NAMES)
 
 
 def require_lm_eval() -> None:
-    """Raise `DependencyError` where lm-evaluation-harness is not installed."""
+    """Raise `DependencyError` unless lm-evaluation-harness is installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise DependencyError("lm-evaluation-harness is not installed", "pip install 'adapterswap[eval]' installs it")
 
 
 def check_task_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
-    """Refuse misspelt names before anything is loaded; see `load_tasks` for what a name may be.
+    """Refuse misspelt names before anything is loaded; see `load_tasks` for the names.
 
-    Names of shipped tasks are found without the harness. The others are looked for in its task files, as text; what is
-    left to find, `load_tasks` finds.
+    Other names than those of shipped tasks are searched for in the harness's task files, as text. `load_tasks` is
+    exact.
 
     Raises:
         ArgumentError: no task is named; an unknown name.
@@ -64,9 +64,9 @@ def check_task_names(names: Sequence[str], include_path: str | Path | None = Non
 
 
 def task_names(start: str = "") -> list[str]:
-    """The names of tasks that begin so, for completion: ours, or where none of ours does, the harness's.
+    """The names of tasks that begin with `start`, for completion: ours, or if there are none, the harness's.
 
-    The harness's names are searched for in its task files, as text, so a few that it makes up in code are missing.
+    The harness's names are searched for in its task files, as text, so the few that it builds in code are missing.
     """
     return [name for name in _OURS if name.startswith(start)] or mentioned_names(start)
 
@@ -76,18 +76,18 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
 
     Args:
         names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such as
-            `mgsm_*_sw`; those of `tydiqa` and `xcopa`, by their whole names; `flores_eng_Latn-swh_Latn` and other
-            pairs, see `flores`; and whatever the harness knows: its tasks, groups and tags. `NAME@2` is asked with 2
-            shots, whatever the settings say, and is called so in all results.
-        settings: of these `num_fewshot`, `gen_kwargs`, `include_path`, `trust_task_code` and `confirm_run_unsafe_code`
-            matter to tasks.
+            `mgsm_*_sw`; the full names of `tydiqa` and `xcopa`; those of `local_data`, such as
+            `flores_eng_Latn-swh_Latn`; and the harness's tasks, groups and tags. `NAME@2` has 2 shots whatever the
+            settings say, and keeps this name in all results.
+        settings: tasks depend on `num_fewshot`, `gen_kwargs`, `include_path`, `trust_task_code` and
+            `confirm_run_unsafe_code`.
 
     Raises:
-        ArgumentError: an unknown name, with the nearest known ones; too many shots; a task runs code that nobody
-            confirmed: the model's, or that of `include_path`.
+        ArgumentError: an unknown name, with the nearest known ones; too many shots; a task runs code that the user has
+            not allowed: the model's, or that of `include_path`.
         DataError: a task's data cannot be loaded.
         DependencyError: lm-evaluation-harness is not installed.
-        NotFoundError: `include_path` is not a folder, or `FLORES_PATH` is not set.
+        NotFoundError: `include_path` is not a folder, or the environment names no folder for a task of `local_data`.
         UnsupportedError: a task needs images or sound.
     """
     settings = settings or Settings()
@@ -108,13 +108,13 @@ def load_tasks(names: Sequence[str], settings: Settings | None = None) -> dict[s
 
 
 def split_shots(name: str) -> tuple[str, int | None]:
-    """What a task is called without its shots, and their number: mgsm_direct_sw@2 → (mgsm_direct_sw, 2)."""
+    """A task's name without its shots, and their number: mgsm_direct_sw@2 → (mgsm_direct_sw, 2)."""
     match = _SHOTS.fullmatch(name)
     return (match[1], int(match[2])) if match else (name, None)
 
 
 def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[str, Any]:
-    """Tasks that are asked with as many shots as each other: as the suffix of their names says, else the settings."""
+    """Tasks with the same number of shots: that of the suffix of their names, else that of the settings."""
     num_fewshot = int(suffix[1:]) if suffix else settings.num_fewshot
     include_path = None if settings.include_path is None else expand(settings.include_path)
     resolved = _resolve(names)
@@ -135,7 +135,7 @@ def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> dict[s
 
 
 class _TaskNames(NamedTuple):
-    """Names by where their tasks come from, patterns and families of MGSM's written out."""
+    """Names by the source of their tasks, with patterns and families expanded."""
 
     mgsm: tuple[str, ...]
     shipped: tuple[str, ...]
@@ -175,7 +175,7 @@ def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, 
             )
 
 
-# The same composition loop asks for the same tasks again and again, and loading the harness's data takes seconds.
+# A loop over compositions loads the same tasks again and again, and the harness's data take seconds.
 @lru_cache(maxsize=16)
 def _load(
     resolved: _TaskNames,
@@ -219,7 +219,7 @@ def _load(
 
 
 def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> dict[str, Any]:
-    """The same with the suffix after every name; a group finds its members under their new ones."""
+    """The tasks and groups with the suffix after every name, also in the groups."""
     for task in tasks.values():
         task.set_config("task", task.task_name + suffix)
     for group in groups.values():
@@ -234,7 +234,7 @@ def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> dict
 
 
 def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -> None:
-    """Shots and generation settings by the harness's own rules: a task that sets 0 shots keeps them."""
+    """Apply shots and generation settings by the harness's own rules: a task that sets 0 shots keeps them."""
     own = task.get_config("num_fewshot")
     if num_fewshot is not None and own != 0:
         task.set_config("num_fewshot", num_fewshot)
@@ -245,9 +245,9 @@ def _configure(task: Any, num_fewshot: int | None, gen_kwargs: dict[str, Any]) -
 
 
 def _check_pool(name: str, task: Any, *, parameter: str) -> None:
-    """Refuse more shots than the task has rows to show besides the one in question."""
+    """Refuse more shots than the task has rows for, besides the current one."""
     shots, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
-    if not shots or sampler is None:  # tasks written in Python may show what they like
+    if not shots or sampler is None:  # tasks written in Python may have any shots
         return
     config = task.config
     left_out = config.test_split is not None and config.fewshot_config.split == config.test_split

@@ -1,7 +1,7 @@
-"""Texts that reach a tokenizer or a results file: halves of surrogate pairs are refused before anything is answered.
+"""Texts for a tokenizer or a results file: halves of surrogate pairs are refused before the model runs.
 
-JSON can say `"\\ud800"`, and Python reads it as a character, but no tokenizer takes it, and no UTF-8 file. Knows the
-harness's tasks and requests; knows nothing of models.
+JSON can hold `"\\ud800"`, which Python reads as a character, but tokenizers and UTF-8 files cannot. Knows the harness's
+tasks and requests; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from adapterswap.errors import DataError, Problems
 
 __all__ = ["broken_texts", "check_texts"]
 
-_AROUND = 30  # characters shown before and after the one in question
+_AROUND = 30  # characters shown on either side
 
 
 def broken_texts(content: Any) -> Iterator[str]:
-    """The surroundings of the first half of a surrogate pair in each text of plain data, keys of mappings included."""
+    """The text around the first half of a surrogate pair in each text of plain data, keys of mappings included."""
     if isinstance(content, str):
         try:
             content.encode("utf-8")
@@ -33,13 +33,13 @@ def broken_texts(content: Any) -> Iterator[str]:
 
 
 def check_texts(tasks: Mapping[str, Any]) -> None:
-    """Refuse tasks with a text that cannot be given to a model, or written with the results.
+    """Refuse tasks with a text that cannot be tokenized or written.
 
     Args:
-        tasks: task → task, its requests built.
+        tasks: name → task with its requests.
 
     Raises:
-        DataError: for each such document, with its number and what holds the text.
+        DataError: lists every such document by its number, with the part that holds the text.
     """
     problems = Problems(DataError)
     for name, task in tasks.items():
