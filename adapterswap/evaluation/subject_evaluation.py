@@ -1,6 +1,6 @@
-"""Evaluate a base, an adapter or a composition from where they lie: check everything, load, evaluate, write.
+"""Evaluate a base, an adapter or a composition by path or Hub id: check everything, load, evaluate, write.
 
-Puts `subjects`, `evaluating`, `preview` and `results` together. Prints nothing.
+Combines `subjects`, `evaluating`, `preview` and `results`. Prints nothing.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = ["Evaluation", "evaluate", "prepare_evaluation"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that can begin: everything is checked that can be without loading weights.
+    """An evaluation that is ready to run: everything that needs no weights has been checked.
 
     Attributes:
         base: its config and tokenizer.
         tasks: their names.
         settings: how they are evaluated.
-        subject: what is evaluated, as plain data.
-        adapter: the adapter on the base, if it is one.
-        plan: the composition on the base, if it is one.
+        subject: a description of what is evaluated, as plain data.
+        adapter: the adapter on the base, if any.
+        plan: the composition on the base, if any.
         max_rank, max_error: see `write_adapter`.
-        inputs: what no output may touch.
+        inputs: paths that the output may not overlap.
     """
 
     base: Base
@@ -72,7 +72,7 @@ class Evaluation:
         on_loaded: Callable[[], None] = lambda: None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> EvaluationResult:
-        """Load the model, evaluate it, and write the result if a folder is given.
+        """Load the model, evaluate it, and write the result to `out_path` if set.
 
         Args:
             device, dtype, out_path, overwrite, processes, on_progress: see `adapterswap.evaluate`.
@@ -128,7 +128,7 @@ def evaluate(
 
     Args:
         base_model: the base: a folder or Hub id.
-        tasks: names of tasks, or one text with commas between them.
+        tasks: names of tasks, as a list or separated by commas.
         adapter: an adapter of any kind that PEFT can load: opened, a folder or a Hub id.
         plan: a composition of adapters, instead of `adapter`. With neither, the base alone is evaluated.
         max_rank, max_error: truncate the composition; see `write_adapter`.
@@ -139,9 +139,9 @@ def evaluate(
         device: where torch computes: auto, cpu, cuda, cuda:N or mps.
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
         out_path: a folder to write results.json and samples.jsonl to; nothing is written by default.
-        overwrite: replace that folder, if an evaluation wrote it.
-        processes: those that evaluate together, from `adapterswap.processes.joined`; this one alone by default.
-        on_progress: called with the requests that are done, and their number.
+        overwrite: replace that folder if an evaluation wrote it.
+        processes: the processes that evaluate together, from `adapterswap.processes.joined`; by default this one alone.
+        on_progress: called with the number of finished requests and the total.
 
     Returns:
         Scores with standard errors, and every sample.
@@ -182,7 +182,7 @@ def prepare_evaluation(
     out_path: str | Path | None = None,
     overwrite: bool = False,
 ) -> Evaluation:
-    """Open and check everything that `evaluate` needs but the weights; the arguments are those of `evaluate`.
+    """Open and check everything that `evaluate` needs, except the weights; the arguments are those of `evaluate`.
 
     Raises:
         AdapterswapError: see `evaluate`.

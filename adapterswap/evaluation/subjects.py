@@ -1,7 +1,7 @@
-"""What is evaluated: a base alone, with one adapter, or with a composition.
+"""The subject of an evaluation: a base alone, with one adapter, or with a composition.
 
-Loads it from folders or the Hub, as safetensors and without running any code of a repository, and says in publishable
-words what it is. Knows nothing of tasks and scores.
+Loads it from folders or the Hub, as safetensors and without running code of a repository, and describes it without
+local paths. Knows nothing of tasks and scores.
 """
 
 from __future__ import annotations
@@ -30,18 +30,10 @@ from adapterswap.records.record import CompositionRecord, adapter_source, compos
 
 __all__ = ["describe_subject", "find_adapter", "load_subject"]
 
-_MADE_OF = (
-    "num_layers",
-    "composition",
-    "experts",
-    "rules",
-    "output",
-)  # of a record
-
-
-_SECONDS = 10.0  # for the regexes of one key on all modules; real ones take milliseconds
+_MADE_OF = ("num_layers", "composition", "experts", "rules", "output")  # fields of a record
+_SECONDS = 10.0  # for the regexes of one key on all modules; ordinary ones take milliseconds
 _PLAIN_NAMES = "Write plain names of modules"
-_REGEXES = {  # as PEFT 0.21 puts them together
+_REGEXES = {  # as PEFT 0.21 builds them
     "target_modules": "%s",
     "exclude_modules": "%s",
     "layers_pattern": r"(?:^|.*?\.)%s\.(\d+)\..*",
@@ -85,10 +77,10 @@ def load_subject(
     device: str = "auto",
     dtype: str = "auto",
 ) -> Iterator[Any]:
-    """Yield the model: the base, with `adapter` if one is given, or with the composition of `plan`.
+    """Yield the model: the base alone, with `adapter`, or with the composition of `plan`.
 
-    A composition is made live where it can be: its experts are loaded side by side and no adapter is written. One that
-    needs tensors of its own (see `why_not_live`), or a bound on its rank, is written to a temporary folder first.
+    If possible, a composition is made live: its experts are loaded side by side and no adapter is written. One that
+    needs tensors of its own (see `why_not_live`) or a bound on its rank is written to a temporary folder first.
 
     Args:
         base: what `open_base` returned.
@@ -137,7 +129,7 @@ def describe_subject(
     max_rank: int | None = None,
     max_error: float | None = None,
 ) -> dict[str, Any]:
-    """What `load_subject` loads as plain data: no paths of this machine; adapters by their SHA-256."""
+    """What `load_subject` loads, as plain data without local paths; adapters by their SHA-256."""
     subject: dict[str, Any] = {"base_model": {"source": base.source.name, "revision": base.source.revision}}
     if adapter is not None:
         subject["adapter"] = _describe(adapter)
@@ -158,7 +150,7 @@ def _describe(source: Source) -> dict[str, Any]:
 
 
 def _with_adapter(model: Any, adapter: Source) -> Any:
-    """`model` with one adapter, every tensor of whose file has found its place, but for copies of the model's own."""
+    """`model` with one adapter. Every tensor of its file must find its place, except copies of the model's own."""
     from peft import PeftModel, get_peft_model_state_dict
 
     from adapterswap.live.copies import check_copies, folder_without_copies
@@ -190,16 +182,16 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
 
 
 def _check_regexes(adapter: Source, modules: list[str]) -> None:
-    """PEFT tries the regexes of an adapter's config on every module; a stranger's could take it years.
+    """Refuse regexes in an adapter's config that would take PEFT too long to match against all modules.
 
-    It does so with `re`, which takes long for others than `regex` does and cannot be interrupted, so a process of its
-    own tries them first.
+    PEFT uses `re`, which is slow for other patterns than `regex` and cannot be interrupted, so a process of its own
+    tries them first.
     """
     config = read_json(adapter.folder / CONFIG)
     problems = Problems(ExpertError)
     for key, in_peft in _REGEXES.items():
         value = config.get(key) or ()
-        texts = [value] if isinstance(value, str) else value if in_peft != "%s" else ()  # a list of targets holds names
+        texts = [value] if isinstance(value, str) else value if in_peft != "%s" else ()  # a list of targets has names
         regexes = [in_peft % text for text in texts if isinstance(text, str) and not is_plain(text)]
         if not regexes:
             continue
@@ -224,6 +216,6 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
 
 
 def _made_of(record: CompositionRecord) -> dict[str, Any]:
-    """What results say of how an adapter was composed."""
+    """The part of a record that results include."""
     content = record.content()
     return {key: content[key] for key in _MADE_OF if key in content}
