@@ -1,9 +1,9 @@
-"""Python that a folder of task files brings along: found before any of it runs, unless the user trusts it.
+"""Python code in a folder of task files: refused before any of it runs, unless the user trusts it.
 
-A task file can name functions (`!function utils.docs`), which the harness imports as it loads the task. It can name a
-metric that the harness does not have, which the evaluate library then runs as a script. And its templates can reach all
-of Python, unless they are rendered in Jinja's sandbox. The harness's own task files are installed code, and trusted.
-No recipe can trust code, since its author may also be the author of the code.
+A task file can name functions (`!function utils.docs`), which the harness imports when it loads the task. It can name a
+metric that the harness lacks, which the evaluate library then runs as a script. Its templates can reach all of Python
+unless they are rendered in Jinja's sandbox. The harness's own task files are installed code, and trusted. A recipe
+cannot trust code, because its author may also have written the code.
 
 Knows task files and the harness's index of them; knows nothing of models and scores.
 """
@@ -28,21 +28,21 @@ _REMEDY = "Read that code, and if you trust it pass `trust_task_code=True`"
 
 
 def harness_folder() -> Path | None:
-    """Where the harness's own task files are; None where it is not installed."""
+    """The folder of the harness's own task files; None if the harness is not installed."""
     spec = importlib.util.find_spec("lm_eval")
     places = (spec.submodule_search_locations if spec else None) or ()
     return next((Path(place).resolve() / "tasks" for place in places), None)
 
 
 def refuse_task_code(names: Iterable[str], index: Mapping[str, Any], problems: Problems) -> None:
-    """Find what would run if these tasks, groups and tags were loaded from task files that are not the harness's own.
+    """Find the code that would run if these tasks, groups and tags were loaded from the user's task files.
 
-    The files are read as they are now, with all that they include, and nothing of them is imported.
+    The files are read with everything that they include, and nothing is imported.
 
     Args:
         names: of tasks, groups and tags.
-        index: what is known of them: `TaskManager.task_index`.
-        problems: gets one for each place that runs code.
+        index: `TaskManager.task_index`.
+        problems: receives one problem for each place that runs code.
 
     Raises:
         DataError: a task file that cannot be read.
@@ -68,7 +68,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _members(config: Mapping[str, Any]) -> list[str]:
-    """The names of all that a group holds, the members of groups inside it included."""
+    """The names of a group's members, with those of groups inside it."""
     tasks = config.get("task")
     names = []
     for member in tasks if isinstance(tasks, list) else ():
@@ -81,14 +81,14 @@ def _members(config: Mapping[str, Any]) -> list[str]:
 
 
 class _Function(str):
-    """What `!function` names, which is not imported here."""
+    """The name after `!function`, which is not imported here."""
 
 
 def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
-    """A task file and what it includes, as the harness joins them; each place in it that runs code is a problem."""
+    """A task file joined with its includes, as in the harness; each place that runs code is a problem."""
     path = path.expanduser().resolve()
     if path in seen:
-        return {}  # the harness refuses circles
+        return {}  # the harness refuses cycles
     seen.add(path)
     found: list[str] = []
 
@@ -122,7 +122,7 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
 
 
 def _scripts(content: Any) -> Iterator[str]:
-    """What else in a task file makes the harness's libraries run code that they do not bring themselves."""
+    """Other places in a task file that make the harness's libraries run code of the file's author."""
     from lm_eval.api import metrics  # noqa: F401  registers the harness's metrics
     from lm_eval.api.registry import metric_registry
 
@@ -145,7 +145,7 @@ def _scripts(content: Any) -> Iterator[str]:
 
 @contextmanager
 def rendering(*, sandboxed: bool) -> Iterator[None]:
-    """Render the tasks' templates inside the block, in Jinja's sandbox if asked; there they cannot reach Python.
+    """Render the tasks' templates inside the block; in Jinja's sandbox, where they cannot reach Python, if asked to.
 
     Raises:
         ArgumentError: a template that tries to leave the sandbox.

@@ -1,7 +1,7 @@
-"""Tasks that run code which the model wrote (MBPP, HumanEval): find them before they are loaded, allow them if asked.
+"""Tasks that run code written by the model (MBPP, HumanEval): find them before they are loaded, and allow them.
 
-The harness marks them with `unsafe_code: true`. Loading one already downloads and runs a metric of the Hub, so they are
-found from their task files alone. Knows nothing of models and scores.
+The harness marks them with `unsafe_code: true`. Loading one already downloads and runs a metric from the Hub, so only
+their task files are read. Knows nothing of models and scores.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 __all__ = ["code_allowed", "unsafe_tasks"]
 
-_VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own gate, which stands behind the harness's
+_VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own permission, needed besides the harness's
 
 
 def unsafe_tasks(names: Iterable[str], index: Mapping[str, Any]) -> list[str]:
-    """Which of these tasks, and of the tasks in these groups and tags, say that they run the model's code.
+    """Those of these tasks, and of the tasks in these groups and tags, that declare to run the model's code.
 
     Args:
         names: of tasks, groups and tags.
-        index: what is known of them: `TaskManager.task_index`.
+        index: `TaskManager.task_index`.
     """
     found: dict[str, None] = {}
     waiting: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
@@ -43,7 +43,7 @@ def unsafe_tasks(names: Iterable[str], index: Mapping[str, Any]) -> list[str]:
 
 
 def _named(member: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A member of a group: its name, and what the group says of it."""
+    """A member of a group: its name, and the group's settings for it."""
     if isinstance(member, str):
         return member, {}
     return str(member.get("group") or member.get("task")), member
@@ -51,7 +51,7 @@ def _named(member: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 @contextmanager
 def code_allowed(allowed: bool) -> Iterator[None]:
-    """Open the second gate inside the block, where the user has confirmed that code may run."""
+    """Set the evaluate library's permission inside the block, if the user has confirmed that code may run."""
     before = os.environ.get(_VARIABLE)
     if allowed:
         os.environ[_VARIABLE] = "1"
