@@ -1,9 +1,8 @@
-"""TyDi QA's gold passages: a passage, a question, and the words of the passage that answer it, as they are published.
+"""TyDi QA's gold passages: a passage, a question, and the words of the passage that answer it, as published.
 
 Reads the development questions shipped in `data/tydiqa/` (Clark et al. 2020, arXiv 2003.05002; Apache 2.0, see the
-LICENSE beside them), in the languages that this package is used for most; says how a question becomes a prompt, and
-how near an answer comes. Task names, prompts and the stock score are those of lm-evaluation-harness's `tydiqa_goldp_*`
-tasks. Knows nothing of the harness's code or of models.
+LICENSE there), in four languages; makes prompts of them and scores answers. Task names, prompts and the stock score are
+those of lm-evaluation-harness's `tydiqa_goldp_*` tasks. Knows nothing of the harness's code or of models.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from adapterswap.evaluation.numbers import normalize_text
 __all__ = ["MAX_SHOTS", "LooseAnswer", "read_tydiqa", "score_answer", "tydiqa_prompt", "tydiqa_task_names"]
 
 MAX_SHOTS = 8
-"""As many as MGSM has; they are questions about other passages of the same file."""
+"""As many as MGSM's; shots are questions about other passages of the same file."""
 
 _PREFIX = "tydiqa_goldp_"
-# What stands before the passage, the question and the answer.
+# The words before the passage, the question and the answer.
 _WORDS = {
     "bn": ("প্রসঙ্গ:", "প্রশ্ন:", "উত্তর:"),
     "en": ("Context:", "Question:", "Answer:"),
@@ -34,11 +33,11 @@ _WORDS = {
     "te": ("సందర్భం:", "ప్రశ్న:", "సమాధానం:"),
 }
 _ENGLISH_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_ASCII_SYMBOLS = frozenset("$+<=>^`|~")  # SQuAD strips all ASCII marks, of which Unicode calls these symbols
+_ASCII_SYMBOLS = frozenset("$+<=>^`|~")  # SQuAD strips all ASCII marks; Unicode calls these symbols
 
 
 class LooseAnswer(str):
-    """An answer that is to be compared loosely: see `score_answer`."""
+    """An answer to compare loosely: see `score_answer`."""
 
 
 def tydiqa_task_names() -> list[str]:
@@ -51,7 +50,7 @@ def read_tydiqa(name: str) -> list[dict[str, Any]]:
     """The questions of the task of that name, in their published order.
 
     Returns:
-        Rows with `id`, `title`, `context`, `question` and `answers`: one or two texts, each of them right.
+        Rows with `id`, `title`, `context`, `question` and `answers`, one or two right texts.
     """
     path = files("adapterswap.evaluation") / "data" / "tydiqa" / f"{name.removeprefix(_PREFIX)}.json.gz"
     return [
@@ -69,19 +68,19 @@ def read_tydiqa(name: str) -> list[dict[str, Any]]:
 
 
 def tydiqa_prompt(name: str, row: dict[str, Any]) -> str:
-    """The passage and the question as the model meets them, up to the word after which it answers."""
+    """The prompt: the passage, the question, and the word before the answer."""
     passage, question, answer = _WORDS[name.removeprefix(_PREFIX)]
     return f"{passage} {row['context']}\n\n{question} {row['question']}\n\n{answer}"
 
 
 def score_answer(name: str, answer: str, golds: Sequence[str]) -> dict[str, float]:
-    """Exact match and F1 of an answer, each the best over the right ones, from 0 to 1.
+    """Exact match and F1 of an answer, from 0 to 1; each is the best over the right answers.
 
-    As SQuAD scores (Rajpurkar et al. 2016, arXiv 1606.05250): texts are compared in lower case, without punctuation (of
-    every script) and, in English, without articles; F1 is the harmonic mean of precision and recall over the bag of
-    words, 2·shared / (words of the answer + words of the gold).
+    The scores are SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250): texts are compared in lower case, without
+    punctuation of any script and, in English, without articles. F1 is the harmonic mean of precision and recall over
+    the bag of words, 2·shared / (words of the answer + words of the gold).
 
-    A `LooseAnswer` is compared in NFKC besides, with ASCII digits and without zero-width marks: ১৯৯৯ is 1999.
+    A `LooseAnswer` is also compared in NFKC, with ASCII digits and without zero-width marks: ১৯৯৯ is 1999.
     """
     loose, code = isinstance(answer, LooseAnswer), name.removeprefix(_PREFIX)
     given = _words(answer, code, loose=loose)

@@ -1,8 +1,8 @@
-"""XCOPA in Swahili: a premise, and which of two sentences is its cause or its effect, as it is published.
+"""XCOPA in Swahili: a premise, and which of two sentences is its cause or its effect, as published.
 
 Reads the questions shipped in `data/xcopa/` (Ponti et al. 2020, "XCOPA: A Multilingual Dataset for Causal Commonsense
-Reasoning"; CC BY 4.0, see the LICENSE beside them) and says how a question becomes a sentence with two possible ends.
-Task name and wording are those of lm-evaluation-harness's `xcopa_sw`. Knows nothing of the harness's code or of models.
+Reasoning"; CC BY 4.0, see the LICENSE there) and makes a sentence with two possible ends of each. Task name and wording
+are those of lm-evaluation-harness's `xcopa_sw`. Knows nothing of the harness's code or of models.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 __all__ = ["MAX_SHOTS", "read_xcopa", "xcopa_choices", "xcopa_prompt", "xcopa_task_names"]
 
 MAX_SHOTS = 100
-"""The questions of val."""
+"""The number of questions in val."""
 
 _SPLITS = {"xcopa_sw": "test", "xcopa_val_sw": "val"}
 _BECAUSE, _SO = "kwa sababu", "kwa hiyo"
 
 
 def xcopa_task_names() -> list[str]:
-    """`xcopa_sw`, the 500 questions of test, and `xcopa_val_sw`, the 100 of val to choose compositions by."""
+    """`xcopa_sw`, the 500 questions of test, and `xcopa_val_sw`, the 100 of val, on which to choose compositions."""
     return list(_SPLITS)
 
 
@@ -38,7 +38,7 @@ def read_xcopa(name: str) -> list[dict[str, Any]]:
 
 
 def xcopa_prompt(row: dict[str, Any]) -> str:
-    """The premise without its full stop, and the word that links it with what follows: because, or so."""
+    """The premise without its full stop, and a conjunction: because, or so."""
     return f"{row['premise'].strip()[:-1]} {_BECAUSE if row['question'] == 'cause' else _SO}"
 
 
