@@ -1,6 +1,6 @@
-"""The lab as a whole: run a study and write its folder.
+"""The whole lab: run a study and write its folder.
 
-Knows where the results go; knows nothing of the terminal.
+Knows the files; knows nothing of the terminal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _names(record: Mapping[str, Any]) -> Sequence[str]:
 
 
 LAB = OutputKind(_RECORD, _names)
-"""What `lab` writes."""
+"""The output of `lab`."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def run_lab(plan: LabPlan, *, jobs: int | None = None, tell: Tell = lambda seed,
 
 
 def require_libraries() -> None:
-    """Raise a `DependencyError` where the `lab` extra is not installed."""
+    """Raise `DependencyError` unless the `lab` extra is installed."""
     from importlib.util import find_spec
 
     if missing := [name for name in _LIBRARIES if find_spec(name) is None]:

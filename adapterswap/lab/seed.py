@@ -1,8 +1,8 @@
 """One seed of the lab, from base to scores: a base, two experts, their compositions, a development set, a test set.
 
-Experts are trained by `adapterswap.training`, composed by the library's plans and `LiveComposer`: the lab has neither
-training nor composing of its own. Choices (b and u of the swap, the scale λ of the tuned sum) are made on the
-development set; the test set is only ever scored. Knows nothing of other seeds, tables or pictures.
+Experts are trained by `adapterswap.training` and composed by the library's plans and `LiveComposer`. The swap's b and u
+and the tuned sum's scale λ are chosen on the development set; nothing is chosen on the test set. Knows nothing of other
+seeds, tables or pictures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from adapterswap.writing import write_adapter
 
 __all__ = ["LEARNING_RATES", "METHODS", "SCALES", "ZONES", "SeedResult", "Sizes", "run_seed", "train_expert"]
 
-# In the order of the table; the text is what each one is.
+# In the order of the table, with descriptions.
 METHODS = {
     "base": "the pretrained model",
     "math expert": "rsLoRA on English word problems",
@@ -43,11 +43,11 @@ METHODS = {
     "reset": "the same b and u: the outer layers back to the base, the middle from math",
 }
 
-# (b, u); (0, 0) is the math expert alone, scored for comparison and never chosen.
+# (b, u). (0, 0) is the math expert alone: scored for comparison, but never chosen.
 ZONES = tuple((bottom, top) for bottom in range(5) for top in range(3) if bottom + top < NUM_LAYERS)
 SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
 
-# Ours, found on the development set: a minute of training in all, enough to learn the words and not to harm the rest.
+# Found on the development set: a minute of training, enough to learn the words without harming other skills.
 _ADAPTER = {"r": 8, "alpha": 16, "rslora": True}
 _TRAINING = {
     "batch_size": 32, "gradient_accumulation": 1, "schedule": "cosine", "warmup": 0.05,
@@ -61,7 +61,7 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many problems are asked."""
+    """Numbers of problems."""
 
     development: int = 500
     test: int = 1500
@@ -72,13 +72,13 @@ DEFAULT_SIZES = Sizes()
 
 @dataclass(frozen=True)
 class SeedResult:
-    """What one seed found.
+    """The results of one seed.
 
     Attributes:
         grid: accuracy on the xx development set by (b, u).
         scales: accuracy on the xx development set by λ.
-        bottom, top, scale: the best of each on it; the fewest layers, and the largest λ, where several are best.
-        right: method → language → whether each test problem was answered rightly (problems,).
+        bottom, top, scale: the best of each there; among equals the fewest layers and the largest λ.
+        right: method → language → whether each test problem was answered correctly (problems,).
         unfamiliar: per test problem, how many of its verbs and number words the base hardly knows in xx (problems,).
         losses: expert → its last training loss.
     """
@@ -103,13 +103,13 @@ def run_seed(
     sizes: Sizes = DEFAULT_SIZES,
     tell: Tell = lambda what, done: None,
 ) -> SeedResult:
-    """Train and judge one seed; base, experts, the composed adapter and the training rows stay in `folder`.
+    """Train and judge one seed; the base, the experts, the composed adapter and the training rows stay in `folder`.
 
     Args:
-        folder: an absent or empty folder, for base/, math/, language/, math+language/, math.jsonl and language.jsonl.
-        rebuild_base: pretrain the base, even if it is shipped.
-        sizes: how many problems are asked.
-        tell: called with what is being done, and with the share of the seed that is done.
+        folder: a missing or empty folder, for base/, math/, language/, math+language/, math.jsonl and language.jsonl.
+        rebuild_base: pretrain the base even if it is shipped.
+        sizes: numbers of problems.
+        tell: called with the current step, and with the finished share of the seed.
 
     Raises:
         DependencyError: the `train` extra is not installed.
@@ -118,7 +118,7 @@ def run_seed(
     from adapterswap.training.isolation import isolated
 
     pretrains = rebuild_base or not shipped_file(scene, seed).exists()
-    # What share of a seed's time is over when each part begins.
+    # The share of a seed's time at which each part begins.
     math, language, compositions = (0.7, 0.72, 0.83) if pretrains else (0.0, 0.15, 0.65)
     folder.mkdir(parents=True, exist_ok=True)
     tell("base", 0.0)
@@ -153,19 +153,19 @@ def run_seed(
 
 
 def _train(folder: Path, name: str, rows: Iterable[LabRow], seed: int) -> float:
-    """Train the expert `name` of the base in `folder`, and give its last training loss."""
+    """Train the expert `name` of the base in `folder`, and return its last training loss."""
     return train_expert(folder / "base", folder / name, rows, seed, learning_rate=LEARNING_RATES[name])
 
 
 def train_expert(
     base: Path, out_path: Path, rows: Iterable[LabRow], seed: int, *, learning_rate: float, **options: object
 ) -> float:
-    """Train an expert as the lab does; its rows are kept beside it in NAME.jsonl.
+    """Train an expert with the lab's options; its rows are kept next to it in NAME.jsonl.
 
     Args:
         base: the base's folder.
         out_path: the folder to write.
-        options: of `TrainingOptions`, other than the lab's own.
+        options: `TrainingOptions` that override the lab's.
 
     Returns:
         The last training loss.
@@ -208,7 +208,7 @@ class _LoadedPair:
         return task_arithmetic(self.math, self.language, num_layers=NUM_LAYERS, scale=scale)
 
     def plans(self, bottom: int, top: int, scale: float) -> dict[str, Plan | None]:
-        """Each method's plan; None is the base. An expert alone is a swap that gives the other no layer."""
+        """Method → plan; None is the base. An expert alone is a swap without any layer of the other."""
         return {
             "base": None,
             "math expert": self.swap(0, 0),

@@ -1,7 +1,7 @@
-"""The whole lab: seeds side by side in processes of their own, and what they say together.
+"""Run seeds in parallel, each in its own process, and combine their results.
 
-Each seed runs on one thread, so that its numbers do not depend on how many run at once. Knows nothing of tables,
-pictures or the command line.
+Each seed runs on one thread, so its numbers do not depend on how many run at once. Knows nothing of tables, pictures or
+the command line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Study:
-    """The seeds' results, and the numbers over them. Accuracies are shares of the test problems, 0…1."""
+    """The results of all seeds. Accuracies are shares of the test problems, 0…1."""
 
     scene: Scene
     seeds: tuple[SeedResult, ...]
@@ -50,7 +50,7 @@ class Study:
         )
 
     def by_unfamiliar(self, method: str) -> dict[str, Summary]:
-        """A method's accuracy in xx on problems with 0, 1, 2 or more unfamiliar words, where there are any."""
+        """A method's accuracy in xx on problems with 0, 1, and 2 or more unfamiliar words, if there are any."""
         counts = self.seeds[0].unfamiliar
         groups = {"0": counts == 0, "1": counts == 1, "2+": counts >= 2}
         return {
@@ -77,10 +77,10 @@ def run_study(
     """Run seeds 0…`seeds`-1, each in `folder`/seed-N.
 
     Args:
-        rebuild_base: pretrain the bases, even where they are shipped.
-        sizes: how many problems are asked.
+        rebuild_base: pretrain the bases even if they are shipped.
+        sizes: numbers of problems.
         jobs: seeds at once; by default as many as there are cores.
-        tell: called with a seed, what it is doing, and the share of it that is done.
+        tell: called with a seed, its current step, and its finished share.
 
     Raises:
         RunError: a seed's process died.
@@ -97,10 +97,10 @@ def run_seeds(
     jobs: int | None = None,
     tell: Tell = lambda seed, what, done: None,
 ) -> list[_Result]:
-    """What `work(seed, tell)` gives for each seed, each in a process of its own, on one thread.
+    """The results of `work(seed, tell)` for each seed, each in its own process, on one thread.
 
     Args:
-        work: can be pickled.
+        work: a function that can be pickled.
         jobs, tell: as for `run_study`.
 
     Raises:
@@ -128,7 +128,7 @@ _news: Any = None  # in a worker process: the queue to the parent
 
 
 def _begin(news: Any) -> None:
-    """Set up a worker process: its queue, one thread, and an end without a traceback when the user interrupts."""
+    """Set up a worker process: its queue, one thread, and no traceback when the user interrupts."""
     global _news
     import torch
 
@@ -139,7 +139,7 @@ def _begin(news: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+    """Exit when the parent process ends; if it was killed, the worker would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -160,7 +160,7 @@ def _run_one(
 
 
 def _follow(futures: dict[int, Future[_Result]], news: Any, tell: Tell) -> None:
-    """Pass on what the workers tell, until all are done or one has failed."""
+    """Pass on the workers' news until all have finished or one has failed."""
     pending = set(futures.values())
     while pending and not any(future.done() and future.exception() for future in futures.values()):
         _, pending = wait(pending, timeout=_POLL_SECONDS)
