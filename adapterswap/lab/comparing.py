@@ -1,8 +1,8 @@
 """One seed of the comparison of all methods: experts, configurations, a development set, a test set.
 
-Every composition is written as full weights by `merge`, so all methods are exact, and its scores are those of the
-weights in float32. A method's configurations (`choices`) are judged on problems in xx of which the test set has none,
-and only the chosen ones are asked the test set. Knows nothing of other seeds, intervals and tables.
+Every composition is written as full float32 weights by `merge`, so all methods are exact. A method's configurations
+(`choices`) are judged on development problems in xx, and only the chosen ones on the test set, which shares no problem
+with them. Knows nothing of other seeds, intervals and tables.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = ["CONTROLS", "DEFAULT_SIZES", "FEW", "REFERENCE", "ComparisonSizes", "
 REFERENCE = "layer_swap"
 
 FEW = (10, 30, 100)
-"""Numbers of problems in xx to choose on, or to train on instead."""
+"""Numbers of problems in xx on which to choose, or on which to train instead."""
 
 
 def trained(number: int) -> str:
-    """The control that trains on so many problems in xx."""
+    """The name of the control that trains on this number of problems in xx."""
     return f"trained on {number}"
 
 
@@ -63,7 +63,7 @@ CONTROLS = {
         for number in FEW
     },
 }
-"""What is no method, and what it is; each with as many configurations as a method where it has any."""
+"""Rows that are not methods, with a description; they have as many configurations as a method, or none."""
 
 _TRAININGS: tuple[Fields, ...] = tuple(
     {"learning_rate": rate, "max_steps": steps} for rate, steps in product((1.5e-3, 5e-4), (40, 10, 20, 80))
@@ -75,12 +75,12 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class ComparisonSizes:
-    """How many problems are asked.
+    """Numbers of problems.
 
     Attributes:
-        development: in xx, to choose configurations on; `FEW` are further ones.
+        development: in xx, on which configurations are chosen; the `FEW` are further ones.
         test: in xx.
-        english: of the test problems, how many are asked in English too.
+        english: the number of test problems that are also scored in English.
     """
 
     development: int = 300
@@ -100,19 +100,19 @@ def compare_seed(
     seed: int,
     tell: Tell = lambda what, done: None,
 ) -> dict[str, Any]:
-    """Train what is missing in `folder`/seed-N, judge everything, write `folder`/seed-N.json; or read it, if it exists.
+    """Train what is missing in `folder`/seed-N, judge everything, and write `folder`/seed-N.json; read it if it exists.
 
     Args:
         methods: see `chosen_methods`.
-        folder: where seeds go.
-        rebuild_base: pretrain the base, even if it is shipped.
-        sizes: how many problems are asked.
-        tell: called with what is being done, and with the share of the seed that is done.
+        folder: the folder of all seeds.
+        rebuild_base: pretrain the base even if it is shipped.
+        sizes: numbers of problems.
+        tell: called with the current step, and with the finished share of the seed.
 
     Returns:
-        What seed-N.json says: `rows`, by method and control. A row has its `configurations`; `development`, the
-        accuracy of each; `chosen`, the place of the best, on all development problems (`all`) and on few; `xx`, by
-        place, and `en`, a character for each test problem, 1 where it was answered rightly.
+        The content of seed-N.json: `rows`, by method and control. A row has its `configurations`; `development`, the
+        accuracy of each; `chosen`, the index of the best, on all development problems (`all`) and on few; `xx`, by
+        index, and `en`: a character per test problem, 1 for a right answer.
 
     Raises:
         AdapterswapError: training or merging failed.
@@ -146,7 +146,7 @@ def compare_seed(
 
 
 def _experts(scene: Scene, seed: int, place: Path, rebuild_base: bool, tell: Tell) -> None:
-    """The base and the experts that are not there yet."""
+    """Make the base and the experts that are missing."""
     from adapterswap.lab.bases import shipped_file
     from adapterswap.training.isolation import isolated
 
@@ -168,7 +168,7 @@ def _experts(scene: Scene, seed: int, place: Path, rebuild_base: bool, tell: Tel
 
 
 def _trainings(few: Sequence[WordProblem], seed: int, place: Path, tell: Tell) -> None:
-    """The math expert merged into the base, and rsLoRA on top of it, trained on problems in xx."""
+    """Merge the math expert into the base, and train rsLoRA on top of it on problems in xx."""
     from adapterswap.merging import merge
 
     if not exists(place / "math-merged"):
@@ -187,7 +187,7 @@ def _training(number: int, options: Fields) -> str:
 
 @contextmanager
 def _whole(target: Path) -> Iterator[Path]:
-    """A folder that gets its name when it is complete."""
+    """A folder that receives its name when it is complete."""
     building = target.with_name(f"{target.name}.part")
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -196,7 +196,7 @@ def _whole(target: Path) -> Iterator[Path]:
 
 
 def _write_random(expert: Path, out_path: Path, seed: int) -> None:
-    """An adapter like `expert` with random factors; each module's ΔW has the norm that it has there."""
+    """Write an adapter like `expert` with random factors; each module's ΔW has the same norm."""
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(expert / "adapter_model.safetensors")
@@ -215,14 +215,14 @@ def _write_random(expert: Path, out_path: Path, seed: int) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A configuration: what it says, and the plan of it; None is the base, a path an adapter on math-merged."""
+    """A configuration: its fields and its plan. None means the base, a path an adapter on math-merged."""
 
     fields: Fields
     plan: Plan | Path | None
 
 
 def _jobs(methods: Sequence[str], place: Path) -> dict[str, list[_Job]]:
-    """Everything that is judged, by row. The layer swap comes before its inverse."""
+    """The configurations of every row. The layer swap comes before its inverse."""
 
     def composed(method: str, fields: Fields, task: str = "math", language: str | list[str] = "language") -> _Job:
         names = [name for name in (task, *([language] if isinstance(language, str) else language)) if name != BASE]
@@ -264,7 +264,7 @@ def _jobs(methods: Sequence[str], place: Path) -> dict[str, list[_Job]]:
 
 
 class _Judge:
-    """A base whose weights are replaced by those of one composition after the other."""
+    """A base model that takes the weights of one composition after another."""
 
     def __init__(self, base: Path, scratch: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -285,13 +285,13 @@ class _Judge:
             folder = merge(plan, base, out_path=self._scratch)
         state = load_file(folder / "model.safetensors")
         missing = self._model.load_state_dict(state, strict=False).missing_keys
-        assert missing in ([], ["lm_head.weight"]), missing  # the head is the embeddings
+        assert missing in ([], ["lm_head.weight"]), missing  # the head is tied to the embeddings
         yield self._model
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 class _Asked:
-    """The problems of a scene, and a row's scores on them."""
+    """The problems of a scene, and the scores of a row on them."""
 
     def __init__(self, scene: Scene, few: Sequence[WordProblem], sizes: ComparisonSizes) -> None:
         test = draw_problems(scene, "test", sizes.test)
@@ -301,7 +301,7 @@ class _Asked:
         self._english = Questions(test[: sizes.english], "en")
 
     def row(self, judge: _Judge, jobs: Sequence[_Job], *, choose_on_few: bool) -> dict[str, Any]:
-        """Judge a row's configurations, choose, and ask the chosen ones the test set."""
+        """Judge a row's configurations, choose the best, and score these on the test set."""
         chosen, accuracies = {"all": 0}, []
         if len(jobs) > 1:
             on_few = []
@@ -309,7 +309,7 @@ class _Asked:
                 with judge.holding(job.plan) as model:
                     accuracies.append(float(exact_match(model, self._development).mean()))
                     on_few.append(exact_match(model, self._few) if choose_on_few else np.zeros(0, bool))
-            chosen["all"] = int(np.argmax(accuracies))  # of equals the first
+            chosen["all"] = int(np.argmax(accuracies))  # the first of equals
             if choose_on_few:
                 chosen |= {str(n): int(np.argmax([right[:n].sum() for right in on_few])) for n in FEW}
         elif choose_on_few:

@@ -1,7 +1,7 @@
-"""All methods on several seeds: a folder that is written a seed at a time, so that it can be stopped and resumed.
+"""All methods on several seeds, in a folder that is written seed by seed, so that a run can be stopped and resumed.
 
-A seed whose seed-N.json is there is finished; bases and experts that are there are used. Knows what is written; knows
-nothing of the terminal.
+A seed with a seed-N.json is finished; existing bases and experts are used again. Knows the files; knows nothing of the
+terminal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from adapterswap.lab.study import Tell, run_seeds
 __all__ = ["COMPARISON", "FRESH_SEED", "ComparisonPlan", "plan_comparison", "run_comparison"]
 
 FRESH_SEED = 5
-"""The first seed that took no part in the design of the scenes and of the training; bases of 0 to 4 are shipped."""
+"""The first seed that was not used to design scenes and training; the bases of 0 to 4 are shipped."""
 
 _RECORD, _RESULTS, _LOCK = "comparison.json", "results.json", "lab.lock"
 
@@ -39,7 +39,7 @@ COMPARISON = OutputKind(
         else ()
     ),
 )
-"""What `lab --methods` writes."""
+"""The output of `lab --methods`."""
 
 
 @dataclass(frozen=True)

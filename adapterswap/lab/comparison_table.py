@@ -1,6 +1,6 @@
-"""What the comparison of all methods found: means, paired intervals over seeds and problems, and the table.
+"""The results of the comparison of all methods: means, paired intervals over seeds and problems, and the table.
 
-Numbers in, numbers and text out; `scripts/methods_page.py` makes docs/methods.md with it from a stored result. Knows
+Numbers in, numbers and text out; `scripts/methods_page.py` uses it to make docs/methods.md from a stored result. Knows
 nothing of models.
 """
 
@@ -29,16 +29,16 @@ def compared(described: Mapping[str, Any], seeds: Sequence[Mapping[str, Any]]) -
     """The numbers over seeds.
 
     Args:
-        described: what was done.
-        seeds: what `compare_seed` gave for each.
+        described: the settings of the comparison.
+        seeds: the result of `compare_seed` for each.
 
     Returns:
         `described`, `seeds` (their numbers), `versions` and `rows`: by method and control `configurations` (how many),
         `xx` and `en` (mean and standard deviation over seeds of the test accuracy), `per_seed`, `chosen` (each seed's
-        configuration), `few` (the mean where so many problems were chosen on) and `minus` (by what it is compared with:
-        the mean difference in xx and its 95 % interval over seeds and problems, and in how many seeds it is better
+        configuration), `few` (number of problems → the mean of configurations chosen on that many) and `minus` (other
+        row → the mean difference in xx, its 95 % interval over seeds and problems, and in how many seeds it is better
         or worse beyond the 95 % interval over problems). `training` has, by number of problems, the `best` method
-        that was chosen on them, and its difference and the layer swap's to training on them.
+        chosen on them, and the differences of that method and of the layer swap to training on them.
     """
     names = list(seeds[0]["rows"])
     rows = {name: _row(name, seeds, described["few"]) for name in names}
@@ -78,7 +78,7 @@ def _training(
 
 
 def _right(name: str, seeds: Sequence[Mapping[str, Any]], chosen_on: str = "all") -> NDArray[np.bool_]:
-    """Whether each test problem in xx was answered rightly by the chosen configuration (seeds, problems)."""
+    """Whether the chosen configuration answered each test problem in xx correctly (seeds, problems)."""
     import numpy as np
 
     rows = [seed["rows"][name] for seed in seeds]
@@ -104,14 +104,14 @@ def _difference(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> dict[str, f
 
 
 def _ordered(results: Mapping[str, Any]) -> list[str]:
-    """Methods by their mean, the best first; then the controls as they are listed."""
+    """Methods by their mean, the best first; then the controls in their listed order."""
     rows = results["rows"]
     methods = [name for name in rows if name not in results["controls"]]
     return [*sorted(methods, key=lambda name: -rows[name]["xx"]["mean"]), *results["controls"]]
 
 
 def _cells(results: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Headings, then a list of cells for each row."""
+    """The headings, then the cells of each row."""
     few = [str(n) for n in reversed(results["few"])]
     minus = [f"minus {other} (95 %)" for other in COMPARED_WITH]
     yield ["method", "tried", "xx maths", "English", *minus, *(f"on {n}" for n in few)]
@@ -135,7 +135,7 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
 
 
 def training_line(results: Mapping[str, Any]) -> list[list[str]]:
-    """For each number of problems: what training on them gives, and the methods chosen on them; headings first."""
+    """Headings, then per number of problems: the score of training on them, and of methods chosen on them."""
     headings = ["problems in xx", "trained on them", "best method chosen on them", "difference (95 %)", "layer_swap's"]
     lines = [headings]
     for number, found in results["training"].items():
