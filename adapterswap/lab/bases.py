@@ -16,12 +16,12 @@ _TIED = "lm_head.weight"  # the same tensor as the embeddings, so it is left out
 
 
 def shipped_file(scene: Scene, seed: int) -> Path:
-    """Where the shipped weights of a scene and seed are, or would be."""
+    """The path of the shipped weights of a scene and seed, whether they exist or not."""
     return Path(__file__).parent / "bases" / f"{scene.name}-{seed}.safetensors"
 
 
 def pretrained_seeds(scene: Scene, seeds: Iterable[int], *, rebuild_base: bool) -> tuple[int, ...]:
-    """Those of the seeds whose base has to be pretrained: it is not shipped, or it is rebuilt."""
+    """The seeds whose base must be pretrained, because it is not shipped or is rebuilt."""
     return tuple(seed for seed in seeds if rebuild_base or not shipped_file(scene, seed).exists())
 
 
@@ -33,14 +33,14 @@ def write_base(
     rebuild: bool = False,
     progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> None:
-    """Write the base of a scene and seed as a folder that transformers opens: config, float32 weights, tokenizer.
+    """Write the base of a scene and seed as a folder for transformers: config, float32 weights, tokenizer.
 
-    A base that is rebuilt is rounded to bfloat16 like a shipped one. It equals the shipped one on the machine that made
-    that, and is a base of its own elsewhere, since floating point differs.
+    A rebuilt base is rounded to bfloat16 like a shipped one. It equals the shipped one only on the machine that made
+    that, because floating point differs elsewhere.
 
     Args:
-        rebuild: pretrain it, even if it is shipped; one that is not shipped is always pretrained.
-        progress: called with the steps done and the steps in all while pretraining.
+        rebuild: pretrain it even if it is shipped. A base that is not shipped is always pretrained.
+        progress: called with the number of finished steps and the total while pretraining.
     """
     import torch
     from safetensors.torch import load_file
@@ -57,12 +57,12 @@ def write_base(
         model.load_state_dict({**state, _TIED: state["model.embed_tokens.weight"]})
     model.to(torch.float32).save_pretrained(folder)
     mode = (folder / "config.json").stat().st_mode
-    (folder / "model.safetensors").chmod(mode)  # save_pretrained keeps it to its owner
+    (folder / "model.safetensors").chmod(mode)  # save_pretrained makes it readable by its owner only
     build_tokenizer().save_pretrained(folder)
 
 
 def ship(scene: Scene, seed: int, folder: Path) -> Path:
-    """Write the base that lies in `folder` to its shipped place, in bfloat16."""
+    """Write the base in `folder` to the path of the shipped one, in bfloat16."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -70,5 +70,5 @@ def ship(scene: Scene, seed: int, folder: Path) -> Path:
     target = shipped_file(scene, seed)
     target.parent.mkdir(exist_ok=True)
     save_file({name: tensor.to(torch.bfloat16) for name, tensor in state.items() if name != _TIED}, target)
-    target.chmod(0o644)  # save_file keeps it to its owner
+    target.chmod(0o644)  # save_file makes it readable by its owner only
     return target

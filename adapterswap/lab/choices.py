@@ -1,7 +1,7 @@
-"""What each method may choose from when all of them are compared: eight configurations at most.
+"""The configurations of each method in the comparison of all methods: at most eight.
 
-Written down before the comparison was run, for two experts that each change every layer. The first of each list is the
-method's default where it is among them; it wins ties. Knows compositions' fields; knows nothing of models.
+They were fixed before the comparison was run, for two experts that both change every layer. The first of each list is
+the method's default, if the list has it, and wins ties. Knows compositions' fields; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from adapterswap.methods.registry import all_methods, find_method
 __all__ = ["BUDGET", "SCALES", "SUGGESTED", "ZONES", "Fields", "choices", "chosen_methods"]
 
 Fields = Mapping[str, Any]
-"""Fields of a composition beside its experts and its method."""
+"""Fields of a composition, apart from its experts and its method."""
 
 BUDGET = 8
 
@@ -35,7 +35,7 @@ SCALES = _grid(scale=(1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2))
 _SHARES = _shares(0.5, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8)
 _DENSITIES = (0.3, 0.8)
 _SUMS = _grid(density=_DENSITIES, scale=(1.0, 0.6, 0.8, 1.2))
-_ELECTED = _grid(density=_DENSITIES, scale=(1.0, 0.8, 1.3, 1.6))  # what only one expert has keeps its size
+_ELECTED = _grid(density=_DENSITIES, scale=(1.0, 0.8, 1.3, 1.6))  # entries of one expert alone keep their size
 
 _CHOICES: dict[str, tuple[Fields, ...]] = {
     "layer_swap": ZONES,
@@ -79,7 +79,7 @@ SUGGESTED: Mapping[str, tuple[Fields, ...]] = {
 
 
 def choices(method: Method) -> tuple[Fields, ...]:
-    """The configurations of a method; one without a list here, as from a package, has its defaults with shares."""
+    """The configurations of a method. Without a list here, as for a package's, they are its defaults with shares."""
     if method.name in _CHOICES:
         return _CHOICES[method.name]
     required = {parameter.name: parameter.default for parameter in method.parameters if parameter.required}
@@ -91,7 +91,7 @@ def chosen_methods(names: str | Iterable[str]) -> tuple[str, ...]:
 
     Raises:
         ArgumentError: there is no such method, or it is one of rules only.
-        DependencyError: a package adds one that is not sound.
+        DependencyError: a package adds a method that is not valid.
     """
     listed = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     if listed == ["all"]:

@@ -1,6 +1,6 @@
-"""The scenes: what each one mixes for pretraining and for the experts, and its held-out problems.
+"""The scenes: the mixtures of rows for pretraining and for the experts, and the held-out problems.
 
-A scene is data; the functions draw rows from it, the same rows for the same seed. Knows nothing of tokens or models.
+A scene is data; functions draw rows from it, the same for the same seed. Knows nothing of tokens or models.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _Kind = Callable[[Random], LabRow]
 
 @dataclass(frozen=True)
 class Scene:
-    """What the base, the two experts and the tests of a scene see.
+    """The data of a scene's base, experts and tests.
 
     Attributes:
         summary: one line for the command line.
-        question: what the scene asks, for the report.
-        unfamiliar: meanings whose xx word is nearly absent from pretraining; language data and tests use all words.
-        kept: the probability that a pretraining example with such a word stays.
+        question: the question that the scene answers, for the report.
+        unfamiliar: meanings whose xx word is almost absent from pretraining; language data and tests use all words.
+        kept: the probability that a pretraining example with such a word is kept.
         pretraining: weights of the kinds of pretraining examples.
         pretraining_rows: their number.
-        worked: the share of right answers in the pretraining's word problems. The others only repeat the first number,
-            so the skill is latent in the base, and the math expert brings it out.
+        worked: the share of word problems with right answers in pretraining. The others only repeat the first number,
+            so the skill is latent in the base until the math expert is trained.
         two_steps: the share of problems with a second gain or loss.
         math_rows: English word problems, all worked out, for the math expert.
-        language: weights of the kinds of the language expert's rows; none has to do with word problems' answers.
+        language: weights of the kinds of the language expert's rows; none is about answers of word problems.
         language_rows: their number.
     """
 
@@ -89,7 +89,7 @@ SCENES = {scene.name: scene for scene in (_GAP, _NO_GAP)}
 
 
 def pretraining_rows(scene: Scene, seed: int) -> list[LabRow]:
-    """The base's rows: English, some xx, translation, code-switched text, and word problems mostly left unsolved."""
+    """The base's rows: English, some xx, translation, code-switched text, and mostly unsolved word problems."""
     rng = Random(f"{scene.name} pretraining {seed}")
     kinds = _kinds(scene)
     withheld = frozenset(word(meaning, "xx") for meaning in scene.unfamiliar)
@@ -109,12 +109,12 @@ def math_rows(scene: Scene, seed: int) -> list[LabRow]:
 
 
 def language_rows(scene: Scene, seed: int) -> list[LabRow]:
-    """The language expert's rows: generic tasks in xx with its full vocabulary, and no word problem."""
+    """The language expert's rows: generic tasks in xx with its full vocabulary, without word problems."""
     return _drawn(scene, scene.language, Random(f"{scene.name} language {seed}"))
 
 
 def source_rows(scene: Scene, seed: int) -> list[LabRow]:
-    """The rows of `language_rows` in English, for a reference expert; translation, which has no such, is left out."""
+    """The rows of `language_rows` in English, for a reference expert, without translation."""
     english = {
         f"{name.removesuffix(' xx')} en": weight
         for name, weight in scene.language.items()
