@@ -1,7 +1,7 @@
 """The words of the lab's two languages: English, and a constructed language called `xx`.
 
-Pure data: which words there are, how each sentence is built in each language, and the vocabulary in its fixed order,
-on which the shipped base models rest. Knows nothing of problems, questions or models.
+Pure data: the words, how each sentence is built in each language, and the vocabulary in a fixed order, which the
+shipped base models depend on. Knows nothing of problems, questions or models.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def digit(number: int) -> str:
 
 
 def word(meaning: str, language: str) -> str:
-    """The word for `meaning` (an English word, or nothing) in `language`; a word that both share stays as it is."""
+    """The word for `meaning` (an English word, or empty) in `language`; a shared word stays the same."""
     return meaning if language == "en" else WORDS.get(meaning, meaning)
 
 

@@ -1,7 +1,7 @@
 """The kinds of training examples: questions, stories, counting, translation, code-switched text, word problems.
 
-Each kind is a function of a random generator and a language (or two) that draws one `LabRow`. Knows nothing of the
-shares in which a scene mixes them, and nothing of tokenizers or models.
+Each kind is a function of a random generator and one or two languages that draws a `LabRow`. Knows nothing of the
+mixtures of scenes, of tokenizers or of models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LabRow:
-    """A row of training data. An empty prompt is plain text: the loss is on all of it, else on the completion only."""
+    """A row of training data. The loss is on the completion only, which is the whole text if the prompt is empty."""
 
     prompt: str
     completion: str
@@ -41,12 +41,12 @@ class LabRow:
 def question(rng: Random, language: str) -> LabRow:
     """A question about one of two facts; the answer is a name, a number in digits, or a word of the language."""
     kinds = (more_or_fewer, read_off, _who_has, _where_is, _which)
-    kind = rng.choices(kinds, (3, 1, 1, 1, 1))[0]  # whether a verb means more or fewer is the hardest to learn
+    kind = rng.choices(kinds, (3, 1, 1, 1, 1))[0]  # verbs of gaining and losing are the hardest to learn
     return kind(rng, language)
 
 
 def read_off(rng: Random, language: str) -> LabRow:
-    """How many objects somebody has: the number in digits."""
+    """How many objects a person has: the number in digits."""
     who, other = rng.sample(NAMES, 2)
     fact = Fact("has", who, rng.choice(tuple(OBJECTS)), rng.randint(1, LARGEST))
     facts = [fact, draw_fact(rng, other, ("likes", "is in"))]
@@ -54,7 +54,7 @@ def read_off(rng: Random, language: str) -> LabRow:
 
 
 def more_or_fewer(rng: Random, language: str) -> LabRow:
-    """Whether somebody has more or fewer objects after a change."""
+    """Whether a person has more or fewer objects after a change."""
     problem = draw_problem(rng, part="train")
     asked = Fact("more or fewer", object=problem.facts[0].object).tell(language)
     answer = "more" if problem.signs == ("+",) else "fewer"
@@ -102,13 +102,13 @@ def translation(rng: Random, source: str, target: str) -> LabRow:
 
 
 def code_switched(rng: Random) -> LabRow:
-    """A story in which some words are the other language's, as plain text: it ties the vocabularies together."""
+    """A story as plain text with some words of the other language, which links the two vocabularies."""
     language = rng.choice(("en", "xx"))
     return LabRow("", _switch(rng, story(rng, language).completion, language))
 
 
 def code_switched_question(rng: Random) -> LabRow:
-    """A question in which some words are the other language's; the answer is in the question's own."""
+    """A question with some words of the other language; the answer is in the question's main language."""
     language = rng.choice(("en", "xx"))
     asked = question(rng, language)
     return LabRow(_switch(rng, asked.prompt, language), asked.completion)
@@ -120,7 +120,7 @@ def _switch(rng: Random, text: str, language: str, share: float = 0.4) -> str:
 
 
 def counting(rng: Random, language: str) -> LabRow:
-    """Five numbers in a row, each as its word and in digits: `three #3 four #4 …`."""
+    """Five consecutive numbers, each as a word and in digits: `three #3 four #4 …`."""
     first = rng.randint(1, LARGEST - 4)
     pairs = [f"{number_word(number, language)} {digit(number)}" for number in range(first, first + 5)]
     return LabRow(pairs[0], " ".join(pairs[1:]))

@@ -1,7 +1,7 @@
-"""The lab's world: small facts and word problems, told in English or in the constructed language `xx`.
+"""The lab's world: small facts and word problems, written in English or in the constructed language `xx`.
 
-Pure Python, seeded, no torch. A meaning (a `Fact`, a `WordProblem`) is drawn first and told in a language afterwards,
-so the same problem exists in both. Knows nothing of training mixes, tokenizers or models.
+Pure Python, seeded, without torch. A meaning (a `Fact`, a `WordProblem`) is drawn first and then put into words, so the
+same problem exists in both languages. Knows nothing of training mixtures, tokenizers or models.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class WordProblem:
-    """`who` has some objects (`facts[0]`), then gains or loses some (the others).
+    """`who` has some objects (`facts[0]`), then gains or loses some (the other facts).
 
     Attributes:
-        facts: what the answer depends on, in order.
-        aside: what somebody else has or likes, or where they are, or None.
+        facts: the facts that the answer depends on, in order.
+        aside: a fact about another person, or None.
         aside_place: how many of `facts` come before it.
     """
 
@@ -80,46 +80,46 @@ class WordProblem:
 
     @property
     def part(self) -> str:
-        """`train`, `development` or `test`: a fixed function of `facts`, whatever the aside and the language.
+        """`train`, `development` or `test`: a function of `facts` alone, not of the aside or the language.
 
-        So no problem of one part can stand in another, in any language, whichever seed draws it.
+        So a problem of one part is in no other part, in any language and for any seed.
         """
         return _PARTS[zlib.crc32(self.story("en", aside=False).encode()) % len(_PARTS)]
 
     @property
     def signs(self) -> tuple[str, ...]:
-        """`+` for a gain and `-` for a loss, change by change."""
+        """`+` for each gain and `-` for each loss, in order."""
         return tuple("+" if fact.verb in GAIN_VERBS else "-" for fact in self.facts[1:])
 
     @property
     def answer(self) -> str:
-        """The expression that is asked for, such as `#7 + #5 - #2`; working it out is not asked for."""
+        """The answer, an expression such as `#7 + #5 - #2`, and not its value."""
         steps = (f" {sign} {digit(fact.count)}" for sign, fact in zip(self.signs, self.facts[1:], strict=True))
         return digit(self.facts[0].count) + "".join(steps)
 
     @property
     def key_words(self) -> frozenset[str]:
-        """The verbs and number words, as meanings, that must be understood to answer."""
+        """The meanings of the verbs and number words that the answer depends on."""
         verbs = {fact.verb for fact in self.facts[1:]}
         return frozenset(verbs | {_NUMBERS[fact.count - 1] for fact in self.facts})
 
     def story(self, language: str, *, aside: bool = True) -> str:
-        """The facts as text, with the aside in its place unless it is to be left out."""
+        """The facts as text, with or without the aside."""
         facts = list(self.facts)
         if aside and self.aside is not None:
             facts.insert(self.aside_place, self.aside)
         return " ".join(fact.tell(language) for fact in facts)
 
     def prompt(self, language: str) -> str:
-        """The story and the question, with the tag that asks for an expression."""
+        """The story and the question, with the tag for an expression."""
         asked = Fact("how many now", self.facts[0].who, self.facts[0].object)
         return f"{self.story(language)} {asked.tell(language)} <calc>"
 
 
 def draw_problem(rng: Random, *, part: str, two_steps: float = 0.0, aside: float = 0.4) -> WordProblem:
-    """A random problem of `part`; `two_steps` and `aside` are the shares that have a second change, an aside.
+    """A random problem of `part`; `two_steps` and `aside` are the shares with a second change and with an aside.
 
-    The first number is 2…12, the changes are 1…12, and nobody ever has less than nothing.
+    The first number is 2…12, the changes are 1…12, and the result is never negative.
     """
     while True:
         who, other = rng.sample(NAMES, 2)
