@@ -1,7 +1,7 @@
 """Score a model on word problems: exact match of greedy answers, with one forward pass.
 
-A greedy answer equals the right one exactly when every token of the right one is the most likely after the right ones
-before it. So the right answers are given, and all positions are compared at once. Knows nothing of experts.
+The greedy answer is right exactly if each token of the right answer is the most likely one after the right tokens
+before it. So all positions are compared at once, with the right answer as input. Knows nothing of experts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _BATCH = 250
 
 
 class Questions:
-    """Problems in one language, tokenised and batched once, to be asked of many models.
+    """Problems in one language, tokenised and batched once for many models.
 
     Attributes:
-        number: of problems.
-        batches: per batch the positions of its problems, the ids (problems, tokens), and a mask (problems, tokens - 1)
-            of the answers' tokens, the end of sequence included, as targets of the position before each.
+        number: how many problems.
+        batches: per batch the indices of its problems, the ids (problems, tokens), and a mask (problems, tokens - 1) of
+            the answers' tokens with the end of sequence, shifted by one like the model's predictions.
     """
 
     def __init__(self, problems: Sequence[WordProblem], language: str) -> None:
@@ -46,7 +46,7 @@ class Questions:
 
 
 def exact_match(model: Any, questions: Questions) -> NDArray[np.bool_]:
-    """Whether the model's greedy answer to each problem is right, to the last token (problems,)."""
+    """Whether the model's greedy answer to each problem is right in every token (problems,)."""
     import torch
 
     right = np.zeros(questions.number, bool)

@@ -1,7 +1,7 @@
 """Means, spreads and paired differences over seeds, and over problems.
 
-Numbers in, numbers out. A seed is a base and its experts, so seeds are independent; the problems are the same for all
-of them. Knows nothing of models.
+Numbers in, numbers out. A seed is a base and its experts, so seeds are independent; they share their problems. Knows
+nothing of models.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PairedDifference:
     """One method's accuracy minus another's, paired.
 
     Attributes:
-        over_seeds: of the seeds' differences.
+        over_seeds: the summary of the seeds' differences.
         over_problems: per seed, half of the 95 % interval of the difference over problems (paired, normal).
-        won, lost: seeds in which the difference is above zero, below zero by more than that interval.
+        won, lost: numbers of seeds whose difference is above or below zero by more than that.
     """
 
     over_seeds: Summary
@@ -68,7 +68,7 @@ def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool
     """Compare two methods' answers.
 
     Args:
-        one, other: per seed, whether each problem was answered rightly (problems,); the same problems in both.
+        one, other: per seed, whether each problem was answered correctly (problems,); the same problems in both.
     """
     pairs = [a.astype(float) - b.astype(float) for a, b in zip(one, other, strict=True)]
     means = [float(pair.mean()) for pair in pairs]
