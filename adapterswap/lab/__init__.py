@@ -1,8 +1,8 @@
 """The lab: layer swapping on pico models in a constructed bilingual world, offline, in minutes.
 
-For each seed a base model is taken, a math expert (English) and a language expert (the constructed language `xx`, no
-maths) are trained by the library's own training, composed by its own composer, and scored on held-out word problems.
-It demonstrates a mechanism, and is no evidence for the numbers of the papers. Importing it imports no torch.
+For each seed, a math expert (English) and a language expert (the constructed language `xx`, without maths) are trained
+on a base model by the library's own training, composed by its own composer, and scored on held-out word problems. This
+demonstrates a mechanism and is no evidence for the papers' numbers. Importing it does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lab's pictures: accuracy over b and u, scores per method, and where a gain sits.
+"""The lab's pictures: accuracy over b and u, scores per method, and the problems on which a method gains.
 
 Knows the study's numbers and matplotlib; knows nothing of training or tables.
 """
@@ -23,14 +23,14 @@ _DPI = 160
 
 
 def draw_pictures(study: Study, folder: Path) -> list[Path]:
-    """Write grid.png, scores.png and, where words are unfamiliar, words.png into `folder`."""
+    """Write grid.png, scores.png and, if the scene has unfamiliar words, words.png to `folder`."""
     drawn = {"grid": _grid(study), "scores": _scores(study)}
     if study.scene.unfamiliar:
         drawn["words"] = _words(study)
     paths = []
     for name, figure in drawn.items():
         path = folder / f"{name}.png"
-        # No software version and no time in the file: the same study gives the same bytes.
+        # Without the software's version and the time, the same study gives the same bytes.
         figure.savefig(path, dpi=_DPI, metadata={"Software": None})
         paths.append(path)
     return paths
@@ -53,12 +53,12 @@ def _grid(study: Study) -> Figure:
     for (bottom, top), value in grid.items():
         values[top, bottom] = value
     figure, axes = _figure(6.4, 3.6)
-    for top, bottom in np.argwhere(np.isnan(values)).tolist():  # not judged, which is not a score of 0
+    for top, bottom in np.argwhere(np.isnan(values)).tolist():  # not judged; a score of 0 would look different
         axes.add_patch(
             Rectangle((bottom - 0.5, top - 0.5), 1, 1, facecolor="white", edgecolor=_GREY, hatch=HATCH, lw=0)
         )
     image = axes.imshow(values, origin="lower", cmap="Blues", vmin=0, aspect="auto")
-    dark = 0.65 * np.nanmax(values)  # where white is easier to read on this colour map than black
+    dark = 0.65 * np.nanmax(values)  # above this, white is easier to read than black
     chosen = [(seed.bottom, seed.top) for seed in study.seeds]
     for (bottom, top), value in grid.items():
         votes = chosen.count((bottom, top))

@@ -1,4 +1,4 @@
-"""What the lab found, as tables for the terminal and as data for results.json.
+"""The lab's results as tables for the terminal and as data for results.json.
 
 Knows the study's numbers and rich; knows nothing of pictures, training or the command line.
 """
@@ -80,7 +80,7 @@ def _with_spread(summary: Summary) -> str:
 
 
 def results(study: Study) -> dict[str, Any]:
-    """Everything that was found, but for the single answers, as plain data."""
+    """All results as plain data, except the single answers."""
     scene = study.scene
     return {
         "format": LAB_FORMAT,
@@ -119,7 +119,7 @@ def results(study: Study) -> dict[str, Any]:
 
 
 def answers(study: Study) -> Iterator[dict[str, Any]]:
-    """One row per seed, method and language: a string of 1 (right) and 0 (wrong), a character per test problem."""
+    """A row per seed, method and language, with a character per test problem: 1 for right, 0 for wrong."""
     for seed in study.seeds:
         for method, by_language in seed.right.items():
             for language, right in by_language.items():

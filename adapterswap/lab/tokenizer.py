@@ -1,4 +1,4 @@
-"""The lab's tokenizer: a token is a word, so that nothing is learnt of spelling.
+"""The lab's tokenizer, with a token per word, so that models need not learn spelling.
 
 Knows the vocabulary and transformers' fast tokenizers; knows nothing of models.
 """
@@ -19,7 +19,7 @@ _IDS = {token: index for index, token in enumerate(VOCABULARY)}
 
 
 def ids_of(text: str) -> list[int]:
-    """The ids of the words of `text`, without special tokens. What `build_tokenizer` gives, without building it.
+    """The ids of the words of `text`, without special tokens, as `build_tokenizer` would give them.
 
     Raises:
         KeyError: a word is not in the vocabulary.
