@@ -1,4 +1,4 @@
-"""The rows of a recipe's sources as text, source by source: loading, screening and rendering joined.
+"""Load, screen and render the rows of a recipe's sources, source by source, as text.
 
 Knows nothing of tokens.
 """
@@ -33,41 +33,41 @@ def load_rows(
     separator: str = "",
     screen: Screen | None = None,
 ) -> Iterator[tuple[SourceCounts, Iterator[Example]]]:
-    """The rows of every source; the counts are complete when a source's rows are used up.
+    """The rows of every source. The counts of a source are complete once its rows have been read.
 
     Args:
         sources: what to load.
-        folder: what local paths are relative to.
-        seed: of `samples`.
-        chat: the tokenizer's `apply_chat_template`, where it has a template.
+        folder: local paths are relative to it.
+        seed: for drawing `samples`.
+        chat: the tokenizer's `apply_chat_template`; None if it has no template.
         chat_prompts: render prompts and completions as chat turns.
-        separator: stands between prompt and completion where they are no chat turns.
-        screen: keeps rows out, which are counted.
+        separator: the text between prompt and completion if they are not chat turns.
+        screen: decides which rows to drop; dropped rows are counted.
 
     Raises:
-        DataError: as `load_table`; and with its number, for a row that cannot be rendered, or that the screen refuses.
-        NotFoundError: as `load_table`.
-        BaseModelError: as `choose_renderer`.
+        DataError: see `load_table`; or a row cannot be rendered, or is refused by the screen. The error has its number.
+        NotFoundError: see `load_table`.
+        BaseModelError: see `choose_renderer`.
     """
     for source in sources:
         render = choose_renderer(source, chat, chat_prompts=chat_prompts, separator=separator)
         table, counts = load_table(source, folder, seed=seed)
-        yield counts, _examples(table, render, _admission(source, screen, counts), counts)
+        yield counts, _examples(table, render, _row_filter(source, screen, counts), counts)
 
 
-def _admission(source: DatasetSource, screen: Screen | None, counts: SourceCounts) -> Callable[[Row], bool]:
-    """Whether the screen lets a row through; those that it does not are counted."""
+def _row_filter(source: DatasetSource, screen: Screen | None, counts: SourceCounts) -> Callable[[Row], bool]:
+    """A function that says whether the screen keeps a row, and counts the rows that it drops."""
     if screen is None:
         return lambda row: True
-    read = choose_reader(source)
+    read_text = choose_reader(source)
 
-    def admits(row: Row) -> bool:
-        reason = screen.judge(read(row), is_task=source.side == "task")
+    def keeps(row: Row) -> bool:
+        reason = screen.judge(read_text(row), is_task=source.side == "task")
         if reason == MATH:
             counts.math += 1
         elif reason is not None and screen.refuses:
             raise DataError(
-                f"it shares 13 words in a row, or a whole line, with {reason}: {shown(read(row))}",
+                f"it shares 13 words in a row, or a whole line, with {reason}: {shown(read_text(row))}",
                 "Remove such rows from the data, or set hygiene.on_overlap: drop",
                 parameter="datasets",
             )
@@ -75,10 +75,10 @@ def _admission(source: DatasetSource, screen: Screen | None, counts: SourceCount
             counts.overlap[reason] = counts.overlap.get(reason, 0) + 1
         return reason is None
 
-    return admits
+    return keeps
 
 
-def _examples(table: Any, render: Renderer, admits: Callable[[Row], bool], counts: SourceCounts) -> Iterator[Example]:
+def _examples(table: Any, render: Renderer, keeps: Callable[[Row], bool], counts: SourceCounts) -> Iterator[Example]:
     for start in range(0, len(table), _BATCH):
         batch = table[start : start + _BATCH]
         names = list(batch)
@@ -86,10 +86,10 @@ def _examples(table: Any, render: Renderer, admits: Callable[[Row], bool], count
             row = dict(zip(names, values, strict=True))
             try:
                 example = render(row)
-                admitted = example is not None and admits(row)
+                kept = example is not None and keeps(row)
             except DataError as error:
                 raise error.within(f"the dataset {counts.source}, row {start + offset} of those kept") from None
             if example is None:
                 counts.empty += 1
-            elif admitted:
+            elif kept:
                 yield example

@@ -1,6 +1,6 @@
-"""Train an expert from a recipe, on one process or on several, or estimate what that would take.
+"""Train an expert from a recipe, in one process or several, or estimate what that would take.
 
-Under torchrun or `accelerate launch` every process runs `train`: all read the same rows, one writes.
+Under torchrun or `accelerate launch` every process runs `train`. All of them read the same rows; one writes.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ def train(
     progress: bool = True,
     trust_task_code: bool = False,
 ) -> TrainReport:
-    """Train the expert that `recipe` describes, and write it: a PEFT adapter's folder, or a whole model's.
+    """Train the expert that `recipe` describes, and write the folder of a PEFT adapter or of a whole model.
 
-    The folder appears when it is complete. On the same machine and with the same versions, the same recipe gives the
-    same bytes on CPU, also when the run was interrupted and resumed.
+    The folder appears once it is complete. On CPU, and with the same machine and versions, the same recipe gives the
+    same bytes, even if the run was interrupted and resumed.
 
     Args:
         recipe: a YAML file, the name of a shipped recipe, or a `TrainRecipe` (see `read_train_recipe`).
-        overrides: values that a recipe's file gets, such as `training.seed=1`.
-        out_path: the folder to write; the recipe's own by default.
-        overwrite: replace it, if `train` wrote it, and checkpoints of an unfinished run.
-        resume: go on from the last checkpoint of an unfinished run; without one, start at the beginning.
+        overrides: values to set in a recipe's file, such as `training.seed=1`.
+        out_path: the folder to write; by default the recipe's `out_path`.
+        overwrite: replace the folder if `train` wrote it, and discard the checkpoints of an unfinished run.
+        resume: continue from the last checkpoint of an unfinished run; if there is none, start at the beginning.
         progress: show a bar on stderr.
-        trust_task_code: the task files in `selection.include_path` may run the Python code that they bring.
+        trust_task_code: allow the task files in `selection.include_path` to run their Python code.
 
     Returns:
-        The folder, the losses, and what was trained on.
+        The folder, the losses, and the counts of rows and tokens.
 
     Raises:
         ArgumentError: there are `overrides` without a file, or there is no output folder.
         FieldError: the recipe has mistakes; it names modules or layers that the base does not have; warmup and decay
-            do not fit into the run; the selection has a metric that a task does not have, or prompts that do not fit
-            into the model's context.
+            are longer than the run; a task of the selection lacks its metric, or has prompts that are longer than the
+            model's context.
         NotFoundError: the recipe, the base or a dataset does not exist, or could not be downloaded.
-        BaseModelError: the base or its tokenizer is damaged, or not made for what the recipe wants of it.
+        BaseModelError: the base or its tokenizer is damaged, or does not support what the recipe needs.
         DataError: a dataset is malformed, lacks a column, or has no rows left; a task of the selection is unknown, runs
             code that is not trusted, or cannot be loaded.
-        OutputError: the output exists, holds other files or overlaps an input; the disk is full.
-        UnsupportedError: FSDP, where `selection` or `simultaneous` cannot work with it.
+        OutputError: the output exists, contains other files or overlaps an input; or the disk is full.
+        UnsupportedError: `selection` or `simultaneous` is used with FSDP.
         DependencyError: the `train` extra, or another library that the recipe needs, is not installed.
-        RunError: there is no such device; a resumed run is another one, or damaged; the loss is NaN or infinite; memory
-            runs out; the run received SIGTERM, or another of its processes died.
+        RunError: the device is not available; the unfinished run is a different one, or damaged; the loss is NaN or
+            infinite; memory runs out; the run received SIGTERM, or another of its processes died.
     """
     recipe = _recipe(recipe, overrides)
     target = _target(recipe, out_path)
@@ -102,7 +102,7 @@ def train(
         base = open_trainable(recipe.base_model)
         inputs = [*recipe.inputs, base.source.folder]
         check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
-        # On modules without weights, so that a wrong name is reported before rows and weights are read.
+        # A model without weights is enough to report a wrong name before rows and weights are read.
         targets = find_targets(empty_model(base), recipe, base.config)
         bar.begin("reading rows")
         data = load_data(recipe, base)
@@ -122,7 +122,7 @@ def train(
             checkpoints=checkpoints.folder if options.save_every_samples else Path(scratch),
         )  # fmt: skip
         if options.save_every_samples:
-            trainer.add_callback(Sealing(processes))  # before the judge: a checkpoint is whole before it is judged
+            trainer.add_callback(Sealing(processes))  # before the judge, which reads complete checkpoints
         judge = None
         if recipe.selection:
             from adapterswap.training.judging import CheckpointJudge
@@ -134,7 +134,7 @@ def train(
         start: Path | None = None
         listening: AbstractContextManager[None] = nullcontext()
         if options.save_every_samples:
-            processes.wait()  # all have looked at what is there before one changes it
+            processes.wait()  # until all have checked the folder that one of them changes next
             if processes.main:
                 read: dict[str, Any] = {"rows": data.rows.sha256}
                 if data.validation:
@@ -156,7 +156,7 @@ def train(
                 "Pass `resume=True` to continue",
             )
         seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
-        if data.validation and not judge:  # the judge has had it measured
+        if data.validation and not judge:  # the judge has measured it
             bar.begin("measuring the validation loss")
             trainer.evaluate()
         report = TrainReport(
@@ -173,7 +173,7 @@ def train(
             selection=judge.found() if judge else None,
         )
         bar.begin("writing")
-        # With FSDP the weights are spread over the processes, and all have to bring theirs.
+        # With FSDP each process holds a part of the weights, so all must take part.
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
         if processes.main:
             with (
@@ -190,10 +190,10 @@ def train(
 
 
 def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:
-    """The run's steps, in which its schedule has to fit.
+    """The number of steps of the run. Checks that the schedule fits into them.
 
     Args:
-        parts: sequences of each side, or of all.
+        parts: how many sequences each side has, or how many there are.
     """
     from adapterswap.training.schedule import choose_schedule, simultaneous_steps, total_steps
 
@@ -207,14 +207,14 @@ def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:
 
 
 def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    """[step, loss] of the Trainer's log, one entry to a step (the last one logged)."""
+    """(step, loss) from the Trainer's log, the last entry of each step."""
     return list({entry["step"]: (entry["step"], entry[key]) for entry in history if key in entry}.values())
 
 
 def check_output(
     target: Path, inputs: Sequence[str | Path | None], *, resume: bool = False, overwrite: bool = False
 ) -> None:
-    """Check that the output and its checkpoints may be written: before hours of work, and in a dry run.
+    """Check before training, and in a dry run, that the output and its checkpoints may be written.
 
     Raises:
         OutputError: see `check_target` and `Checkpoints.check`.
@@ -234,7 +234,9 @@ def _recipe(recipe: TrainRecipe | str | Path, overrides: Iterable[str]) -> Train
         return read_train_recipe(find_recipe(recipe, "train"), overrides)
     if overrides:
         raise ArgumentError(
-            "`overrides` change a recipe's file, and none is read", "Change the recipe itself", parameter="overrides"
+            "`overrides` apply to a recipe's file, but `recipe` is not a file",
+            "Change the recipe itself",
+            parameter="overrides",
         )
     return recipe
 
@@ -249,14 +251,14 @@ def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
 
 
 def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEstimate:
-    """What `train` would do: parameters, steps, tokens, rows kept and dropped, memory. Reads the rows, but no weights.
+    """Estimate parameters, steps, tokens and memory, and count rows. Reads the rows, but no weights.
 
     Args:
-        recipe: as for `train`.
-        trust_task_code: as for `train`.
+        recipe: what to train.
+        trust_task_code: see `train`.
 
     Raises:
-        AdapterswapError: of the classes that `train` raises, as far as it can be known without training.
+        AdapterswapError: see `train`, for all that can be checked without training.
     """
     check_libraries(recipe)
     from adapterswap.bases import empty_model

@@ -1,4 +1,4 @@
-"""How many steps a run has, on how many processes, and what the learning rate does in them. Pure arithmetic."""
+"""The number of steps of a run, and the schedule of its learning rate. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ Schedule = tuple[str, int, dict[str, Any]]
 
 
 def rows_a_step(options: TrainingOptions, processes: int = 1) -> int:
-    """Rows (or packed sequences) that one update of the weights is computed on: the effective batch size."""
+    """The effective batch size: how many rows (or packed sequences) enter one update of the weights."""
     return options.batch_size * options.gradient_accumulation * processes
 
 
 def steps_between(samples: int | None, options: TrainingOptions, processes: int = 1) -> int:
-    """Steps in which about so many rows are trained on, one at least: from one checkpoint to the next, say."""
+    """How many steps train on about `samples` rows, at least one; for example between two checkpoints."""
     return max(1, (samples or 0) // rows_a_step(options, processes))
 
 
 def total_steps(rows: int, options: TrainingOptions, *, processes: int = 1) -> int:
-    """Steps for `rows` rows (or packed sequences), as the transformers Trainer counts them."""
+    """How many steps `rows` rows (or packed sequences) take, as the transformers Trainer counts them."""
     if options.max_steps is not None:
         return options.max_steps
-    batches = math.ceil(math.ceil(rows / options.batch_size) / processes)  # to each process
+    batches = math.ceil(math.ceil(rows / options.batch_size) / processes)  # for each process
     return math.ceil(options.epochs * math.ceil(batches / options.gradient_accumulation))
 
 
 def simultaneous_steps(
     parts: Sequence[int], options: TrainingOptions, *, steps_per_switch: int, processes: int = 1
 ) -> int:
-    """Steps of a run that takes turns: an epoch is over when the side with more rows has been seen once.
+    """How many steps a run with alternating sides has. An epoch ends once all rows of the larger side were used.
 
-    The other side starts over meanwhile. Both have the same number of steps, unless max_steps says otherwise.
+    The smaller side starts again when its rows are used up. Both sides have the same number of steps, unless max_steps
+    is set.
 
     Args:
-        parts: rows of either side.
+        parts: how many rows each side has.
     """
     if options.max_steps is not None:
         return options.max_steps
-    of_a_side = math.ceil(options.epochs * math.ceil(max(parts) / rows_a_step(options, processes)))
-    return 2 * steps_per_switch * math.ceil(of_a_side / steps_per_switch)
+    steps_per_side = math.ceil(options.epochs * math.ceil(max(parts) / rows_a_step(options, processes)))
+    return 2 * steps_per_switch * math.ceil(steps_per_side / steps_per_switch)
 
 
 def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:
-    """The scheduler's name in transformers, its steps of warmup, and its further arguments.
+    """The scheduler's name in transformers, its number of warmup steps, and its other arguments.
 
     Raises:
         FieldError: warmup and decay together are longer than the run.
@@ -60,7 +61,7 @@ def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:
         what = f"{warmup} steps of training.warmup" + (f" and {decay} of training.decay" if decay else "")
         raise FieldError(
             f"{what} do not fit into the {steps} steps of the run",
-            "Write them as shares, such as 0.1",
+            "Set them to shares, such as 0.1",
             parameter="training.warmup",
         )
     if options.schedule == "warmup_stable_decay":
@@ -69,5 +70,5 @@ def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:
 
 
 def _steps(value: float, steps: int) -> int:
-    """A share of `steps` below 1 (rounded up, as transformers does), else a number of steps."""
+    """`value` as a number of steps. Below 1 it is a share of `steps`, rounded up as in transformers."""
     return math.ceil(value * steps) if value < 1 else int(value)
