@@ -1,8 +1,8 @@
-"""Which checkpoint becomes the expert: what a recipe asks for, the table of scores, and the choice. Pure data.
+"""Choose the checkpoint that becomes the expert: the recipe's options, the table of scores, the choice. Pure data.
 
-The second paper (section 5) finds a language expert judged best by language understanding, Belebele and Global-MMLU,
-and a maths expert by MGSM in English: both better than by maths in the target language, the very thing that the
-composition is for. Knows nothing of how a score is measured.
+In the second paper (section 5) language understanding (Belebele, Global-MMLU) predicts a good language expert, and MGSM
+in English a good maths expert. Both predict better than maths in the target language, which is what the composition is
+used for. Knows nothing of how a score is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Enough(Exception):
-    """A resumed run has nothing left to train: early stopping had ended it before it was interrupted."""
+    """A resumed run is already complete, because early stopping had ended it before it was interrupted."""
 
 
 class SelectionOptions(EvaluationOptions):
@@ -52,7 +52,7 @@ class SelectionOptions(EvaluationOptions):
     every: int = Field(default=1, ge=1, description="Evaluate every so many checkpoints, and the last one.")
 
     def notes(self) -> list[str]:
-        """What a user should know of this choice of tasks, in words."""
+        """Warnings about this choice of tasks."""
         maths = [name for name in self.tasks if name.startswith("mgsm_") and not name.endswith("_en")]
         if not maths:
             return []
@@ -64,14 +64,14 @@ class SelectionOptions(EvaluationOptions):
 
 @dataclass(frozen=True)
 class JudgedCheckpoint:
-    """One checkpoint's row of the table.
+    """A checkpoint's row in the table.
 
     Attributes:
         step: after how many steps it was saved.
-        score: the mean over tasks, each from 0 to 1, more being better: bleu, chrf and ter divided by 100; a metric
-            of which less is better enters with a minus.
-        stderr: of the score, √Σσ²/n over n tasks with standard errors σ; None where one is not known.
-        tasks: each task's own number.
+        score: the mean over tasks; higher is better. BLEU, chrF and TER are divided by 100, and metrics of which less
+            is better are negated.
+        stderr: the standard error of the score, √Σσ²/n over n tasks with standard errors σ; None if one is unknown.
+        tasks: the score on each task, as its metric gives it.
         eval_loss: the loss on the validation rows at this step, if there are any.
     """
 
@@ -85,7 +85,7 @@ class JudgedCheckpoint:
     def of(
         cls, step: int, scores: Mapping[str, tuple[str, float, float | None, bool]], eval_loss: float | None
     ) -> JudgedCheckpoint:
-        """The row of these scores: by task its metric's name, value, standard error, and whether more is better."""
+        """A row from scores: task → (metric, value, standard error, whether higher is better)."""
         units = {task: 100 if name.startswith(("bleu", "chrf", "ter")) else 1 for task, (name, *_) in scores.items()}
         values = [value / units[task] * (1 if better else -1) for task, (_, value, _, better) in scores.items()]
         errors = [None if error is None else error / units[task] for task, (_, _, error, _) in scores.items()]
@@ -97,12 +97,12 @@ class JudgedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointSelection:
-    """What was found, and chosen.
+    """The scores of the checkpoints, and the ones that were chosen.
 
     Attributes:
-        metrics: by task, the metric and filter that count.
+        metrics: task → the metric and filter that count.
         table: a row for each judged checkpoint, in the order of steps.
-        kept: steps of the best ones, best first: the first is the expert.
+        kept: the steps of the best checkpoints, best first; the first one is the expert.
         stopped_early: whether early stopping ended the run.
     """
 
@@ -138,15 +138,15 @@ class CheckpointSelection:
         return lines
 
     def notes(self) -> list[str]:
-        """What a user should know of the result, in words."""
+        """Warnings about the result."""
         others = [row for row in self.table if row.step != self.chosen.step]
-        found = []
+        lines = []
         error = self.chosen.stderr
         if others and error is not None and self.chosen.score - max(row.score for row in others) < error:
-            found.append("the best checkpoint is ahead of another by less than one standard error")
+            lines.append("the best checkpoint is ahead of another by less than one standard error")
         if self.stopped_early:
-            found.append(f"stopped early after step {self.table[-1].step:,}")
-        return found
+            lines.append(f"stopped early after step {self.table[-1].step:,}")
+        return lines
 
 
 def _with_error(row: JudgedCheckpoint) -> str:
@@ -154,17 +154,17 @@ def _with_error(row: JudgedCheckpoint) -> str:
 
 
 def is_judged(step: int, steps: int, save_steps: int, every: int) -> bool:
-    """Whether the checkpoint of this step is; one that was saved because the run was ended early is not."""
+    """Whether the checkpoint of this step is judged. One that was saved because the run was stopped is not."""
     return step == steps or step % (save_steps * every) == 0
 
 
 def best_first(table: Sequence[JudgedCheckpoint]) -> list[JudgedCheckpoint]:
-    """By score; of equal ones the earlier first."""
+    """The rows by score; of equal scores the earlier step comes first."""
     return sorted(table, key=lambda row: (-row.score, row.step))
 
 
 def worn_out(table: Sequence[JudgedCheckpoint], patience: int | None) -> bool:
-    """Whether the last `patience` rows are all no better than the best one before them."""
+    """Whether none of the last `patience` rows is better than the best one before them."""
     if patience is None or not table:
         return False
     return len([row for row in table if row.step > best_first(table)[0].step]) >= patience

@@ -1,4 +1,4 @@
-"""A run that receives SIGTERM, as Slurm and Kubernetes send it, ends after its step, with a checkpoint.
+"""Stop a run that receives SIGTERM, as Slurm and Kubernetes send it, after its step and with a checkpoint.
 
 Importing this module imports transformers.
 """
@@ -19,33 +19,33 @@ __all__ = ["Stopping"]
 
 
 class Stopping(TrainerCallback):  # type: ignore[misc]
-    """Ends training after the step at hand, with a checkpoint, once any process of the run was sent SIGTERM.
+    """Ends training after the current step, with a checkpoint, if any process of the run has received SIGTERM.
 
     Attributes:
-        stopped: the last step, where training was ended so.
+        stopped: the last step, if training was ended in this way.
     """
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._asked = False
+        self._received = False
         self.stopped: int | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Heed the signal inside the block. Only the main thread may; in others it does what it always did."""
+        """Handle the signal inside the block. Python allows this in the main thread only; elsewhere nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, self._ask)
+        before = signal.signal(signal.SIGTERM, self._receive)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _ask(self, number: int, frame: Any) -> None:
-        self._asked = True
+    def _receive(self, number: int, frame: Any) -> None:
+        self._received = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._processes.any(self._asked) and state.global_step < state.max_steps:
+        if self._processes.any(self._received) and state.global_step < state.max_steps:
             self.stopped = state.global_step
             control.should_save = control.should_log = control.should_training_stop = True

@@ -1,7 +1,7 @@
-"""Rows drawn from a source that is read as a stream, so that a corpus of any size costs what the rows drawn cost.
+"""Draw rows from a source that is read as a stream, so that the cost depends on the rows drawn, not on the corpus.
 
-The stream's shards are shuffled by the seed, and its rows within a buffer that moves along it, by `datasets` itself; so
-the rows are those near the beginning of some shards, not a sample of the whole. Knows nothing of how it was opened.
+`datasets` shuffles the order of the shards with the seed, and the rows within a moving buffer. So the rows come from
+the beginning of some shards; they are not a sample of the whole. Knows nothing of how the stream was opened.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ _BUFFER = 10_000  # rows
 def draw_rows(
     stream: Any, columns: Sequence[str], wanted: Mapping[str, set[Any]], *, samples: int, seed: int
 ) -> tuple[Any, int]:
-    """The first rows of the shuffled stream that are wanted, and how many were looked at.
+    """The first matching rows of the shuffled stream, and how many rows were read.
 
     Args:
         stream: a datasets.IterableDataset.
-        columns: what to keep of a row.
-        wanted: column → the values that a row may have there.
-        samples: how many rows to draw; fewer are drawn where the stream ends.
-        seed: of the shuffling.
+        columns: the columns to keep.
+        wanted: column → the values that a row may have in it.
+        samples: how many rows to draw; fewer if the stream ends before.
+        seed: for shuffling.
 
     Returns:
-        A datasets.Dataset in memory, and a number of rows.
+        A datasets.Dataset in memory, and the number of rows that were read.
     """
     import datasets
 
-    looked_at = 0
+    rows_read = 0
     drawn: dict[str, list[Any]] = {column: [] for column in columns}
 
     def rows() -> Iterator[Mapping[str, Any]]:
-        nonlocal looked_at
+        nonlocal rows_read
         for row in stream.shuffle(seed=seed, buffer_size=_BUFFER):
-            looked_at += 1
+            rows_read += 1
             if all(row[column] in values for column, values in wanted.items()):
                 yield row
 
     for _, row in zip(range(samples), rows(), strict=False):
         for column, values in drawn.items():
             values.append(row[column])
-    return datasets.Dataset.from_dict(drawn), looked_at
+    return datasets.Dataset.from_dict(drawn), rows_read
