@@ -1,6 +1,6 @@
-"""What is trained in a model: the modules that get an adapter, or the parameters of the model itself.
+"""Find what to train in a model: the modules that get an adapter, or parameters of the model itself.
 
-Looks at names, shapes and the config, on a model without weights. Knows nothing of rows and of how training runs.
+Reads names, shapes and the config of a model without weights. Knows nothing of rows or of how training runs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["TrainingTargets", "find_targets"]
 
 @dataclass(frozen=True)
 class TrainingTargets:
-    """What is trained.
+    """The modules to train.
 
     Attributes:
-        names: with an adapter, what PEFT's target_modules takes, sorted: ends of module names; where the modules differ
-            from layer to layer, whole names. Empty without an adapter.
-        ends: the last parts of the modules' names, sorted, for reports.
-        modules: the modules' whole names: those adapted, or those whose own weights are trained.
+        names: PEFT's target_modules, sorted: ends of module names, or full names if the modules differ between layers.
+            Empty without an adapter.
+        ends: the last parts of the module names, sorted, for reports.
+        modules: the full names of the modules that are adapted, or whose own weights are trained.
         parameters: how many numbers are trained: r·(in + out) for each module, and the modules saved in full; without
-            an adapter, the modules' own.
-        layers: PEFT's layers_to_transform; None for all, and where names are whole.
-        conv1d: the modules store their weights transposed (GPT-2).
-        sides: with `simultaneous`, the side of each module; else empty.
+            an adapter, the parameters of the modules.
+        layers: PEFT's layers_to_transform; None for all layers, or if `names` are full names.
+        conv1d: whether the modules store their weights transposed (GPT-2).
+        sides: the side of each module with `simultaneous`; otherwise empty.
     """
 
     names: list[str]
@@ -44,31 +44,31 @@ class TrainingTargets:
     sides: Mapping[str, Side]
 
     def side_of(self, parameter: str) -> Side | None:
-        """The side that a parameter belongs to, of the model itself or of its adapter; None where it is frozen."""
+        """The side of a parameter of the model or of its adapter; None if it is frozen."""
         name = parameter.removeprefix("base_model.model.")
         while name and name not in self.sides:
             name = name.rpartition(".")[0]
         return self.sides.get(name)
 
     def trains(self, parameter: str) -> bool:
-        """Whether a parameter of the model itself is trained, where there is no adapter."""
+        """Whether a parameter of the model is trained. For training without an adapter."""
         return parameter.rpartition(".")[0] in self.modules
 
 
 def find_targets(model: Any, recipe: TrainRecipe, config: Any) -> TrainingTargets:
-    """Resolve what the recipe trains on the modules that `model` has.
+    """Find the modules of `model` that the recipe trains.
 
     Raises:
-        FieldError: a name that no module has, a layer out of range, the output head, tied embeddings, a model whose
-            projections are not recognised, or a side of a partition without a module.
-        BaseModelError: a partition, where the model does not say how many layers it has.
+        FieldError: a name matches no module; a layer is out of range; the output head or tied embeddings are named; the
+            model's projections are not recognised; or a side of a partition has no module.
+        BaseModelError: the recipe has a partition, but the config does not say how many layers the model has.
     """
     choice = _Targeted(model, recipe, config)
     return choice.weights() if recipe.adapter.method == "none" else choice.adapters()
 
 
 class _Targeted:
-    """The modules of one model, among which one recipe chooses."""
+    """The modules of a model, and a recipe's choice among them."""
 
     def __init__(self, model: Any, recipe: TrainRecipe, config: Any) -> None:
         self.model, self.config, self.options = model, config, recipe.adapter
@@ -111,16 +111,16 @@ class _Targeted:
             names=[],
             ends=sorted({name.rpartition(".")[2] for name in chosen}),
             modules=frozenset(chosen),
-            parameters=sum(numbers.values()),  # a weight that two modules share counts once
+            parameters=sum(numbers.values()),  # a weight shared by two modules counts once
             layers=layers,
             conv1d=False,
             sides=sides,
         )
 
     def _targets_for_peft(self, chosen: Iterable[str], ends: list[str]) -> tuple[list[str], list[int] | None]:
-        """target_modules and layers_to_transform: ends of names and layers where these say it all, else whole names.
+        """target_modules and layers_to_transform: ends and layers if they select exactly `chosen`, else full names.
 
-        PEFT ignores layers_to_transform where target_modules holds whole names.
+        PEFT ignores layers_to_transform if target_modules contains full names.
         """
         named = {name: layer_of(name, self.container) for name in self.adaptable if _named(name, ends)}
         layers = {named[name] for name in chosen}
@@ -134,7 +134,7 @@ class _Targeted:
         return layers is None or layer_of(name, self.container) in layers
 
     def _owned(self, modules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Side]]:
-        """Of these modules those that the partition gives to the recipe's side, or to either side; and their sides."""
+        """The modules that the partition gives to the recipe's side, or to both sides; and the side of each."""
         partition = self.simultaneous.partition if self.simultaneous else self.options.partition
         if partition is None:
             return modules, {}
@@ -144,7 +144,7 @@ class _Targeted:
         for side in wanted:
             if side not in sides.values():
                 raise FieldError(
-                    f"partition {partition} leaves the {side} side no module to train in {type(self.model).__name__}",
+                    f"partition {partition} has no module of {type(self.model).__name__} on the {side} side",
                     "Choose another partition, or name more modules in adapter.target_modules",
                     parameter="simultaneous.partition" if self.simultaneous else "adapter.partition",
                 )
@@ -156,7 +156,7 @@ class _Targeted:
         if depth is None:
             raise BaseModelError(
                 f"the config of {type(self.model).__name__} does not say how many layers it has",
-                "Choose them in adapter.layers, instead of by a partition",
+                "Use adapter.layers instead of a partition",
                 parameter="base_model",
             )
         side = partition_sides(partition, depth)
@@ -199,7 +199,7 @@ class _Targeted:
                 )
             elif layers is not None and any(layer_of(full, self.container) is None for full in modules):
                 problems.add(
-                    f"{where} is outside the layers, and adapter.layers chooses layers",
+                    f"{where} is outside the layers, but adapter.layers selects layers",
                     "Remove one of the two",
                     parameter=field,
                 )
@@ -212,7 +212,7 @@ class _Targeted:
                 problems.add(f"{where} does not name a module", f"Choose from {_ends(self.adaptable)}", parameter=field)
             elif tied and any(module is embeddings or module is head for module in saved):
                 problems.add(
-                    f"{where} is one weight for input and output here, which would come apart",
+                    f"{where} is one weight for input and output in this model, and would be saved as two",
                     "Remove it",
                     parameter=field,
                 )
@@ -227,12 +227,12 @@ class _Targeted:
 
 
 def _named(name: str, ends: Sequence[str]) -> bool:
-    """PEFT's rule for target_modules: the whole name, or its end after a dot."""
+    """Whether target_modules `ends` match, by PEFT's rule: the full name, or its end after a dot."""
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
 def _shortest_end(name: str, wanted: set[str], adaptable: dict[str, Any], container: str | None) -> str:
-    """`q_proj` for `model.layers.0.self_attn.q_proj`; `self_attn.q_proj` if something unwanted ends in q_proj too."""
+    """`q_proj` for `model.layers.0.self_attn.q_proj`; `self_attn.q_proj` if an unwanted module ends in q_proj too."""
     last = name.rpartition(".")[2]
     if all(other in wanted for other in adaptable if _named(other, [last])):
         return last

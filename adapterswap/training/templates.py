@@ -1,7 +1,7 @@
 """Templates such as `Question: {question}\\nAnswer:`, filled from the columns of a row.
 
-The syntax is that of str.format, cut down to column names in braces (`{{` and `}}` are braces): no attributes, indices,
-conversions or format specs, so that a template can reach nothing but the row. Knows nothing of datasets.
+The syntax is that of str.format with column names only (`{{` and `}}` stand for braces). Attributes, indices,
+conversions and format specs are refused, so a template can read nothing but the row. Knows nothing of datasets.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["Template"]
 
 
 class Template:
-    """A template, read once and filled many times.
+    """A template, parsed once and filled many times.
 
     Attributes:
-        text: the template as it was given.
-        fields: the columns that it names, in order, each once.
+        text: the template.
+        fields: the columns that it names, in order, without repetitions.
 
     Raises:
-        FieldError: unbalanced braces, an empty field, or anything but a column's name in braces.
+        FieldError: the braces are unbalanced, or contain something other than a column's name.
     """
 
     def __init__(self, text: str) -> None:
@@ -45,10 +45,10 @@ class Template:
         self.fields = tuple(dict.fromkeys(field for _, field in self._pieces if field is not None))
 
     def fill(self, row: Mapping[str, Any]) -> str | None:
-        """The text for `row`; None if a column that it names is null there.
+        """The text for `row`; None if one of the columns is null.
 
         Raises:
-            DataError: a value that is neither text, number nor boolean.
+            DataError: a value is not text, a number or a boolean.
         """
         parts: list[str] = []
         for literal, field in self._pieces:

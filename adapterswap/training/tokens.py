@@ -1,8 +1,8 @@
-"""Rows as tokens: what the model reads, which tokens the loss is taken on, and which rows were cut or dropped.
+"""Turn rows into tokens, mark those that the loss is computed on, and count rows that were cut or dropped.
 
-Tokens live in flat arrays (an Arrow table in the end), since a Python list per row would cost ten times the memory.
-Where a completion begins follows TRL's rule: at the first token in which the tokens of the prompt alone and of prompt
-and completion together differ. Knows nothing of models.
+Tokens are kept in flat arrays, and finally in an Arrow table, because a list for each row would take ten times the
+memory. As in TRL, a completion begins at the first token in which the tokens of the prompt alone differ from those of
+prompt and completion together. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ALL = (("", None),)  # the whole text is trained on
 
 @dataclass
 class TokenCounts:
-    """What tokenising did.
+    """Counts of what tokenising changed.
 
     Attributes:
-        cut_off: rows dropped, because nothing to train on was left within max_length.
-        split: rows longer than max_length that became several.
-        longest: tokens of the longest row, before cutting.
-        truncated: for each row that is left, whether it was cut to max_length.
-        boundary_moved: likewise, whether its prompt alone ends in other tokens than it has before its completion, so
-            that the model trains on a context that it does not see when it answers the prompt.
+        cut_off: how many rows were dropped because max_length left nothing to train on.
+        split: how many rows longer than max_length were split into several.
+        longest: how many tokens the longest row had before it was cut.
+        truncated: for each remaining row, whether it was cut to max_length.
+        boundary_moved: for each remaining row, whether its prompt ends in other tokens alone than with its completion.
+            The model then trains on a context that it does not see when it answers the prompt.
     """
 
     cut_off: int = 0
@@ -55,12 +55,12 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Rows of tokens, end to end.
+    """The tokens of all rows, one row after the other.
 
     Attributes:
-        ids: token ids of all rows, int32, (tokens,).
-        trained: whether the loss is taken on the token, (tokens,).
-        starts: where each row begins in them, and where the last one ends, (rows + 1,).
+        ids: token ids, int32, (tokens,).
+        trained: whether the loss is computed on each token, (tokens,).
+        starts: where each row begins, and where the last one ends, (rows + 1,).
     """
 
     ids: NDArray[np.int32]
@@ -79,7 +79,7 @@ class Tokens:
         """The given rows, in that order."""
         lengths = np.diff(self.starts)[rows]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        # Each token's place in the source: its row's start there, plus its place within the row.
+        # The index of each token in `ids`: the start of its row, plus its index within the row.
         places = np.repeat(self.starts[:-1][rows] - starts[:-1], lengths) + np.arange(starts[-1])
         return Tokens(self.ids[places], self.trained[places], starts)
 
@@ -91,7 +91,7 @@ class Tokens:
         return digest.hexdigest()
 
     def dataset(self) -> Any:
-        """A datasets.Dataset with the columns input_ids and labels (-100 where no loss is taken)."""
+        """A datasets.Dataset with the columns input_ids and labels (-100 where no loss is computed)."""
         import datasets
         import pyarrow  # type: ignore[import-untyped]
 
@@ -118,11 +118,11 @@ class Tokens:
 def tokenize(
     examples: Iterable[Example], tokenizer: Any, *, max_length: int, split_long: bool = False
 ) -> tuple[Tokens, TokenCounts]:
-    """Tokenise rows, take out their masks, and cut them to `max_length`.
+    """Tokenise rows, mark the tokens to train on, and cut rows to `max_length`.
 
-    A row that no chat template ended gets the end-of-sequence token. Rows with nothing left to train on are dropped and
-    counted; the first token of a row is never trained on, since nothing predicts it. With `split_long`, a plain text
-    that is too long becomes several rows; each begins with the last token of the one before, so no token is left out.
+    Rows without a chat template get the end-of-sequence token. Rows with nothing left to train on are dropped and
+    counted. The first token of a row is never trained on, because nothing predicts it. With `split_long`, a plain text
+    that is too long becomes several rows; each begins with the last token of the row before, so no token is lost.
     """
     counts = TokenCounts()
     ids: list[NDArray[np.int32]] = []
@@ -155,7 +155,7 @@ def tokenize(
 
 
 def _encoder(batch: Sequence[Example], tokenizer: Any) -> dict[tuple[bool, str], list[int]]:
-    """(chat?, text) → ids, for every text of the batch and every prefix, each tokenised once."""
+    """(whether it is a chat, text) → ids, for each text and prefix of the batch, tokenised once."""
     encoded: dict[tuple[bool, str], list[int]] = {}
     for chat in (False, True):
         texts: dict[str, None] = {}
@@ -173,7 +173,7 @@ def _encoder(batch: Sequence[Example], tokenizer: Any) -> dict[tuple[bool, str],
 def _row(
     example: Example, encode: dict[tuple[bool, str], list[int]], eos: int
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], bool]:
-    """A row's ids and mask, and whether the boundary of a prompt moved."""
+    """The ids and the mask of a row, and whether the boundary of a prompt moved."""
     ids = encode[example.chat, example.text]
     if not example.chat and ids[-1:] != [eos]:
         ids = [*ids, eos]
@@ -184,7 +184,7 @@ def _row(
         if before:
             prefix = encode[example.chat, before]
             begin = _common(prefix, ids)
-            # A tokenizer that ends every text with EOS has done so after the prompt too: that is no difference.
+            # Some tokenizers end every text with EOS, also the prompt alone. That is not a moved boundary.
             moved |= begin < len(prefix) and prefix[begin:] != [eos]
         end = len(ids) if after is None else _common(encode[example.chat, after], ids)
         mask[begin:end] = True
@@ -192,7 +192,7 @@ def _row(
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common beginning."""
+    """The length of the common prefix."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
