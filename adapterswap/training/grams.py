@@ -1,10 +1,10 @@
-"""Texts as sets of hashed n-grams, to find what two texts share in any language, without keeping either.
+"""Sets of hashed n-grams, which find what two texts share in any language without storing the texts.
 
-A text becomes tokens: words without accents and vowel signs, in lower case, digits of any script as 0-9; scripts that
-write no spaces (Japanese, Chinese, Thai, …) give at each character the next 12. A gram is 13 tokens in a row, so 13
-words, or 24 characters of such a script; 13 words is what GPT-3's authors used (arXiv:2005.14165, appendix C). A line
-of 8 to 12 tokens is a gram as a whole; shorter ones are none. Hashes are 48 bits of a polynomial over the tokens'
-CRC-32. Knows nothing of datasets.
+Tokens are lower-case words without accents and vowel signs, with the digits of any script as 0-9. In scripts without
+spaces (Japanese, Chinese, Thai, …) each character starts a token of up to 12 characters. A gram is 13 tokens in a row:
+13 words, as for GPT-3 (arXiv:2005.14165, appendix C), or 24 characters of such a script. A line of 8 to 12 tokens is a
+gram as a whole; shorter lines have none. Hashes are 48 bits of a polynomial over the tokens' CRC-32. Knows nothing of
+datasets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PRIME = np.uint64(0x9E3779B97F4A7C15)  # odd, from the golden ratio
 
 @cache
 def _folding() -> dict[int, str | None]:
-    """Marks and invisible characters to nothing, and every script's digits to 0-9."""
+    """A translation that removes marks and invisible characters, and maps the digits of all scripts to 0-9."""
     folding: dict[int, str | None] = {}
     for point in range(sys.maxunicode + 1):
         category = unicodedata.category(chr(point))
@@ -45,9 +45,9 @@ def _folding() -> dict[int, str | None]:
 
 
 def tokenize_words(text: str) -> list[str]:
-    """The tokens of `text`, as this module counts them."""
+    """The tokens of `text`; see the module."""
     tokens: list[str] = []
-    run = ""  # of a script without spaces, goes on over punctuation
+    run = ""  # characters of a script without spaces; punctuation does not end it
     if not text.isascii():
         text = unicodedata.normalize("NFKD", text).translate(_folding())
     for match in _TOKEN.finditer(text.casefold()):
@@ -76,7 +76,7 @@ def _codes(tokens: list[str]) -> NDArray[np.uint64]:
 
 
 def _hash(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
-    """Σ code_j · prime^(size−1−j) mod 2⁶⁴ of every `size` codes in a row, its upper 48 bits."""
+    """The upper 48 bits of Σ code_j · prime^(size−1−j) mod 2⁶⁴, for every `size` codes in a row."""
     count = max(0, len(codes) - size + 1)
     total = np.zeros(count, np.uint64)
     for step in range(size):
@@ -88,7 +88,7 @@ class Grams:
     """A set of grams.
 
     Args:
-        hashes: as `hash_grams` gives them, in any order, (grams,).
+        hashes: the result of `hash_grams`, in any order, (grams,).
     """
 
     def __init__(self, hashes: NDArray[np.uint64]) -> None:
@@ -104,14 +104,14 @@ class Grams:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Grams:
-        """The set that `to_bytes` wrote."""
+        """The set from the result of `to_bytes`."""
         packed = np.frombuffer(content, np.uint8).reshape(-1, _BYTES)
         wide = np.zeros((len(packed), 8), np.uint8)
         wide[:, :_BYTES] = packed
         return cls(wide.view("<u8")[:, 0].astype(np.uint64))
 
     def to_bytes(self) -> bytes:
-        """Six bytes for each gram, in order."""
+        """Six bytes for each gram, in ascending order."""
         return self._hashes.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :_BYTES].tobytes()
 
     def meet(self, hashes: NDArray[np.uint64]) -> bool:

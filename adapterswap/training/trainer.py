@@ -1,8 +1,8 @@
-"""TRL's SFTTrainer, set up from a recipe: everything that matters is set, nothing is left to a default that may change.
+"""Set up TRL's SFTTrainer from a recipe. Every option that affects the result is set, because defaults may change.
 
-Rows come in tokenised and masked, so the trainer's own preparation is skipped. Adds to it: a stop at the first loss
-that is not a number, a progress bar, a checkpoint every N samples, and two sides in turns. Importing this module
-imports torch and trl.
+Rows are already tokenised and masked, so the trainer's own preparation is skipped. Added are a stop at the first loss
+that is not finite, a progress bar, a checkpoint every N samples, and training of two sides in turns. Importing this
+module imports torch and trl.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["ExpertTrainer", "Sealing", "build_trainer", "lora_config"]
 
 
 class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
-    """An SFTTrainer that stops when the loss is not finite, and sends nothing to its makers.
+    """An SFTTrainer that stops if the loss is not finite, and sends no telemetry.
 
     Attributes:
-        rows_in_turns: the order of the rows, where it is not a shuffle.
-        seconds_evaluating: how long the validation loss was measured so far.
+        rows_in_turns: the order of the rows, if two sides are trained in turns.
+        seconds_evaluating: how long the validation loss has been measured so far.
     """
 
     rows_in_turns: RowsInTurns | None = None
@@ -55,7 +55,7 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """See the Trainer. Reading the rows draws from the generator that dropout draws from, which is put back."""
+        """See the Trainer. Reading rows draws from dropout's random generator, whose state is restored here."""
         began = time.monotonic()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             losses: dict[str, float] = super().evaluate(*args, **kwargs)
@@ -63,7 +63,7 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         return losses
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """See the Trainer, whose loss is a mean of batch means; here it is the loss per token, over all rows."""
+        """See the Trainer. Its loss is a mean of batch means; this one is the mean over all tokens."""
         self._held_out = torch.zeros(2, dtype=torch.float64)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         loss, tokens = self._held_out.tolist()
@@ -71,12 +71,14 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         return output
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
-        """See the Trainer. Adds each row's loss and tokens; rows that fill up the last batch of all processes are
-        dropped again by the gathering."""
+        """See the Trainer. Sums losses and tokens by row, so that gathering can drop rows that fill a batch up."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs = model(**inputs, use_cache=False, fused_lm_head=True)
-        losses, counted = -outputs.log_probs.double(), outputs.label_mask.double()  # both zero where no loss is taken
+        losses, counted = (
+            -outputs.log_probs.double(),
+            outputs.label_mask.double(),
+        )  # both zero where no loss is computed
         if losses.shape[0] == 1 and "position_ids" in inputs:  # rows without padding, one after the other
             row = ((inputs["position_ids"].reshape(-1) == 0).cumsum(0) - 1)[: losses.shape[1]]
         else:
@@ -88,14 +90,14 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         return (total[0] / total[1].clamp(min=1)).to(losses.device), None, None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """TRL writes a card beside its checkpoints; the expert's own is written at the end."""
+        """Skips TRL's card for checkpoints. The expert's card is written at the end."""
 
     def _send_telemetry(self) -> None:
-        """TRL tells its makers of each run over the network; training here works, and stays, offline."""
+        """Skips TRL's report of each run over the network; training works offline."""
 
 
 class _ProgressCallback(TrainerCallback):  # type: ignore[misc]
-    """Drives the bar; has the loss recorded at the end, and at checkpoints, so that a resumed run reports the same."""
+    """Updates the bar, and logs the loss at checkpoints and at the end, so that a resumed run reports the same."""
 
     def __init__(self, bar: ProgressRow) -> None:
         self._bar = bar
@@ -114,7 +116,7 @@ class _ProgressCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class Sealing(TrainerCallback):  # type: ignore[misc]
-    """Notes what a checkpoint holds once every process has written its part."""
+    """Records the hashes of a checkpoint's files once every process has written its part."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -149,9 +151,9 @@ def build_trainer(
 
     Args:
         train, validation: datasets with input_ids and labels (and seq_lengths if packed); validation may be None.
-        parts: how many of `train` each side has.
-        steps: how many there will be; a schedule that decays at the end needs to know.
-        checkpoints: where they go.
+        parts: how many rows of `train` each side has.
+        steps: how many steps the run has, for schedules that decay at the end.
+        checkpoints: the folder for checkpoints.
     """
     adapted = recipe.adapter.method == "lora"
     if not adapted:
@@ -176,7 +178,7 @@ def build_trainer(
     if turns := recipe.simultaneous:
         if trainer.is_fsdp_enabled:
             raise UnsupportedError(
-                "FSDP joins parameters that `simultaneous` freezes apart",
+                "FSDP joins parameters that `simultaneous` has to freeze separately",
                 "Start it without FSDP, or train the sides in separate runs and compose them",
                 parameter="simultaneous",
             )
@@ -223,7 +225,7 @@ def _arguments(
         use_cpu=device == "cpu",
         bf16=dtype == "bfloat16",
         dataset_kwargs={"skip_prepare_dataset": True},
-        # In turns, each step leaves the other side's parameters unused, and its gradients must stay absent.
+        # Each step uses the parameters of one side only; the others must have no gradient.
         ddp_find_unused_parameters=recipe.simultaneous is not None,
         # when something is saved or logged
         save_strategy="steps" if options.save_every_samples else "no",

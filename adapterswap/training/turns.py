@@ -1,8 +1,8 @@
-"""Two partitions trained in turns: whose turn a step is, which rows it takes, and which parameters it may change.
+"""Train two partitions in turns: which side a step trains, on which rows, and which parameters it may change.
 
-A parameter whose turn it is not needs no gradient and so has none, and AdamW passes over parameters without a gradient:
-weights, moments, and their count of steps stay as they are, bit for bit. (A gradient of zero would move them: by the
-moments, and by weight decay.) Importing this module imports torch and transformers.
+The parameters of the other side are frozen and have no gradient. AdamW skips parameters without a gradient, so their
+weights, moments and step counts stay the same, bit for bit. A gradient of zero would change them, through the moments
+and weight decay. Importing this module imports torch and transformers.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ __all__ = ["RowsInTurns", "Turns", "side_of_step"]
 
 
 def side_of_step(step: int, steps_per_switch: int) -> Side:
-    """Whose turn step 0, 1, … is: the task begins."""
+    """The side that a step trains, counted from 0. The task side comes first."""
     return SIDES[step // steps_per_switch % 2]
 
 
 class RowsInTurns(Sampler[int]):
-    """The rows of a whole run, in order: those of a step are all of the side whose turn it is.
+    """The order of the rows of a whole run. All rows of a step belong to the side that the step trains.
 
-    Each side's rows come in an order drawn anew for each pass over them.
+    The rows of a side are shuffled again for each pass over them.
 
     Args:
-        parts: rows of either side; the dataset holds the task's first.
-        steps: of the run.
-        rows_a_step: on all processes together.
-        steps_per_switch: steps of one side before the other's turn.
-        seed: of the orders.
+        parts: how many rows each side has; in the dataset the task's come first.
+        steps: how many steps the run has.
+        rows_a_step: how many rows a step has, on all processes together.
+        steps_per_switch: how many steps one side trains before the other takes over.
+        seed: for shuffling.
     """
 
     def __init__(self, parts: Sequence[int], *, steps: int, rows_a_step: int, steps_per_switch: int, seed: int) -> None:
         self._rows = np.empty((steps, rows_a_step), np.int64)
         turns = np.arange(steps) // steps_per_switch % 2
         for side, (first, count) in enumerate(zip((0, parts[0]), parts, strict=True)):
-            mine = turns == side
-            drawn = _passes(count, int(mine.sum()) * rows_a_step, np.random.default_rng([seed, side]))
-            self._rows[mine] = first + drawn.reshape(-1, rows_a_step)
+            own_steps = turns == side
+            drawn = _passes(count, int(own_steps.sum()) * rows_a_step, np.random.default_rng([seed, side]))
+            self._rows[own_steps] = first + drawn.reshape(-1, rows_a_step)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._rows.ravel().tolist())
@@ -55,18 +55,18 @@ class RowsInTurns(Sampler[int]):
 
 
 def _passes(count: int, wanted: int, chance: np.random.Generator) -> NDArray[np.int64]:
-    """`wanted` numbers below `count`: one permutation of all after the other."""
+    """`wanted` numbers below `count`, from one permutation after the other."""
     passes = [chance.permutation(count) for _ in range(-(-wanted // count))]
     return np.concatenate([np.empty(0, np.int64), *passes])[:wanted]
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
-    """Before each step, freezes one side's parameters and frees the other's.
+    """Before each step, freezes the parameters of one side and unfreezes those of the other.
 
     Args:
-        model: the model in training, before anything wraps it for several processes.
-        targets: whose sides tell the parameters apart.
-        steps_per_switch: steps of one side before the other's turn.
+        model: the model, before it is wrapped for several processes.
+        targets: says which side a parameter belongs to.
+        steps_per_switch: how many steps one side trains before the other takes over.
     """
 
     def __init__(self, model: Any, targets: TrainingTargets, steps_per_switch: int) -> None:
