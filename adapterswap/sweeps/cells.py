@@ -1,4 +1,4 @@
-"""A cell: one thing that a sweep judges, as plain data that is written in JSON and read back; and what is asked of it.
+"""A cell is one thing that a sweep judges. Plain data that is written as JSON and read back.
 
 Knows nothing of how cells are made or judged.
 """
@@ -14,20 +14,20 @@ __all__ = ["Assignment", "Cell"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing that is judged: the base, an expert alone, or a composition of a pair.
+    """The base, an expert alone, or a composition of a pair.
 
     Attributes:
-        cell: its id: 12 hexadecimal digits of the SHA-256 of all that it is.
-        family: what its row of a table is called: base, task expert, language expert, layer_swap, soup, partition A, ….
-        task_expert: the names of the task side, several where they are souped; empty where there is none.
-        language_expert: likewise; empty for a reset to the base too.
-        other_experts: those of all other roles.
+        cell: the id: 12 hexadecimal digits of a SHA-256 of the other attributes.
+        family: the name of its row in tables: base, task expert, language expert, layer_swap, soup, partition A, ….
+        task_expert: the names of the experts on the task side. Several are averaged; empty if there is none.
+        language_expert: the same for the language side; also empty for a reset to the base.
+        other_experts: the experts of all other roles.
         composition: the fields of a `Composition` that are not its defaults; empty for the base.
-        output: `max_rank` or `max_error`, where the composition is reduced to an adapter before it is judged;
-            `full_rank`, where it is merged into full weights.
-        short: its short name: `math1+sw1@bottom=3,top=1`; an expert's name; `base`.
+        output: `max_rank` or `max_error` if the composition is reduced to an adapter before it is judged; `full_rank`
+            if it is merged into full weights.
+        short: the short name: `math1+sw1@bottom=3,top=1`; an expert's name; or `base`.
         default: whether it is the papers' default configuration of its family; see `defaults.default_of`.
-        tasks: what it is judged on: target tasks, then retention.
+        tasks: the tasks that it is judged on: target tasks, then retention.
     """
 
     cell: str
@@ -43,21 +43,21 @@ class Cell:
 
     @property
     def configuration(self) -> str:
-        """The cell without its experts: `bottom=3,top=1`; cells with the same one differ in their pair alone."""
+        """The settings without the experts: `bottom=3,top=1`. Cells of one configuration differ only in their pair."""
         return self.short.partition("@")[2] if self.composition else ""
 
     @property
     def identity(self) -> str:
-        """What cells of different families have in common that are the same, so that one of them is judged."""
+        """Equal for cells of different families that are the same composition, so that only one of them is judged."""
         return repr((sorted(self.composition.items()), sorted(self.output.items()), self.tasks))
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a bound on the rank was asked for, so that what is judged is an approximation."""
+        """Whether the rank is bounded, so that the judged adapter is an approximation."""
         return bool(self.output.keys() - {"full_rank"})
 
     def as_json(self) -> dict[str, Any]:
-        """A side is a name, a list of names where it is souped, or null."""
+        """Plain data, in which a side is a name, a list of names that are averaged, or null."""
         return {
             "cell": self.cell,
             "family": self.family,
@@ -89,11 +89,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a judge is given: a cell, on everything that it is judged on, or on a rung of a search that halves.
+    """A cell to judge, on all documents or on those of a rung of successive halving.
 
     Attributes:
         cell: the cell.
-        documents: target task → the documents that are asked, equally many of each; None for all of all tasks.
+        documents: target task → the documents to judge on, the same number for each task; None for all documents.
     """
 
     cell: Cell
@@ -101,7 +101,7 @@ class Assignment:
 
     @property
     def rung(self) -> int | None:
-        """How many documents of each task there are; None for all."""
+        """The number of documents of each task; None for all."""
         return None if self.documents is None else len(next(iter(self.documents.values())))
 
 

@@ -1,9 +1,9 @@
-"""A sweep in a few rows: per family how its cells did, and its best configuration.
+"""Summarize a sweep: for each family the scores of its cells, and its best configuration.
 
-The best configuration is chosen on the documents set apart for that, and reported on the others, among those that are
-finished with all of their pairs: means over other pairs do not compare; of equals it is the
-papers' default, then the first of the recipe (`best_of`, which reports use too). Min, mean and max are over cells, on
-all documents. Intervals and tests are not this module's. Knows results; knows nothing of models.
+The best configuration is chosen on the documents set apart for choosing, and reported on the others. Only
+configurations that are finished with all their pairs take part, because means over different pairs do not compare. Of
+equal ones the papers' default is taken, then the first of the recipe (`best_of`, which reports use too). Min, mean and
+max are over cells, on all documents. Intervals and tests are made elsewhere. Knows results; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _Candidate = TypeVar("_Candidate")
 
 @dataclass(frozen=True)
 class Row:
-    """One family.
+    """A family.
 
     Attributes:
-        family: what it is called.
-        n: its finished cells that have a value, see `cell_value`.
-        minimum, mean, maximum: of these values; None where there are none.
-        configurations: how many it has, of those that have a finished cell.
-        best: the configuration with the best mean over its pairs on the documents to choose on, see `best_of`, among
-            those of which no pair is missing; None where there is nothing to choose.
-        chosen_at: its mean there.
-        reported_at: its mean on the other documents; of the only configuration, if there is one.
-        relative_error: the largest of its cells, see `CellResult`; None where all of them are exact.
+        family: its name.
+        n: how many of its finished cells have a value, see `cell_value`.
+        minimum, mean, maximum: of these values; None if there are none.
+        configurations: how many of its configurations have a finished cell.
+        best: the configuration with the best mean over its pairs on the documents to choose on, see `best_of`. Only
+            configurations without a missing pair take part; None if there is nothing to choose.
+        chosen_at: the mean of `best` on the documents to choose on.
+        reported_at: the mean of `best`, or of the only configuration, on the other documents.
+        relative_error: the largest of its cells, see `CellResult`; None if all of them are exact.
     """
 
     family: str
@@ -53,7 +53,7 @@ class Row:
 
 
 def cell_value(result: CellResult, tasks: Mapping[str, TaskInfo]) -> float | None:
-    """The mean of a cell's primary scores over its target tasks, on all documents; None where one is not a number."""
+    """The mean of a cell's primary scores over its target tasks, on all documents; None if one is not a number."""
     return _mean(result.results[task.name].value for task in _targets(result, tasks))
 
 
@@ -78,7 +78,7 @@ def better(one: CellResult | None, other: CellResult, tasks: Mapping[str, TaskIn
 
 
 def summarize(run: Run) -> list[Row]:
-    """A row for each family that has a finished cell, in the order in which they began."""
+    """A row for each family that has a finished cell, in the order of their first cells."""
     families: dict[str, list[CellResult]] = {result.cell.family: [] for result in run.results}
     places = {cell.cell: place for place, cell in enumerate(run.cells)}
     for result in sorted(run.results, key=lambda result: places.get(result.cell.cell, len(places))):
@@ -149,12 +149,12 @@ def _targets(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo]) -> 
 
 
 def sign_of(results: Iterable[CellResult | RungResult], tasks: Mapping[str, TaskInfo]) -> int:
-    """-1 where less is better."""
+    """-1 if less is better, otherwise 1."""
     return 1 if all(task.higher_is_better for result in results for task in _targets(result, tasks)) else -1
 
 
 def half_value(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo], half: str) -> float | None:
-    """The mean over target tasks of the mean over one part of their documents, of those that were asked."""
+    """The mean over target tasks of the mean score on one part of their documents, `select` or `report`."""
     return _mean(result.results[task.name].mean_over(getattr(task, half)) for task in _targets(result, tasks))
 
 

@@ -1,4 +1,4 @@
-"""What judging gives, as plain data that is written in JSON and read back: tasks, scores, results of cells.
+"""The results of judging: tasks, scores and cells. Plain data that is written as JSON and read back.
 
 Knows nothing of folders, of how cells are made or judged, or of statistics.
 """
@@ -20,14 +20,14 @@ class TaskInfo:
 
     Attributes:
         name: its name.
-        role: `target`, or `retention` for a task whose score is reported beside.
-        language: the code of its language as its name gives it (sw, swh_Latn); None where it gives none.
+        role: `target`, or `retention` for a task that is reported but does not choose configurations.
+        language: the code of its language, taken from its name (sw, swh_Latn); None if the name has none.
         primary: (metric, filter) of the score that counts.
-        higher_is_better: whether more of it is better.
-        num_docs: how many documents are asked.
+        higher_is_better: whether a higher score is better.
+        num_docs: how many documents it has.
         select: the documents on which configurations are chosen.
-        report: the others, on which the chosen ones are reported.
-        sha256: of what it asks and how it scores, see `task_fingerprint`; None in sweeps of older versions.
+        report: the other documents, on which the chosen ones are reported.
+        sha256: of its questions and its scoring, see `task_fingerprint`; None in sweeps of older versions.
     """
 
     name: str
@@ -72,12 +72,13 @@ class TaskValue:
     """The scores of one cell on one task.
 
     Attributes:
-        value: the primary score over all documents; None where it is not a number.
-        stderr: its standard error; None where it is not known.
+        value: the primary score over all documents; None if it is not a finite number.
+        stderr: its standard error; None if it is unknown.
         scores: every score, by `metric,filter`.
-        docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++).
-        cut: how many outputs ended at the limit of tokens; None for tasks that compare likelihoods, and in sweeps of
-            older versions, which did not record it.
+        docs: document → its primary score; empty for scores that only a whole corpus has (BLEU, chrF++), and if `value`
+            is None.
+        cut: how many outputs ended at the token limit; None for tasks that compare likelihoods, and in sweeps of older
+            versions, which did not record it.
     """
 
     value: float | None
@@ -87,12 +88,12 @@ class TaskValue:
     cut: int | None = None
 
     def mean_over(self, doc_ids: tuple[int, ...]) -> float | None:
-        """The mean of the primary score over these documents; None where documents have no scores of their own."""
-        found = [self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs]
-        return sum(found) / len(found) if found else None
+        """The mean primary score of these documents; None if documents have no scores of their own."""
+        scores = [self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs]
+        return sum(scores) / len(scores) if scores else None
 
     def only(self, doc_ids: tuple[int, ...]) -> TaskValue:
-        """The scores of some documents, without what is said of all of them."""
+        """The scores of these documents alone, without those of the whole task."""
         return TaskValue(None, None, {}, {doc_id: self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs})
 
     def as_json(self) -> dict[str, Any]:
@@ -111,11 +112,11 @@ class CellResult:
 
     Attributes:
         cell: what was judged.
-        results: by task.
-        seconds: `switch`, from one composition to this one, and `evaluate`.
-        relative_error: of a cell with a bound on its rank, the largest ‖ΔW − ΔW'‖ / ‖ΔW‖ of a module (Frobenius norm),
-            ΔW' being what was judged, its rounding included; 0 if nothing had to be reduced. None for cells without a
-            bound, which are exact, and in sweeps of older versions, which did not record it.
+        results: task → scores.
+        seconds: `switch`, for making this composition from the previous one, and `evaluate`.
+        relative_error: for a cell with a bounded rank, the largest ‖ΔW − ΔW'‖ / ‖ΔW‖ of a module (Frobenius norm); ΔW'
+            is what was judged, after rounding; 0 if nothing had to be reduced. None for cells without a bound, which
+            are exact, and in sweeps of older versions, which did not record it.
     """
 
     cell: Cell
@@ -136,13 +137,13 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RungResult:
-    """What a search that halves saw of a cell before it was judged whole, or given up.
+    """The scores of a cell on a rung of successive halving, before it was judged on all documents or given up.
 
     Attributes:
-        cell: its id.
-        documents: how many documents of each target task it was judged on.
-        results: by target task, over these documents.
-        seconds: as for a `CellResult`.
+        cell: the cell's id.
+        documents: on how many documents of each target task it was judged.
+        results: target task → scores over these documents.
+        seconds: see `CellResult`.
     """
 
     cell: str
@@ -162,11 +163,11 @@ class RungResult:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a sweep has found so far.
+    """The results of a sweep so far.
 
     Attributes:
-        results: by cell, what is finished.
-        rungs: by cell and number of documents.
+        results: cell → its result.
+        rungs: (cell, number of documents) → its result.
     """
 
     results: dict[str, CellResult] = field(default_factory=dict)
@@ -180,18 +181,18 @@ class Findings:
 
     @property
     def seen(self) -> set[str]:
-        """Cells that were judged on some documents at least."""
+        """The cells that were judged on at least some documents."""
         return {*self.results, *(cell for cell, _ in self.rungs)}
 
     def get(self, assignment: Assignment) -> CellResult | RungResult | None:
-        """What an assignment gave, or what a finished cell's result says of it; None if it is not known."""
+        """The result of an assignment, if need be from the result of its finished cell; None if there is none."""
         cell, rung = assignment.cell.cell, assignment.rung
         finished = self.results.get(cell)
         if assignment.documents is None or rung is None:
             return finished
         seen = self.rungs.get((cell, rung))
         asked = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
-        # With another seed of the search, as many documents are other ones.
+        # A search with another seed takes other documents, though as many.
         if seen is not None and {task: {*value.docs} for task, value in seen.results.items()} == asked:
             return seen
         if finished is None:
