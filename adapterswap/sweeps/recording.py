@@ -1,10 +1,10 @@
-"""Write a sweep's folder, a cell at a time, so that it can be killed anywhere and resumed.
+"""Write a sweep's folder, a cell at a time, so that a sweep that was killed at any point can be resumed.
 
-A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell whose line is whole is
-finished; a torn last line is cut off, there and in rungs.jsonl. Each is forced to the disk before the next step, so
-this also holds for a machine that loses power. Every line says its own hash and those of its samples and prompts. A
-lock keeps a second sweep out of the folder. Every line also says the conditions of its scores, so that lines of another
-sweep are noticed. Knows nothing of models or of making cells.
+A cell's samples are renamed into place before its line is appended to cells.jsonl, so a cell with a complete line is
+finished. An incomplete last line is removed, also in rungs.jsonl. Every step is synced to disk before the next, so
+this also holds after a power loss. Each line contains its own hash, the hashes of its samples and prompts, and the
+conditions under which the cell was judged. A lock keeps a second sweep out of the folder. Knows nothing of models or
+of making cells.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from adapterswap.sweeps.values import CellResult, Findings, RungResult
 __all__ = ["Recording", "check_out_path", "recording"]
 
 _LOCK, _TMP = "sweep.lock", ".tmp"
-# What may be there before the folder is known as a sweep: what a killed one left, and what was registered.
+# Files that may exist before sweep.json: those of a killed sweep, and a pre-registration.
 _BEFORE = {_LOCK, SWEEP + _TMP, PREREGISTRATION, PREREGISTRATION + _TMP}
 
 
 def check_out_path(
     folder: str | Path, described: Mapping[str, Any], *, overwrite: bool, inputs: Iterable[str | Path | None] = ()
 ) -> Findings:
-    """What is known from `folder`; nothing, if there is none. A dry run calls this too; nothing is changed.
+    """The results that `folder` contains; none if it does not exist. Changes nothing, and is called by dry runs too.
 
     Raises:
-        OutputError: it holds something other than a sweep, or, if `overwrite`, other files beside a sweep; it overlaps
-            an input, or holds the current folder.
-        RunError: without `overwrite`, it holds another sweep than `described`, or lacks samples.
+        OutputError: it is not the folder of a sweep, or, with `overwrite`, contains other files too; it overlaps an
+            input, or contains the current folder.
+        RunError: without `overwrite`, it holds another sweep than `described`, or its samples are missing.
         DataError: a file in it is damaged; see `read_run`.
     """
     folder = expand(folder)
@@ -82,9 +82,9 @@ def check_out_path(
 
 
 def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to resume another sweep; what `described` does not say yet is not compared.
+    """Refuse to resume another sweep. Keys that `described` does not have yet are not compared.
 
-    The recipe may be worded differently, as long as it means the same.
+    The recipe may be written differently if it means the same.
     """
     remedy = "Repeat the first sweep's settings, choose another path, or pass `overwrite=True`"
     problems = Problems(RunError)
@@ -108,23 +108,25 @@ def recording(
     overwrite: bool = False,
     inputs: Iterable[str | Path | None] = (),
 ) -> Iterator[Recording]:
-    """The folder of a sweep, locked, with what is finished in it.
+    """Lock the folder of a sweep, and read the results in it.
 
     Args:
-        folder: made if it is not there.
-        described: what is asked for, to be compared with what the folder was begun with.
-        overwrite: remove a sweep that is there.
-        inputs: what is read; the output may not overlap it.
+        folder: created if it does not exist.
+        described: the sweep to run; compared with the one in the folder.
+        overwrite: remove the sweep in the folder.
+        inputs: paths that are read; the output may not overlap them.
 
     Raises:
-        OutputError: another sweep is writing there, or it cannot be written; see also `check_out_path`.
+        OutputError: another sweep is writing to the folder, or it cannot be written; see also `check_out_path`.
     """
     folder, inputs = expand(folder), tuple(inputs)
     check_out_path(folder, described, overwrite=overwrite, inputs=inputs)
     with ExitStack() as stack:
         with _explained(folder):
             stack.enter_context(_held(folder))
-            found = check_out_path(folder, described, overwrite=overwrite, inputs=inputs)  # again, now it is ours
+            found = check_out_path(
+                folder, described, overwrite=overwrite, inputs=inputs
+            )  # again, now that it is locked
             if overwrite:
                 _clear(folder)
             _mend(folder)
@@ -135,7 +137,7 @@ class Recording:
     """A sweep's folder that is being written.
 
     Attributes:
-        found: what it holds.
+        found: the results in it.
     """
 
     def __init__(self, folder: Path, found: Findings) -> None:
@@ -146,10 +148,10 @@ class Recording:
         self._described: Mapping[str, Any] = {}
 
     def begin(self, described: Mapping[str, Any]) -> None:
-        """Write sweep.json, or compare with the one that is there.
+        """Write sweep.json, or compare `described` with it if it exists.
 
         Raises:
-            RunError: the folder was begun with something else.
+            RunError: the folder belongs to another sweep.
         """
         self._described = described
         if exists(self._folder / SWEEP):
@@ -164,24 +166,24 @@ class Recording:
         self._finish(result)
 
     def add_copy(self, result: CellResult, like: CellResult) -> None:
-        """Record a cell that equals a finished one, with that one's samples."""
+        """Record a cell that equals a finished one, with a copy of its samples."""
         self._place(self._samples(result), self._samples(like).read_text(encoding="utf-8"))
         self._finish(result)
 
     def add_rung(self, result: RungResult) -> None:
-        """Record what a search saw of a cell."""
+        """Record the scores of a cell on a rung."""
         self._append(RUNGS, result.as_json())
         self.found.rungs[result.cell, result.documents] = result
 
     def keep_questions(self, task: str, questions: Sequence[Mapping[str, Any]]) -> None:
-        """Write a task's prompts and targets, or compare them with those that are there; once in a process.
+        """Write a task's prompts and targets, or compare them with those in the folder. Done once in a process.
 
         Args:
             task: its name.
             questions: doc_id, prompt and target of each document.
 
         Raises:
-            RunError: the folder was begun with other prompts or targets, so that scores would not compare.
+            RunError: the folder has other prompts or targets, so scores would not compare.
         """
         if task in self._checked:
             return
@@ -233,7 +235,7 @@ class Recording:
                 sync_one(self._folder)
 
     def _place(self, path: Path, text: str) -> None:
-        """Write a file that is whole or absent."""
+        """Write a file so that it is complete or absent."""
         with _explained(self._folder):
             if not exists(path.parent):
                 path.parent.mkdir()
@@ -247,7 +249,7 @@ def _line(content: Mapping[str, Any]) -> str:
 
 
 def _strangers(folder: Path) -> list[str]:
-    """What no sweep wrote there, see `strangers`."""
+    """Files that no sweep wrote; see `strangers`."""
     prompts = ["*.jsonl"]
     with suppress(AdapterswapError, TypeError, AttributeError):
         prompts = [prompts_file(folder, name).name for name in read_json(folder / SWEEP).get("tasks", {})]
@@ -256,7 +258,7 @@ def _strangers(folder: Path) -> list[str]:
 
 
 def _mend(folder: Path) -> None:
-    """After a sweep that was killed: cut off torn lines, remove files that were not finished."""
+    """Clean up after a killed sweep: cut off incomplete lines, and remove unfinished files."""
     others = set(_strangers(folder))
     for left in (*folder.glob(f"*{_TMP}"), *folder.glob(f"{SAMPLES}/*{_TMP}"), *folder.glob(f"{PROMPTS}/*{_TMP}")):
         if left.relative_to(folder).as_posix() not in others:
@@ -267,7 +269,7 @@ def _mend(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a sweep; sweep.json, by which it is known as one, goes last. What was registered before it stays."""
+    """Remove a sweep. sweep.json, which identifies it, is removed last. A pre-registration stays."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == SWEEP):
         if path.name in (_LOCK, PREREGISTRATION):
             continue
@@ -276,7 +278,7 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Make the folder if need be, and keep a second sweep out of it."""
+    """Create the folder if necessary, and lock it."""
     made = not exists(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -285,12 +287,12 @@ def _held(folder: Path) -> Iterator[None]:
     finally:
         if made:
             with suppress(OSError):
-                folder.rmdir()  # where nothing came to be
+                folder.rmdir()  # succeeds only if nothing was written
 
 
 @contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Turn errors of the operating system into ours."""
+    """Turn errors of the operating system into an OutputError."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,9 @@
-"""What a sweep found, read back from its folder: what was asked, each finished cell's scores, its samples.
+"""Read a sweep's folder: its description, the scores of each finished cell, and samples.
 
-The folder holds sweep.json (what was asked), cells.jsonl (a line for each finished cell), `samples/` (a file for each
-cell), `prompts/` (a file for each task) and, of a search that halves, rungs.jsonl. A sweep that still runs, or was
-killed, can be read too: a last line may be torn, and is then left out. Knows nothing of models or of making cells.
+The folder contains sweep.json (the description), cells.jsonl (a line for each finished cell), `samples/` (a file for
+each cell), `prompts/` (a file for each task) and, after successive halving, rungs.jsonl. The folder of a sweep that is
+still running or was killed can be read too; an incomplete last line is ignored. Knows nothing of models or of making
+cells.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class Run:
     """A sweep's folder.
 
     Attributes:
-        folder: where it lies.
-        described: sweep.json as it stands: recipe, base, experts, settings, versions.
+        folder: its path.
+        described: the content of sweep.json: recipe, base, experts, settings, versions.
         tasks: by name, target tasks first.
-        cells: everything that was asked for, in order.
-        results: what is finished, in order.
-        rungs: what a search that halves saw of cells on some documents, in order.
-        elsewhere: of several runs that were combined: cell → its folder, for cells that are not in `folder`.
+        cells: all cells of the sweep, in order.
+        results: the finished cells, in order.
+        rungs: the scores of cells on the rungs of successive halving, in order.
+        elsewhere: after `combined`, cell → its folder, for cells that are not in `folder`.
     """
 
     folder: Path
@@ -80,13 +81,13 @@ class Run:
 
     @property
     def given_up(self) -> tuple[Cell, ...]:
-        """Cells that were judged on some documents, and not on all."""
+        """Cells that were judged on some documents but not on all."""
         seen = {rung.cell for rung in self.rungs} - {result.cell.cell for result in self.results}
         return tuple(cell for cell in self.cells if cell.cell in seen)
 
     @property
     def unfinished(self) -> tuple[Cell, ...]:
-        """Cells that are still to be judged; none are known where a search asks as it goes on."""
+        """Cells that are still to be judged. Empty for a search, which chooses its cells while it runs."""
         if self.described.get("recipe", {}).get("search"):
             return ()
         done = {result.cell.cell for result in self.results}
@@ -98,14 +99,14 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
 
     Args:
         folder: the folder.
-        whole: refuse sweeps of older versions, which have no hashes, and folders without prompts.
+        whole: refuse folders without prompts, and sweeps of older versions, which have no hashes.
 
     Raises:
         NotFoundError: it is not the folder of a sweep.
-        DataError: it is of another format, or a file or line in it is damaged or not as the sweep wrote it: a cell,
-            task or document that was not requested, one that is missing or there twice, a score that is not a finite
-            number or not the mean of its documents, samples or prompts that are missing, any other hash, or a cell that
-            was judged under other conditions.
+        DataError: its format is unknown, or a file or line in it is damaged or was changed: a cell, task or document is
+            missing, repeated or does not belong to the sweep; a score is not a finite number or not the mean of its
+            documents; samples or prompts are missing; a hash does not match; or a cell was judged under other
+            conditions.
     """
     folder = expand(folder)
     if not exists(folder / SWEEP):
@@ -135,7 +136,7 @@ def read_run(folder: str | Path, *, whole: bool = False) -> Run:
 
 
 def _check_mappings(described: Mapping[str, Any]) -> None:
-    """Raise ValueError where sweep.json has something else in the place of an object that is read later."""
+    """Raise ValueError if a value in sweep.json that is read later is not an object."""
     sources = described.get("experts", {})
     for key in ("base_model", "experts", "recipe", "settings", "versions"):
         if not isinstance(described.get(key, {}), dict):
@@ -153,7 +154,7 @@ def _as_written(content: Mapping[str, Any], whole: bool) -> bool:
 
 
 def _check(run: Run, cell_lines: list[dict[str, Any]], rung_lines: list[dict[str, Any]], whole: bool) -> None:
-    """Refuse lines that the sweep did not write so: they may have been edited, or their samples are gone."""
+    """Refuse lines that were changed, or whose samples are missing or were changed."""
     problems = Problems(DataError)
     known = {cell.cell: cell for cell in run.cells}
     seen: set[str] = set()
@@ -229,7 +230,7 @@ def _check_files(
 ) -> None:  # fmt: skip
     """Compare a cell's samples and its tasks' prompts with the hashes in its line; each file is read once."""
     for name, path in files_of(run.folder, result.cell).items():
-        left_out = not exists(path.parent) and (name.startswith(SAMPLES) or not whole)  # with the whole folder
+        left_out = not exists(path.parent) and (name.startswith(SAMPLES) or not whole)  # together with its folder
         if path in hashes or left_out or (name not in noted and not whole):
             continue
         hashes[path] = sha256_of(path) if exists(path) else None
@@ -242,7 +243,7 @@ def _check_files(
 
 
 def files_of(folder: Path, cell: Cell) -> dict[str, Path]:
-    """What belongs to a cell's line: its samples, and the prompts of its tasks; by their names in the folder."""
+    """The files that belong to a cell's line, by name in the folder: its samples and the prompts of its tasks."""
     paths = (samples_file(folder, cell), *(prompts_file(folder, task) for task in cell.tasks))
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
@@ -280,7 +281,7 @@ def _why_unsound(
 
 
 def _why_no_error(result: CellResult) -> str | None:
-    """What is wrong with a cell's relative error; None if nothing is, or if an older version left it out."""
+    """What is wrong with a cell's relative error; None if nothing is, or if it was not recorded."""
     error = result.relative_error
     if error is None or (result.cell.is_reduced and _is_finite(error) and error >= 0):
         return None
@@ -308,7 +309,7 @@ def _why_not_sampled(run: Run, result: CellResult) -> str | None:
 
 
 def _parse(path: Path, read: Callable[[dict[str, Any]], _Line]) -> list[tuple[dict[str, Any], _Line]]:
-    """The whole lines of a file and what they say, if there is one; what follows the last newline was torn off."""
+    """The complete lines of a file, parsed; none if there is no file. Text after the last newline is ignored."""
     if not exists(path):
         return []
     with open_regular(path, _REMEDY) as file:
@@ -330,7 +331,7 @@ def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
 
     Raises:
         DataError: the file is damaged.
-        AdapterswapError: there is no such file, or it cannot be read.
+        AdapterswapError: the file does not exist or cannot be read.
     """
     return _read_lines(Path(folder) / SAMPLES / f"{cell}.jsonl")
 
@@ -341,17 +342,17 @@ def read_prompts(folder: str | Path, task: str) -> dict[int, str]:
 
 
 def read_questions(folder: str | Path, task: str) -> list[dict[str, Any]]:
-    """What a task asks, document by document: doc_id, prompt and target; errors as for `read_samples`."""
+    """The doc_id, prompt and target of each document of a task; errors as for `read_samples`."""
     return _read_lines(prompts_file(Path(folder), task))
 
 
 def samples_file(folder: Path, cell: Cell) -> Path:
-    """Where a cell's samples lie."""
+    """The path of a cell's samples."""
     return folder / SAMPLES / f"{cell.cell}.jsonl"
 
 
 def prompts_file(folder: Path, task: str) -> Path:
-    """Where a task's prompts lie, whatever characters its name has."""
+    """The path of a task's prompts. Characters that a path cannot contain are quoted."""
     return folder / PROMPTS / f"{quote(task, safe='')}.jsonl"
 
 
