@@ -1,6 +1,6 @@
 """A random pico Llama, as transformers saves it and as GGUF, and two random experts, so that the example runs offline.
 
-python examples/on_device/pico.py DIR
+    python examples/on_device/pico.py FOLDER
 
 Its words are noise; that they change with the composition is what it shows. With a real base this file is not needed:
 llama.cpp's convert_hf_to_gguf.py makes the GGUF file.
@@ -8,7 +8,7 @@ llama.cpp's convert_hf_to_gguf.py makes the GGUF file.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import gguf
@@ -83,4 +83,6 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where base, base.gguf and experts go")
+    main(parser.parse_args().folder)
