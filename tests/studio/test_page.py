@@ -353,6 +353,8 @@ def test_the_page_fits(visit: Visit, scheme: str) -> None:
             page.get_by_role("tab", name=tab).last.click()
             page.wait_for_function(f"document.documentElement.scrollWidth === {width}")
         assert page.locator("#strip").evaluate("e => e.getBoundingClientRect().width") > 320
+        rows = {card.bounding_box()["y"] for card in page.locator("#written .answer").all()}
+        assert len(rows) == {1600: 1, 1280: 2, 800: 2, 380: 4}[width]
     dark = page.evaluate("document.body.classList.contains('dark')")
     assert dark == (scheme == "dark")
 
