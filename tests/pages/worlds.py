@@ -176,12 +176,14 @@ def evaluate_page() -> None:
 
 
 def report_page() -> None:
-    """A finished sweep of one pair, with made-up scores."""
+    """Finished sweeps of one pair, with made-up scores."""
     from reporting.crafting import craft, recipe
 
-    craft(
-        Path("runs/swahili"), recipe(task_experts={"math1": "experts/math1"}, language_experts={"sw1": "experts/sw1"})
-    )
+    pair = {"task_experts": {"math1": "experts/math1"}, "language_experts": {"sw1": "experts/sw1"}}
+    craft(Path("runs/swahili"), recipe(**pair))
+    swaps, ties = [{"bottom": [4, 5], "top": 1}], [{"method": "ties", "density": 0.5, "max_rank": 8}]
+    for name, compositions in (("swaps", swaps), ("ties", ties)):
+        craft(Path("runs") / name, recipe(**pair, compositions=compositions))
 
 
 SETUPS: dict[str, Callable[[], None]] = {
