@@ -1,7 +1,7 @@
-"""Compose on a loaded PeftModel: each LoRA layer gets its own active adapters and scalings, no tensor changes.
+"""Compose on a loaded PeftModel: each LoRA layer gets its own active adapters and scalings; no tensor changes.
 
-An executor of plans beside `writing`, and the way in for users. Knows what can be asked for; how layers are set
-(`switching`), put back (`session`) and split by rows (`batching`) it leaves to others.
+The entry point for users, and an executor of plans like `writing`. Layers are set in `switching`, put back in
+`session` and split by rows in `batching`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class LiveComposer:
     """Switches a PeftModel between compositions of the adapters loaded in it.
 
     A composition is a `Plan`, a `Composition`, or a name: `math+swahili`, `math+swahili@bottom=4,top=1`, a loaded
-    adapter alone (`math`), or `base`. A module's active adapters become the plan's terms, each with its scale
-    multiplied by its coefficient, so that the forward pass computes W·x + Σ c_i s_i B_i A_i x. Everything is set
-    through PEFT's own calls; adapters stay frozen; leaving puts back what was before.
+    adapter alone (`math`), or `base`. Each module activates the adapters of the plan's terms and multiplies their
+    scales by the coefficients, so the forward pass computes W·x + Σ c_i s_i B_i A_i x. Everything is set through
+    PEFT's own calls. Adapters stay frozen, and leaving a composition restores the previous state.
 
-    While a composition is active the model generates, merges (`merge_and_unload`), disables its adapters and loads
-    others as always; `set_adapter` and `delete_adapter` are refused. PEFT's `active_adapter` is one name, and goes on
-    naming the adapter that was active before; `save_pretrained` writes the experts (`save` here writes the
-    composition). Use one composer for a model, from one thread at a time.
+    While a composition is active, generating, merging (`merge_and_unload`), disabling adapters and loading others work
+    as usual; `set_adapter` and `delete_adapter` are refused. PEFT's `active_adapter` still names the adapter that was
+    active before. `save_pretrained` writes the experts; `save` writes the composition. Use one composer per model, from
+    one thread at a time.
 
     Args:
-        model: with the experts loaded under the names that compositions use.
+        model: a PeftModel with the experts loaded under the names that compositions use.
 
     Attributes:
         model: the PeftModel.
@@ -63,7 +63,7 @@ class LiveComposer:
 
     @classmethod
     def from_experts(cls, model: PreTrainedModel, experts: Mapping[str, Adapter | str | Path]) -> LiveComposer:
-        """Load experts into a base model, each a folder, a Hub id or an opened adapter, and compose on it.
+        """Load experts into a base model and return a composer for it. Each is a folder, a Hub id or an opened adapter.
 
         Raises:
             ArgumentError, ExpertError, UnsupportedError: see `load_expert`.
@@ -84,7 +84,7 @@ class LiveComposer:
         return f"<LiveComposer on {name!r}, experts: {', '.join(self.names)}; active: {self._described()}>"
 
     def _described(self) -> str:
-        """What is computed now, in a few words."""
+        """A short description of the active composition."""
         active = self._session.active
         if active is None:
             return "no composition"
@@ -94,12 +94,12 @@ class LiveComposer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The adapters that are loaded."""
+        """The names of the loaded adapters."""
         return tuple(self.model.peft_config)
 
     @property
     def plan(self) -> Plan | None:
-        """The active plan; None without a composition, for the base, and for rows."""
+        """The active plan; None if no composition, the base, or one composition per row is active."""
         active = self._session.active
         return active.plan if isinstance(active, Switch) else None
 
@@ -107,56 +107,61 @@ class LiveComposer:
         """Compute with `composition` until `reset` or the next `set`; None is the base.
 
         Raises:
-            CompositionError: its experts are not loaded, or not as the plan says.
+            ArgumentError, FieldError: it is of another type, or a name that cannot be parsed.
+            CompositionError: its experts are not loaded, or differ from the plan's.
             UnsupportedError: it cannot be computed live, or adapters are merged.
+            BaseModelError: the model's number of layers is not known.
         """
         self._session.set(self._catalogue.switch(composition))
 
     def reset(self) -> None:
-        """Leave the composition: everything is as it was before the first `set` or `use`.
+        """Leave the composition and restore the state before the first `set` or `use`.
 
-        Adapters that were merged meanwhile are unmerged first, by PEFT, whose rounding that leaves in the base.
+        Adapters merged in the meantime are unmerged first; PEFT's rounding stays in the base's weights.
         """
         self._session.reset()
 
     @contextmanager
     def use(self, composition: Composable) -> Iterator[None]:
-        """Compute with `composition` inside the block; afterwards, also after an exception, everything is as before.
+        """Compute with `composition` inside the block, and restore the previous state at its end, also on an exception.
 
-        Blocks can be nested; errors as for `set`.
+        Blocks can be nested. Raises the errors of `set`.
         """
         with self._session.using(self._catalogue.switch(composition)):
             yield
 
     @contextmanager
     def use_rows(self, compositions: Sequence[Composable], *, repeat: int = 1) -> Iterator[None]:
-        """Inside the block, compute every row of a batch with a composition of its own; None and `base` are the base.
+        """Compute each row of a batch with its own composition inside the block; None and `base` are the base.
 
-        Rows that share an expert in a layer are computed together. Equal to one row at a time up to rounding.
+        Rows that share an expert in a layer are computed together. The results equal those of one row at a time, up to
+        rounding.
 
         Args:
             compositions: one for each row.
-            repeat: how often each row is repeated by `model.generate` (num_beams, num_return_sequences).
+            repeat: how many times `model.generate` repeats each row (num_beams, num_return_sequences).
 
         Raises:
             CompositionError: as for `set`.
-            UnsupportedError: as for `set`; a layer that does not see rows (a mixture of experts); experts are pinned;
-                in the forward pass, a model in training mode.
-            ArgumentError: in the forward pass, a batch of another size.
+            UnsupportedError: as for `set`; a layer does not see rows (a mixture of experts); experts are pinned; or,
+                in the forward pass, the model is in training mode.
+            ArgumentError: in the forward pass, the batch has another size.
         """
         if self._session.pin is not None:
-            raise UnsupportedError("experts are pinned for one graph", "Leave composer.pinned(…) for a mixed batch")
+            raise UnsupportedError(
+                "use_rows cannot be used while experts are pinned", "Leave the composer.pinned(…) block first"
+            )
         with self._session.using(Rows([self._catalogue.switch(composition) for composition in compositions], repeat)):
             yield
 
     def generate(self, *, compositions: Sequence[Composable] | Composable = None, **batch: Any) -> Any:
-        """The model's own `generate`, with one composition, or one for each row of the batch.
+        """Call the model's own `generate` with one composition, or with one for each row of the batch.
 
-        Prompts padded on the right are moved to the right end first, since generation goes on there.
+        Prompts padded on the right are padded on the left instead, because generation continues at the right end.
 
         Args:
             compositions: one for all rows, or a sequence with one for each. None leaves the model as it is.
-            batch: what the tokenizer returned, and all options of `generate`.
+            batch: the tokenizer's output and any options of `generate`.
 
         Raises:
             CompositionError, UnsupportedError, ArgumentError: see `set` and `use_rows`.
@@ -174,13 +179,13 @@ class LiveComposer:
 
     @contextmanager
     def pinned(self, experts: Sequence[str] | None = None) -> Iterator[None]:
-        """Inside the block, switching changes numbers in tensors only, so that a compiled model is not recompiled.
+        """Switch without recompiling a compiled model: inside the block, switching only changes numbers in tensors.
 
-        The experts are active in every layer, those that a composition does not use with the factor 0: each costs
-        its time everywhere. Compile inside the block: `composer.model.get_base_model().compile()`.
+        Every pinned expert is computed in every layer, with the factor 0 where a composition does not use it. Compile
+        inside the block: `composer.model.get_base_model().compile()`.
 
         Args:
-            experts: their names; by default all that are loaded.
+            experts: their names; by default all loaded experts.
 
         Raises:
             ArgumentError: an expert is not loaded.
@@ -205,11 +210,11 @@ class LiveComposer:
         max_error: float | None = None,
         overwrite: bool = False,
     ) -> Path:
-        """Write the active composition as an adapter; arguments and errors as for `write_adapter`.
+        """Write the active composition as an adapter, with the arguments and errors of `write_adapter`.
 
-        Where the experts' files still hold the numbers that the model computes with, the result is what
-        `write_adapter` makes of these files, byte for byte. Otherwise (PEFT held an expert in another dtype, it was
-        loaded without this composer, it was trained since) it is made of the tensors in the model.
+        If the experts' files still hold the numbers that the model computes with, the result is byte for byte what
+        `write_adapter` writes from these files. If PEFT converted an expert to another dtype, if it was loaded without
+        this composer or trained since, the result is written from the tensors in the model.
 
         Raises:
             UnsupportedError: no composition with experts is active; see also `write_adapter`.
@@ -234,14 +239,14 @@ class LiveComposer:
         compositions: Sequence[str | Composition] = (),
         autocast_adapter_dtype: bool = True,
     ) -> str:
-        """Load another expert from disk, and return its name. An active composition stays active.
+        """Load another expert from disk and return its name. An active composition stays active.
 
         Args:
             expert: a folder, a Hub id or an opened adapter.
             name: what compositions call it; by default the folder's or repository's own name.
-            layers: only these of its layers, such as `0-4,30-31`; see `live.load_expert`.
-            compositions: instead of `layers`: only the layers that these compositions take from it.
-            autocast_adapter_dtype: PEFT's: hold float16 and bfloat16 experts in float32.
+            layers: load only these layers, such as `0-4,30-31`; see `live.load_expert`.
+            compositions: load only the layers that these compositions take from it, instead of `layers`.
+            autocast_adapter_dtype: PEFT's option of this name: hold float16 and bfloat16 experts in float32.
 
         Raises:
             ArgumentError: both `layers` and `compositions` are passed; see also `live.load_expert`.

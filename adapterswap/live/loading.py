@@ -1,6 +1,6 @@
 """Load experts from disk into a running model, whole or only some of their layers, checked before anything changes.
 
-Knows adapters and PEFT's loading. Knows nothing of which composition is active.
+Knows adapters and PEFT's loading, but not which composition is active.
 """
 
 from __future__ import annotations
@@ -60,23 +60,22 @@ def load_expert(
 ) -> PeftModel:
     """Load an expert under `name`, frozen, and return the model as a PeftModel.
 
-    The base's own weights stay as they are: copies of them that the expert carries are only compared.
+    The base's own weights do not change: copies of them that the expert carries are only compared. After an error the
+    model is as it was.
 
     Args:
         model: the base, or a PeftModel that holds other experts.
         expert: an opened adapter, a folder or a Hub id.
         name: what compositions call it.
-        layers: only these of its layers, such as `0-4,30-31`, and what it has outside the layers. The others take no
-            memory, and a composition that asks for them is refused.
-        autocast_adapter_dtype: PEFT's: hold float16 and bfloat16 experts in float32.
+        layers: load only these layers, such as `0-4,30-31`, and whatever is outside the layers. The other layers take
+            no memory, and a composition that needs them is refused.
+        autocast_adapter_dtype: PEFT's option of this name: hold float16 and bfloat16 experts in float32.
 
     Raises:
         ExpertError: the expert is damaged, does not fit the model or carries a copy of another base's weight.
-        NotFoundError: there is no such expert.
-        ArgumentError: the name is taken or unfit, or there are no such layers.
+        NotFoundError: the expert does not exist.
+        ArgumentError: the name is taken or cannot be used, or the expert has no such layers.
         UnsupportedError: the expert is of a kind that cannot be composed.
-
-    After an error the model is as it was.
     """
     try:
         adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
@@ -96,17 +95,17 @@ def load_expert(
     if odd := sorted((loaded ^ kept.factors.keys()) | (whole ^ kept.saved.keys())):
         _remove(peft_model, name)
         raise ExpertError(
-            f"the expert {name!r} does not fit the model: {odd[0]} is in only one of its file and its config",
-            "Save the adapter again with PEFT, or write it with adapterswap slice",
+            f"the expert {name!r} does not fit the model: its config and its file disagree on {odd[0]}",
+            "Save the adapter again with PEFT, or write it with `adapterswap slice`",
             parameter="expert",
         )
     return peft_model
 
 
 def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
-    """The adapter under the names of a running model's modules, where it knows them by others.
+    """The adapter under the names that a running model has for its modules.
 
-    It is returned as it is where the model lacks a module under any name; `_check_fit` says so.
+    If the model lacks a module under any name, the adapter is returned unchanged, and `_check_fit` reports the module.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     held = {module for module, _ in base.named_modules()} | _parameters(base).keys()
@@ -123,33 +122,33 @@ def check_loadable(adapter: Adapter, name: str) -> None:
     other = next((part for part in adapter.opaque.values() if part.peft_type != LORA), None)
     if other is not None:
         raise UnsupportedError(
-            f"the expert {name!r} is {other.method} ({other.name}), and the live composer switches LoRA and its "
+            f"the expert {name!r} is {other.method} ({other.name}), and the live composer switches only LoRA and its "
             "variants",
-            "Write the composition with `compose` and load that, or turn the expert into rsLoRA with `convert`",
+            "Write the composition with `compose` and load the result, or convert the expert to rsLoRA with `convert`",
         )
     if adapter.config.tied and adapter.saved:
         raise UnsupportedError(
             f"the expert {name!r} holds {next(iter(adapter.saved))} in full and ties it to other modules "
             "(ensure_weight_tying), which the live composer cannot switch",
-            "Write the composition with `compose` and load that, or write full weights with `merge`",
+            "Write the composition with `compose` and load the result, or write full weights with `merge`",
         )
     if over := put_over_the_base(adapter):
         raise UnsupportedError(
-            f"the expert {name!r} carries whole weights ({over[0]}), which PEFT would put over the base's own",
+            f"the expert {name!r} carries whole weights ({over[0]}), with which PEFT would overwrite the base's own",
             "Load it with PEFT and save it with save_embedding_layers=False, or merge it into its base with `merge`",
         )
     if adapter.tokens:
         raise UnsupportedError(
-            f"the expert {name!r} trained tokens of {next(iter(adapter.tokens))} (trainable_token_indices), which the "
-            "live composer cannot switch",
-            "Write the composition with `compose` and load that, or write full weights with `merge`",
+            f"the expert {name!r} has trained tokens in {next(iter(adapter.tokens))} (trainable_token_indices), which "
+            "the live composer cannot switch",
+            "Write the composition with `compose` and load the result, or write full weights with `merge`",
         )
     if adapter.config.bias != "none":
         raise UnsupportedError(
             f"the expert {name!r} trained biases of the base (bias: {adapter.config.bias}"
             + "".join(f", such as {module}" for module in [*adapter.saved][:1])
-            + "), which PEFT would put over the base's own for every expert",
-            "Write the composition with `compose` and load that, or write full weights with `merge`",
+            + "), with which PEFT would overwrite the base's own for every expert",
+            "Write the composition with `compose` and load the result, or write full weights with `merge`",
         )
 
 
@@ -168,7 +167,7 @@ def load_experts(model: PreTrainedModel, plan: Plan) -> PeftModel:
 
 
 def slice_of(adapter: Adapter, layers: str, num_layers: NumLayers | None) -> Adapter:
-    """The adapter as it is once only `layers` of it are loaded.
+    """The adapter with only `layers` of it.
 
     Raises:
         AdapterswapError: of the classes that `slice_layers` raises.
@@ -183,10 +182,10 @@ def slice_of(adapter: Adapter, layers: str, num_layers: NumLayers | None) -> Ada
 def layers_taken(
     adapter: Adapter, name: str, compositions: Iterable[str | Composition], num_layers: NumLayers | None
 ) -> str:
-    """The layers that compositions take from an expert, written as in `0-4,30-31`.
+    """The layers that compositions take from an expert, in the form `0-4,30-31`.
 
     Raises:
-        CompositionError: they take none, or one of them is not the name of a composition.
+        CompositionError: they take none, or one of them is not a composition's name.
         BaseModelError: the model's number of layers is not known.
     """
     if num_layers is None:
@@ -203,7 +202,7 @@ def layers_taken(
     if not taken:
         raise CompositionError(
             f"the compositions take no layer from the expert {name!r}",
-            "Check the names in them",
+            "Check the names of the experts in them",
             parameter="compositions",
         )
     return format_layers(taken)
@@ -219,15 +218,15 @@ def _check_name(name: str, taken: Any) -> None:
         )
     if not fits_peft(name):
         problems.add(
-            f"{name!r} cannot be the name of an expert in PEFT",
-            f"Choose a name without dots that is not {BASE!r} or like 'lora'",
+            f"PEFT cannot hold an adapter under the name {name!r}",
+            f"Choose a name without dots that is neither {BASE!r} nor a part of 'lora_'",
             parameter="name",
         )
     problems.raise_if_any()
 
 
 def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
-    """Whether the base has every module of the adapter, in its shape, and the weights that the adapter carries."""
+    """Raise if the base lacks a module of the adapter, has it in another shape, or differs from a copy it carries."""
     problems = Problems(ExpertError)
     modules, parameters = dict(base.named_modules()), _parameters(base)
     _check_beside(adapter, name, modules, problems)
@@ -239,7 +238,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
         ahead = all(is_ahead(module, adapter.parts[module].layer, layers_of_base(base)) for module in missing)
         problems.add(
             f"the expert {name!r} adapts {and_more(missing)}, which the model does not have",
-            "transformers leaves out what predicts further tokens: write full weights with `merge`, which have it"
+            "transformers does not load layers that predict further tokens: write full weights with `merge` instead"
             if ahead
             else remedy,
             parameter="expert",
@@ -275,22 +274,22 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
 
 
 def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], problems: Problems) -> None:
-    """Whether PEFT can hold the adapter beside those in the model: no module in full in one, and adapted in another."""
+    """Report a module that the adapter holds in full and a loaded one adapts, or the reverse: PEFT cannot hold both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
     whole = {module for module, held in modules.items() if isinstance(held, ModulesToSaveWrapper)}
     adapted = {module for module, held in modules.items() if isinstance(held, BaseTunerLayer)}
     for ours, theirs, words in (
-        (adapter.saved.keys(), adapted, "holds {} in full and a loaded one adapts {}"),
-        (adapter.factors.keys(), whole, "adapts {} and a loaded one holds {} in full"),
+        (adapter.saved.keys(), adapted, "holds {} in full and a loaded expert adapts {}"),
+        (adapter.factors.keys(), whole, "adapts {} and a loaded expert holds {} in full"),
     ):
         for module in ours:
             at = next((other for other in theirs if _overlap(module, other)), None)
             if at is not None:
                 problems.add(
                     f"the expert {name!r} {words.format(module, at)}, which PEFT cannot hold side by side",
-                    "Write the composition with `compose` and load that, or write full weights with `merge`",
+                    "Write the composition with `compose` and load the result, or write full weights with `merge`",
                     parameter="expert",
                     kind=UnsupportedError,
                 )
@@ -298,17 +297,17 @@ def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], probl
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two modules are one, or one is inside the other, by their names."""
+    """Whether two names are of the same module, or of one inside the other."""
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def _axes(shape: tuple[int, ...]) -> list[int]:
-    """The sizes of a shape's axes in any order, which differs from model to model; a router's parameter has two."""
+    """The sizes of a shape's axes without 1s, sorted: their order differs between models. A router has two axes."""
     return sorted(size for size in shape if size != 1)
 
 
 def _parameters(base: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's matrices and stacks of them, by their names without PEFT's layers around them."""
+    """The shapes of a model's matrices and stacks of matrices, by name, without the names of PEFT's layers."""
     found = (
         (re.sub(r"(\.base_layer)+\.", ".", name), tuple(parameter.shape))
         for name, parameter in base.named_parameters()
@@ -319,7 +318,7 @@ def _parameters(base: Any) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | None) -> Iterator[Path]:
-    """The folder for PEFT to load: the expert's own, or a temporary one with what is loaded, under PEFT's names."""
+    """The folder for PEFT to load: the expert's own, or a temporary one with only what is loaded."""
     if layers is None and not adapter.renamed:
         with folder_without_copies(adapter.file) as folder:
             yield folder
@@ -339,28 +338,30 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | Non
 def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any:
     from peft import PeftModel
 
-    # `low_cpu_mem_usage` reads the tensors into place, without random ones before.
+    # `low_cpu_mem_usage` reads the tensors into place, without initialising random ones first.
     device = str(next(base.parameters()).device)
     options = {"low_cpu_mem_usage": True, "torch_device": device, "autocast_adapter_dtype": autocast}
     with quiet_peft():
-        warnings.filterwarnings("ignore", "Found missing adapter keys")  # checked afterwards, and reported as an error
-        # PEFT finds patterns for parameters (`target_parameters`) all the same.
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # `load_expert` checks this itself
+        # PEFT applies patterns of parameters (`target_parameters`) despite this warning.
         warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match", RuntimeWarning)
         try:
             if model is base:
                 return PeftModel.from_pretrained(model, str(folder), adapter_name=name, **options)
             model.load_adapter(str(folder), adapter_name=name, **options)
-        except AdapterswapError:  # of the composition that is active, which is put back after loading
+        except AdapterswapError:  # from putting the active composition back
             raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ExpertError(
-                f"the expert {name!r} does not fit the model: {reason_of(error)}", "Check both", parameter="expert"
+                f"the expert {name!r} does not fit the model: {reason_of(error)}",
+                "Load it into the base that it was trained on",
+                parameter="expert",
             ) from None
     return model
 
 
 def _remove(model: Any, name: str) -> None:
-    """Take an adapter out again, past the guard of a composition; PEFT would choose a new active adapter."""
+    """Remove an adapter again, bypassing `Guard`, and keep the active adapter, which PEFT would change."""
     if len(model.peft_config) == 1:
         model.unload()
         return
