@@ -113,7 +113,7 @@ def test_tables_name_what_their_intervals_are_over(tmp_path: Path, tasks: int, l
     asked = recipe(**sides, retention=[], compositions=[{"bottom": 5}])
     report = reported(craft(tmp_path / "run", asked, documents=8))
     assert f"bootstrap over {over}, " in latex_tables(report)
-    assert f"interval, over {over} together" in render_page(report)
+    assert f"Intervals are over {over}.\n" in render_page(report)
 
 
 def test_all_scores_equal(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_score_of_the_whole_corpus_is_not_said_to_be_parted(tmp_path: Path) ->
     assert (report.targets[0].select, report.targets[0].report, report.targets[0].of_corpus) == (0, 8, True)
     assert "Chosen on" not in latex_tables(report)
     assert "bootstrap over" not in latex_tables(report)
-    assert "are chosen on" not in render_page(report).split("The score is")[1].split("</p>")[0]
+    assert "are selected on" not in render_page(report).split("The score is")[1].split("</p>")[0]
     shown = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--dry-run"])
     assert f"{SW}, 8 documents" in shown.stdout
     assert "two experts" not in shown.stderr
@@ -355,7 +355,7 @@ def test_configurations_over_other_pairs_are_not_compared(tmp_path: Path) -> Non
 
 def test_a_difference_of_ranks_says_that_its_sign_is_turned(tmp_path: Path) -> None:
     folder = craft(tmp_path / "run", recipe(retention=[]), documents=8)
-    assert "its sign is turned" not in render_page(reported(folder))
+    assert "its sign is reversed" not in render_page(reported(folder))
     described = json.loads((folder / "sweep.json").read_text())
     described["tasks"][SW]["higher_is_better"] = False
     (folder / "sweep.json").write_text(json.dumps(described))
@@ -365,7 +365,7 @@ def test_a_difference_of_ranks_says_that_its_sign_is_turned(tmp_path: Path) -> N
     ranked = next(each for each in report.ranking.ranks.comparisons if {each.one, each.other} == {"base", "soup"})
     assert apart is not None
     assert ranked.difference == pytest.approx(-apart.mean)
-    assert "its sign is turned" in render_page(report)
+    assert "its sign is reversed" in render_page(report)
 
 
 def test_a_difference_that_rounds_to_zero_has_no_sign(tmp_path: Path) -> None:
