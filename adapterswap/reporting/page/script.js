@@ -1,5 +1,5 @@
 "use strict";
-// Tables sort by a column when its heading is pressed: best first, then the other way round. What has no value stays last.
+// Pressing a heading sorts its table by that column: best first, then reversed. Rows without a value stay last.
 for (const button of document.querySelectorAll("th button")) {
   button.addEventListener("click", () => {
     const heading = button.closest("th");
@@ -20,7 +20,7 @@ for (const button of document.querySelectorAll("th button")) {
     body.append(...keyed.map(([row]) => row));
   });
 }
-// Of the landscapes one is shown; without this script all are.
+// Shows one landscape at a time; without this script all are shown.
 for (const picker of document.querySelectorAll(".picker")) {
   const select = picker.querySelector("select");
   const show = () => {
