@@ -1,7 +1,7 @@
-"""A run's methods as a paragraph that a paper can take as it is: models, decoding, selection, statistics, versions.
+"""A run's methods as a paragraph to paste into a paper: models, decoding, selection, statistics, versions.
 
-Says only what the run recorded and what the report computed; where a run does not record something, the sentence is
-left out. Knows reports and what runs describe; knows nothing of pages.
+Says only what the run recorded and what the report computed; a sentence is left out if the run did not record its
+facts. Knows reports and what runs describe; knows nothing of pages.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from adapterswap.sweeps.freezing import Preregistration
 
 __all__ = ["methods_paragraph"]
 
-_HASH = 12  # digits of a SHA-256 that a reader compares
+_HASH = 12  # digits shown of a SHA-256
 
 
 def methods_paragraph(
     described: Mapping[str, Any], kind: str, units: str, reference: str, targets: Sequence[Target],
     ranking: Ranking | None, *, draws: int, seed: int, registered: Preregistration | None = None,
 ) -> str:  # fmt: skip
-    """The paragraph.
+    """The methods paragraph, on one line.
 
     Args:
-        described: what the run says of itself: sweep.json, or a lab run's scene.
+        described: the run's description of itself: sweep.json, or a lab run's scene.
         kind: `sweep` or `lab`.
         units: what methods are averaged over.
-        reference: the family that the others are compared with.
+        reference: the family with which the others are compared.
         targets: the tables.
         ranking: the tests, if there are any.
         draws, seed: of the bootstrap.
-        registered: what was registered before the run.
+        registered: what was registered before the run, if anything.
     """
     sentences = [
         *(_models(described) if kind == "sweep" else _lab(described)),
@@ -59,7 +59,7 @@ def _models(described: Mapping[str, Any]) -> list[str]:
     base, experts = described.get("base_model", {}), described.get("experts", {})
     found = []
     if "source" in base:
-        found.append(f"All compositions share the base model {_named(base, 'config_sha256', 'config ')}.")
+        found.append(f"All compositions use the base model {_named(base, 'config_sha256', 'config ')}.")
     sides: dict[str, list[str]] = {}
     for name, expert in experts.items():
         full = "files" in expert
@@ -87,45 +87,45 @@ def _evaluation(described: Mapping[str, Any], targets: Sequence[Target]) -> list
     shots = settings.get("num_fewshot")
     how = [f"with {shots} shots" if shots is not None else "with each task's own number of shots"]
     if settings.get("apply_chat_template"):
-        how.append("as a chat")
-    found = [f"We evaluate on {tasks} with {harness}, {', '.join(how)}."]
+        how.append("the chat template")
+    found = [f"We evaluate on {tasks} with {harness}, {' and '.join(how)}."]
     others = list(dict.fromkeys(task for target in targets for task in target.tasks if task != target.task))
     others = [task for task in others if task not in {target.task for target in targets}]
     if others:
-        found.append(f"The same compositions are also judged on {_listed(others)}.")
+        found.append(f"The same compositions are also evaluated on {_listed(others)}.")
     tokens = settings.get("max_gen_toks")
     generation = settings.get("gen_kwargs") or {}
     decoding = _listed([f"{key} = {value}" for key, value in generation.items()])
-    limits = f"up to {tokens} tokens unless a task sets its own limit" if tokens else ""
+    limits = f"outputs are limited to {tokens} tokens unless a task sets its own limit" if tokens else ""
     own = "Decoding follows each task's own settings" + (f", except {decoding}" if generation else "")
-    found.append(f"{own}; outputs have {limits}." if limits else f"{own}.")
+    found.append(f"{own}; {limits}." if limits else f"{own}.")
     if own_settings := settings.get("generation_config"):
         listed = _listed([f"{key} = {value}" for key, value in own_settings.items()])
-        found.append(f"What a task leaves open follows the model's own generation config ({listed}).")
+        found.append(f"Settings that a task leaves open follow the model's generation config ({listed}).")
     if settings.get("dtype"):
-        found.append(f"The base is held in {settings['dtype']}.")
+        found.append(f"The base model is loaded in {settings['dtype']}.")
     if settings.get("system_instruction"):
         found.append("A system instruction precedes each prompt.")
     if settings.get("limit") is not None:
         limit = settings["limit"]
-        found.append(f"Of each task we use the first {limit} documents." if limit >= 1 else
-                     f"Of each task we use the first {limit:.0%} of documents.")  # fmt: skip
+        found.append(f"We use the first {limit} documents of each task." if limit >= 1 else
+                     f"We use the first {limit:.0%} of each task's documents.")  # fmt: skip
     return found
 
 
 def _selection(described: Mapping[str, Any], kind: str, units: str, targets: Sequence[Target]) -> list[str]:
     if kind == "lab":
-        return ["Configurations were chosen for each seed on a development set."]
+        return ["Configurations were selected for each seed on a development set."]
     split = [target for target in targets if target.select]
     if not any(target.chosen for target in targets):
         return []
     if not split:
-        return ["No documents were set apart to choose configurations on, so defaults are reported."]
+        return ["No documents were set apart for selecting configurations, so we report defaults."]
     seed = described.get("recipe", {}).get("selection", {}).get("seed", 0)
     sizes = _by_task({target.task: f"{target.select} documents" for target in split})
     others = _by_task({target.task: str(target.report) for target in split})
     found = [
-        f"Configurations were chosen for each of the {units} separately on {sizes}, drawn with seed {seed}, and are "
+        f"Configurations were selected separately for each of the {units} on {sizes}, drawn with seed {seed}, and are "
         f"reported on the other {others}; ties go to the default configuration."
     ]
     if search := described.get("recipe", {}).get("search"):
@@ -134,7 +134,7 @@ def _selection(described: Mapping[str, Any], kind: str, units: str, targets: Seq
 
 
 def _by_task(numbers: Mapping[str, str]) -> str:
-    """One text if it is the same for all tasks; otherwise one for each, with the task's name."""
+    """The number if it is the same for all tasks; otherwise each number with its task."""
     if len({*numbers.values()}) == 1:
         return next(iter(numbers.values()))
     return _listed([f"{number} ({task})" for task, number in numbers.items()])
@@ -147,7 +147,7 @@ def _statistics(
     if any(row.difference and row.difference.low is not None for target in targets for row in target.rows):
         over = _listed(list(dict.fromkeys(resampled(target) for target in targets)))
         found.append(
-            "Differences are paired by document and expert, with 95 % intervals from a pigeonhole bootstrap (Owen "
+            "Differences are paired by document and expert and have 95 % intervals from a pigeonhole bootstrap (Owen "
             f"2007) over {over} ({draws:,} draws, seed {seed}), widened for small numbers of levels and not corrected "
             "for multiple comparisons."
         )
@@ -155,7 +155,7 @@ def _statistics(
     if ranks is None or ranking is None:
         return found
     if ranks.settings < MIN_UNITS:
-        return [*found, f"We report no p-values, since {ranks.settings} settings are fewer than {MIN_UNITS}."]
+        return [*found, f"We report no p-values: {ranks.settings} settings are fewer than the {MIN_UNITS} needed."]
     found += _tests(ranks, ranking)
     return found
 
@@ -169,11 +169,11 @@ def _tests(ranks: Ranks, ranking: Ranking) -> list[str]:
             f"Friedman's test over {ranks.settings} settings compares {methods} (χ² = {ranks.statistic:.2f}, "
             f"{len(ranks.mean_ranks) - 1} degrees of freedom, {p}, Kendall's W = {ranks.agreement:.2f}); mean ranks "
             f"differ at the 0.05 level if they are at least {ranks.critical_difference:.2f} apart (Nemenyi; Demšar "
-            "2006). Settings that share experts or documents are not independent, which these tests assume."
+            "2006). These tests assume independent settings; settings that share experts or documents are not."
         )
-    against = f"against {ranks.reference}" if ranks.reference else "between every two methods"
+    against = f"against {ranks.reference}" if ranks.reference else "between every pair of methods"
     found.append(
-        f"Wilcoxon's signed-rank tests {against} are corrected by Holm's method and given with rank-biserial "
+        f"Wilcoxon's signed-rank tests {against} are corrected by Holm's method and reported with rank-biserial "
         "correlations as effect sizes."
     )
     return found
@@ -182,8 +182,10 @@ def _tests(ranks: Ranks, ranking: Ranking) -> list[str]:
 def _registered(registered: Preregistration | None) -> list[str]:
     if registered is None:
         return []
-    kept = "and kept to" if not registered.differences else f"and changed since: {'; '.join(registered.differences)}"
-    return [f"Comparisons and selection were registered before the run (SHA-256 {registered.sha256}) {kept}."]
+    sentence = f"Comparisons and selection were registered before the run (SHA-256 {registered.sha256})"
+    if not registered.differences:
+        return [f"{sentence} and carried out as registered."]
+    return [f"{sentence}, with these departures: {'; '.join(registered.differences)}."]
 
 
 def _versions(described: Mapping[str, Any]) -> list[str]:
