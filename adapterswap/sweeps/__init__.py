@@ -1,7 +1,7 @@
-"""Sweeps: many compositions judged over one loaded base, in a folder that can be resumed and read back.
+"""Sweeps: judge many compositions over one loaded base, in a folder that can be resumed and read back.
 
-`sweep` runs a recipe, `read_run` reads its folder, `summarize` makes a few rows of it. Imports neither torch nor
-lm-evaluation-harness until something is evaluated.
+`sweep` runs a recipe, `read_run` reads its folder, and `summarize` reduces it to a row for each family. Imports neither
+torch nor lm-evaluation-harness until something is evaluated.
 """
 
 from __future__ import annotations

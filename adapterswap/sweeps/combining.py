@@ -1,6 +1,6 @@
-"""Several sweeps as one run: those whose scores compare, because they were judged under the same conditions.
+"""Combine sweeps that were judged under the same conditions, so that their scores can be compared, into one run.
 
-Knows what sweeps say of themselves and their cells; knows nothing of models, and writes nothing.
+Knows the description and the cells of sweeps; knows nothing of models, and writes nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["combined"]
 
 
 def combined(runs: Sequence[Run]) -> Run:
-    """The cells, tasks and experts of all runs; what several runs share counts once.
+    """One run with the cells, tasks and experts of all runs. Those that several runs share are included once.
 
     Raises:
-        DataError: the runs differ in the base, an expert, a task, a setting or a version; the same family has other
-            configurations in them; or the same cell has other scores.
+        DataError: the runs differ in the base, an expert, a task, a setting or a version; a family has different
+            configurations in them; or a cell has different scores.
     """
     problems = Problems(DataError)
     for one, other in combinations(runs, 2):
@@ -34,26 +34,26 @@ def combined(runs: Sequence[Run]) -> Run:
     for other in others:
         found = _with(found, other, problems)
     problems.raise_if_any()
-    if found.described.get("recipe", {}).get("search"):  # the order of a search is its history
+    if found.described.get("recipe", {}).get("search"):  # a search's results keep their order
         return found
     places = {cell.cell: place for place, cell in enumerate(found.cells)}
     return replace(found, results=tuple(sorted(found.results, key=lambda result: places[result.cell.cell])))
 
 
 def _compare(one: Run, other: Run, problems: Problems) -> None:
-    """Everything that scores depend on, and how documents are divided."""
+    """Compare everything that scores depend on, and how documents are divided."""
     described = conditions_of(one.described), conditions_of(other.described)
-    apart = differing(*described)
+    differences = differing(*described)
     for name in one.tasks.keys() & other.tasks.keys():
         for field in ("role", "select", "report"):
             values = (getattr(run.tasks[name], field) for run in (one, other))
             left, right = (list(value) if isinstance(value, tuple) else value for value in values)
             if left != right:
-                apart.append((f"tasks.{name}.{field}", left, right))
-    for name, left, right in apart:
+                differences.append((f"tasks.{name}.{field}", left, right))
+    for name, left, right in differences:
         problems.add(
             f"the runs differ in {name}: {shown_value(left)} in {one.folder}, {shown_value(right)} in {other.folder}",
-            "Report each run by itself, or judge one of them again with the settings of the other",
+            "Report each run separately, or run one of them again under the conditions of the other",
             parameter="run",
         )
 
@@ -68,7 +68,7 @@ def _with(one: Run, other: Run, problems: Problems) -> Run:
         if before is None:
             added.append(result)
         elif before != result:
-            problems.add(_other_score(one, other, before, result), "Report each run by itself", parameter="run")
+            problems.add(_other_score(one, other, before, result), "Report each run separately", parameter="run")
     return replace(
         one,
         described=_described(one.described, other.described),
@@ -81,19 +81,19 @@ def _with(one: Run, other: Run, problems: Problems) -> Run:
 
 
 def _compare_families(one: Run, other: Run, problems: Problems) -> None:
-    """A family that is defined otherwise would be one row of two methods."""
+    """Refuse families that the runs define differently: one row would mix two methods."""
     families = ({cell.family: set[str]() for cell in run.cells} for run in (one, other))
     left, right = families
     for found, run in ((left, one), (right, other)):
         for cell in run.cells:
             found[cell.family].add(_configuration(cell))
     for family in left.keys() & right.keys():
-        if apart := sorted(left[family] ^ right[family]):
-            place = one.folder if apart[0] in left[family] else other.folder
+        if only_one := sorted(left[family] ^ right[family]):
+            place = one.folder if only_one[0] in left[family] else other.folder
             problems.add(
-                f"{family!r} has {apart[0] or 'its only configuration'} in {place} alone, so the name stands for two "
-                "different methods",
-                "Rename the family in one recipe and run that sweep again, or report each run by itself",
+                f"{family!r} has {only_one[0] or 'a configuration without settings'} only in {place}, so the runs use "
+                "one name for two methods",
+                "Rename the family in one recipe and run that sweep again, or report each run separately",
                 parameter="run",
             )
 
@@ -108,10 +108,10 @@ def _other_score(one: Run, other: Run, before: CellResult, result: CellResult) -
         if value != result.results.get(task):
             now = result.results[task].value if task in result.results else None
             return (
-                f"{result.cell.short} scored {value.value} on {task} in {one.folder} and {now} in {other.folder}, or "
-                "other documents were right"
+                f"{result.cell.short} has different scores on {task}, in the mean or for single documents: "
+                f"{value.value} in {one.folder}, {now} in {other.folder}"
             )
-    return f"{result.cell.short} has another relative error in {one.folder} and in {other.folder}"
+    return f"{result.cell.short} has different relative errors in {one.folder} and {other.folder}"
 
 
 def _described(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""What scores must have in common before they are compared: base, experts, tasks, settings and versions.
+"""The conditions under which cells were judged: base, experts, tasks, settings and versions.
 
-Knows what a sweep says of itself, as plain data; knows nothing of folders or scores.
+Scores can be compared only if their conditions are equal.
+Knows the description of a sweep, as plain data; knows nothing of folders or scores.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 __all__ = ["conditions_of", "differing", "shown_value"]
 
 _OF_TASKS = ("sha256", "primary", "num_docs")
-_NOT_COMPARED = ("source",)  # only a name; the hashes say whether two experts are the same
+_NOT_COMPARED = ("source",)  # only a name; two experts are the same if their hashes are
 _DIGITS = 12
 _LONGEST = 60
 
@@ -42,9 +43,9 @@ def conditions_of(
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What differs: (name, value in `one`, value in `other`); None for a missing value.
+    """The conditions that differ: (name, value in `one`, value in `other`); None for a missing value.
 
-    Experts and tasks that only one of the two has are not compared.
+    Experts and tasks that only one of the two contains are not compared.
     """
     things = {_thing(name) for name in one} & {_thing(name) for name in other}
     names = [*one, *(name for name in other if name not in one)]
