@@ -1,9 +1,9 @@
 """Judge cells in worker processes over Ray, on this machine or many.
 
-Each worker prepares the same sweep itself and loads the base and the experts once; it must find what this process
-found, or it is refused. Cells are handed out one at a time and their results come back in the order of the cells. The
-cell of a worker that dies is given to the next that is free, and another worker is started in its place. Only this
-process writes. Knows judges and Ray; knows nothing of the folder, or of which cells there are.
+Each worker prepares the same sweep itself and loads the base and the experts once. It is refused if its files or
+versions differ from this process's. Workers get one cell at a time, and results are returned in the order of the cells.
+If a worker dies, another is started in its place, and the next free worker judges its cell. Only this process writes.
+Knows judges and Ray; knows nothing of the folder, or of which cells there are.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from adapterswap.sweeps.recipe import SweepRecipe, with_places
 __all__ = ["over_ray"]
 
 LOCAL = "local"
-_DEATHS = 3  # of workers, at one cell or while they load, until it is no accident
-_AHEAD = 4  # finished cells that wait for an earlier one, per worker: what a kill of this process may cost
+_DEATHS = 3  # of workers, on one cell or while loading, before the sweep ends
+_AHEAD = 4  # finished cells per worker that wait for an earlier one; killing this process loses them
 
 
 @contextmanager
 def over_ray(
     prepared: PreparedSweep, address: str, *, workers: int | None = None, device: str = "auto", dtype: str = "auto"
 ) -> Iterator[Judge]:
-    """A judge whose workers run over Ray; they end with the context, and so does a cluster that was started for it.
+    """A judge whose workers run over Ray. The workers, and a cluster that was started here, end with the context.
 
     Args:
         prepared: the sweep. The workers must find its folders at the same paths.
-        address: of a cluster, as `ray.init` takes it; `local` starts one on this machine.
-        workers: how many, each on a GPU where the cluster has any, else each on a CPU; None for one on each GPU.
-        device: as for `sweep`, and `cpu` where the cluster has no GPU.
+        address: the address of a cluster, as for `ray.init`; `local` starts one on this machine.
+        workers: how many, each on a GPU if the cluster has any, otherwise each on a CPU; None for one on each GPU.
+        device: as for `sweep`; always `cpu` if the cluster has no GPU.
         dtype: as for `sweep`.
 
     Raises:
         ArgumentError: the cluster has fewer GPUs or CPUs than `workers`.
         DependencyError: Ray is not installed.
-        RunError: the cluster cannot be reached; a worker finds other experts or versions, or dies time and again.
+        RunError: the cluster cannot be reached; a worker has other experts or versions; workers die repeatedly.
         AdapterswapError: a worker cannot open the sweep.
     """
     ray = _ray()
@@ -80,7 +80,7 @@ def over_ray(
 
 
 def _ray() -> Any:
-    """Ray itself, untyped, so that types are checked alike where it is not installed."""
+    """The module `ray`, untyped, so that type checks do not depend on whether it is installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         return import_module("ray")
@@ -95,30 +95,30 @@ def _connect(address: str, workers: int | None) -> None:
         quiet["num_cpus"] = max(workers or 1, os.cpu_count() or 1)
     host, _, port = address.rpartition(":")
     try:
-        if host and "/" not in host and port.isdecimal():  # where nobody listens, Ray itself waits for many minutes
+        if host and "/" not in host and port.isdecimal():  # Ray itself waits for many minutes if nobody listens
             create_connection((host, int(port)), timeout=10).close()
         _ray().init(address=address, **quiet)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(
-            f"no Ray cluster could be reached at {address}: {reason}",
-            "Pass the address that `ray start` printed, or local",
+            f"could not connect to a Ray cluster at {address}: {reason}",
+            "Pass the address that `ray start` printed, or `local`",
             parameter="ray",
         ) from error
 
 
 def _anywhere(recipe: SweepRecipe) -> SweepRecipe:
-    """The recipe with its local paths absolute, for processes that begin in other folders."""
+    """The recipe with absolute local paths, for processes that start in other folders."""
     return with_places(recipe, lambda place: str(Path(place).absolute()) if exists(Path(place)) else place)
 
 
 class _Worker:
-    """What runs in a worker. Errors are returned, not raised, since Ray rewords those that are raised."""
+    """A worker. Returns errors instead of raising them, because Ray rewords raised ones."""
 
     def open(
         self, recipe: SweepRecipe, consent: Mapping[str, bool], device: str, dtype: str
     ) -> Mapping[str, Any] | AdapterswapError:
-        """Load everything; what the results depend on."""
+        """Load everything; returns what the results depend on."""
         try:
             self._judge = LocalJudge(prepare(recipe, **consent), device, dtype)
         except AdapterswapError as error:
@@ -133,13 +133,13 @@ class _Worker:
 
 
 class _Cluster:
-    """Workers of one sweep; see `Judge`. At least one of them is open."""
+    """The workers of a sweep; see `Judge`. Waits until one of them has loaded."""
 
     def __init__(self, prepared: PreparedSweep, remote: Any, arguments: tuple[Any, ...], workers: int) -> None:
         self._known: Mapping[str, Any] = prepared.described
         self._remote, self._arguments = remote, arguments
         self._idle: deque[Any] = deque()
-        self._busy: dict[Any, tuple[Any, int | None]] = {}  # what is awaited → worker, and its cell or None: it opens
+        self._busy: dict[Any, tuple[Any, int | None]] = {}  # reference → worker, and its cell, or None while it loads
         self._deaths: Counter[int | None] = Counter()
         for _ in range(workers):
             self._start()
@@ -148,11 +148,11 @@ class _Cluster:
         self.described = self._known
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge cells side by side. How far each is, is not known here.
+        """Judge cells side by side. Does not call `on_progress`: workers do not report theirs.
 
         Raises:
-            RunError: workers die time and again at a cell.
-            AdapterswapError: what a worker raised.
+            RunError: workers die repeatedly on a cell.
+            AdapterswapError: the error of a worker.
         """
         self._deaths = Counter()
         waiting, finished, following = deque(range(len(assignments))), dict[int, Judged](), 0
@@ -176,7 +176,7 @@ class _Cluster:
         self._busy[worker.open.remote(*self._arguments)] = worker, None
 
     def _await(self) -> tuple[int | None, Judged | None]:
-        """What comes next: the number of a cell, if it is one, and its result, if its worker has not died."""
+        """Wait for a worker: the number of its cell, None if it was loading; and the result, None if it died."""
         ray = _ray()
         (reference,), _ = ray.wait(list(self._busy), num_returns=1)
         worker, number = self._busy.pop(reference)
@@ -186,8 +186,8 @@ class _Cluster:
             self._deaths[number] += 1
             if self._deaths[number] == _DEATHS:
                 raise RunError(
-                    f"{_DEATHS} workers died " + ("while they loaded" if number is None else "at the same cell"),
-                    "They most likely ran out of memory: use fewer `workers` or a smaller `batch_size`",
+                    f"{_DEATHS} workers died " + ("while loading" if number is None else "on the same cell"),
+                    "They probably ran out of memory: use fewer `workers` or a smaller `batch_size`",
                     parameter="workers",
                 ) from None
             self._start()

@@ -1,10 +1,10 @@
-"""Judge cells over one base in memory, with all adapters of a sweep loaded beside each other.
+"""Judge cells over one base in memory, with all adapters of a sweep loaded.
 
-Between cells the model's LoRA layers are switched and nothing is loaded or written, but for compositions that need
-tensors of their own. With a bound on the rank (TIES, DARE, pruning) they are reduced to an adapter in a temporary
-folder, loaded beside the experts, and removed again. Full checkpoints, and families at full rank, are merged into a
-temporary folder as `merge` does it, and that model takes the place of the base with its adapters, so that there is
-never more than one in memory. Knows nothing of the folder that is written, and of other processes only that they may
+Between most cells only LoRA layers are switched; nothing is loaded or written. Compositions that need their own tensors
+are the exception. With a bound on the rank (TIES, DARE, pruning) they are reduced to an adapter in a temporary folder,
+which is loaded beside the experts and removed after the cell. Compositions of full checkpoints, and families at full
+rank, are merged into a temporary folder as by `merge`. The merged model replaces the base and its adapters, so that
+only one model is in memory at a time. Knows nothing of the sweep's folder, and of other processes only that they may
 share a cell's batches.
 """
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 __all__ = ["Judge", "Judged", "LocalJudge", "OnProgress", "Way", "agreed", "way_of"]
 
 OnProgress = Callable[[int, int], None]
-"""Told the requests of an assignment that are done, and their number."""
+"""Called with the number of finished requests of an assignment, and the number of all its requests."""
 
 Way = Literal["switched", "reduced", "merged"]
-"""How a cell's composition comes into the model."""
+"""How a cell's composition is put into the model."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What an assignment gave, with what is kept beside it.
+    """The results of an assignment, with its samples and prompts.
 
     Attributes:
-        result: the scores, of the tasks and documents that were asked.
-        samples: as samples/CELL.jsonl has them.
+        result: the scores on the assignment's tasks and documents.
+        samples: the lines of samples/CELL.jsonl.
         questions: task → doc_id, prompt and target of each document.
     """
 
@@ -56,22 +56,22 @@ class Judged:
 
 
 class Judge(Protocol):
-    """What can judge cells.
+    """Judges cells.
 
     Attributes:
-        described: all that the results depend on, for sweep.json.
+        described: everything that the results depend on, for sweep.json.
     """
 
     @property
     def described(self) -> Mapping[str, Any]: ...
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge these; results come in their order."""
+        """Judge the assignments; the results are in the same order."""
         ...
 
 
 def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
-    """Whether a cell is judged by switching alone, is reduced to an adapter first, or merged into full weights."""
+    """Whether a cell is judged by switching alone, is first reduced to an adapter, or merged into full weights."""
     from adapterswap.live import why_not_live
 
     plan = prepared.plans[cell.cell]
@@ -83,16 +83,20 @@ def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
 
 
 def agreed(known: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What one of several judges says that results depend on, where nothing differs from what is known.
+    """Check that one of several judges has the same description as the others, and return it.
+
+    Args:
+        known: the description so far. Its recipe, and keys that it lacks, are not compared.
+        found: the judge's `described`.
 
     Raises:
-        RunError: something does.
+        RunError: they differ.
     """
     differing = [key for key in known if key not in ("recipe", "settings") and known[key] != found[key]]
     differing += [key for key, value in known["settings"].items() if found["settings"][key] != value]
     if differing:
         raise RunError(
-            f"a worker finds other {', '.join(differing)} than the rest",
+            f"a worker differs from the others in {', '.join(differing)}",
             "Use the same files and the same versions on all machines",
         )
     return found
@@ -104,7 +108,7 @@ class LocalJudge:
     Args:
         prepared: the sweep.
         device, dtype: as for `sweep`.
-        processes: those that judge together, each with such a judge; this one alone, if none are given.
+        processes: the processes that judge together, each with its own `LocalJudge`; None for this one alone.
 
     Raises:
         AdapterswapError: see `choose_device`, `load_weights` and `LiveComposer.load_expert`.
@@ -125,7 +129,7 @@ class LocalJudge:
         self.described = {**prepared.described, "settings": settings, "versions": versions}
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge cells, each when it is asked for; the model is left as it was.
+        """Judge cells lazily, one for each `next`, and restore the model after each.
 
         Raises:
             AdapterswapError: see `evaluate`.
@@ -157,7 +161,7 @@ class LocalJudge:
         return Judged(result, list(_samples(found)), questions)
 
     def _load(self) -> None:
-        """The base with all adapters beside each other, where a merged model has taken its place."""
+        """Load the base with all adapters, unless it is in memory: a merged model may have replaced it."""
         from adapterswap.bases import load_weights
         from adapterswap.live import LiveComposer
 
@@ -182,7 +186,7 @@ class LocalJudge:
                 yield None
             return
         self._load()
-        if self._composer is None:  # there are no adapters, and so nothing but the base is switched
+        if self._composer is None:  # without adapters only the base is left to judge here
             yield None
             return
         if plan is None or way == "switched":
@@ -204,12 +208,12 @@ class LocalJudge:
 
     @contextmanager
     def _merged(self, plan: Plan) -> Iterator[None]:
-        """Put the model that `merge` writes for a plan in the place of the one in memory, until the cell is judged."""
+        """Replace the model in memory by the one that `merge` writes for a plan, until the cell is judged."""
         from adapterswap.bases import load_weights
         from adapterswap.merging import ModelForm, prepare_model, write_model
 
         self._model = self._composer = None
-        gc.collect()  # the composer's hooks hold each other, and the device has room for one model
+        gc.collect()  # the composer's hooks are a reference cycle, and the device has room for only one model
         base_model = None if plan.is_model else self._prepared.recipe.base_model
         with TemporaryDirectory(ignore_cleanup_errors=True) as place:  # Windows keeps files that are still mapped
             try:
@@ -217,7 +221,7 @@ class LocalJudge:
             except OutputError as error:
                 raise OutputError(
                     error.problems[0].message,
-                    "Set TMPDIR to a folder on a disk with as much room as the base takes",
+                    "Set TMPDIR to a folder on a disk with enough free space for the base model",
                 ) from error
             merged = replace(self._prepared.base, reference=str(folder))
             self._model = load_weights(merged, dtype=self._dtype).to(self._device).eval()
@@ -228,7 +232,7 @@ class LocalJudge:
 
 
 def _values(found: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:
-    """The scores of one evaluation as they are recorded; numbers that JSON cannot say are None."""
+    """The scores of one evaluation, as recorded; numbers that JSON cannot represent become None."""
     plain = {task["name"]: task["scores"] for task in found.as_json()["tasks"]}
     values = {}
     for name, task in found.tasks.items():
@@ -242,7 +246,7 @@ def _values(found: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskV
         }
         plain_scores = {key: score["value"] for key, score in scores.items()}
         value, stderr = primary["value"], primary["stderr"]
-        if not all(map(math.isfinite, docs.values())):  # one document without a score leaves no mean that compares
+        if not all(map(math.isfinite, docs.values())):  # without the score of a document the mean cannot be compared
             value, stderr, docs = None, None, {}
             plain_scores[f"{metric},{filter_name}"] = None
         values[name] = TaskValue(value, stderr, plain_scores, docs, task.cut)

@@ -1,8 +1,8 @@
-"""Judge each cell with all processes that a launcher started: one asks and records, the others answer with it.
+"""Judge each cell with all processes that a launcher started.
 
-The main process drives the sweep as if it were alone. Before each question it tells the others, who hold the same base
-and experts, which it is; a cell's batches are then dealt among all. Knows judges and processes; knows nothing of the
-folder, or of which cells there are.
+The main process runs the sweep as if it were alone, and records the results. It sends each assignment to the other
+processes, which have loaded the same base and experts, and the cell's batches are divided among all of them. Knows
+judges and processes; knows nothing of the folder, or of which cells there are.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def lead(prepared: PreparedSweep, processes: Processes, device: str, dtype: str)
     """The judge of the main process; the others follow.
 
     Raises:
-        AdapterswapError: see `LocalJudge`; a process finds other experts or versions than the rest.
+        AdapterswapError: see `LocalJudge`; a process has other experts or versions than the others.
     """
     processes.from_main(None)
     return _Leader(_opened(prepared, processes, device, dtype), processes)
 
 
 def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> Run:
-    """Judge with the main process what it asks, until it tells what came of the sweep. Loads nothing before it asks.
+    """Judge the main process's assignments with it, until it sends the sweep's results. Loads nothing before the first.
 
     Raises:
         AdapterswapError: as `lead`; see `evaluate`.
@@ -41,18 +41,18 @@ def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: st
     from adapterswap.sweeps.results import Run
 
     judge: LocalJudge | None = None
-    told: Assignment | Run | None = None
-    while not isinstance(told := processes.from_main(told), Run):
-        if told is None:  # there will be questions
+    message: Assignment | Run | None = None
+    while not isinstance(message := processes.from_main(message), Run):
+        if message is None:  # `lead` was called, so assignments will follow
             judge = _opened(prepared, processes, device, dtype)
         else:
             assert judge is not None
-            deque(judge.judged([told], lambda done, total: None), maxlen=0)
-    return told
+            deque(judge.judged([message], lambda done, total: None), maxlen=0)
+    return message
 
 
 def _opened(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> LocalJudge:
-    """The judge of one process, of which all find the same."""
+    """The judge of this process. Checks that all processes have the same description."""
     judge = LocalJudge(prepared, device, dtype, processes=processes)
     known, *others = processes.shared(range(processes.count), lambda _: judge.described)
     for found in others:
@@ -68,7 +68,7 @@ class _Leader:
         self.described = judge.described
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge these, each when it is asked for.
+        """Judge the assignments lazily, one for each `next`.
 
         Raises:
             AdapterswapError: see `evaluate`.
