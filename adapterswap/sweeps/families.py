@@ -1,6 +1,6 @@
-"""Families of compositions, as a sweep's recipe says them: grids of a composition's fields, pairs, baselines.
+"""Families of compositions in a sweep's recipe: grids over a composition's fields, pairs, and baselines.
 
-Knows what values a field may have; whether they make a sound composition, `Composition` knows.
+Checks the values of single fields. `Composition` checks whether they are valid together.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "task_arithmetic": ("task_arithmetic", {"method": "task_arithmetic"}),
     "slerp": ("slerp", {"method": "slerp"}),
 }
-"""The baselines that are compositions: what their row is called, and the composition."""
+"""The baselines that are compositions → the name of their row, and the composition."""
 
 _Value = TypeVar("_Value")
 
 EXTRA = "extra-"
-"""How the names begin under which the adapters of `extra` are loaded."""
+"""The prefix of the names under which the adapters of `extra` are loaded."""
 
 
 def _expert_name(name: str) -> str:
     if not fits_short_names(name) or not fits_peft(name) or name.startswith(EXTRA):
         raise ValueError(
-            f"{name!r} cannot name an expert: use letters, digits, - and _, and not {BASE!r}, 'lora' or {EXTRA!r}…"
+            f"{name!r} cannot name an expert: use letters, digits, - and _, but not {BASE!r}, 'lora' or a name that "
+            f"begins with {EXTRA!r}"
         )
     return name
 
@@ -47,7 +48,7 @@ def as_list(value: Any) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """A mapping from names to families as a list of families; null takes one away that a fragment gave."""
+    """A mapping from names to families, as a list of families; null removes a family of a fragment."""
     if not isinstance(value, dict):
         return value
     items = {name: item for name, item in value.items() if item is not None}
@@ -55,7 +56,7 @@ def _named(value: Any) -> Any:
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A grid's values, without those that are said twice."""
+    """A grid's values without duplicates."""
     if not values:
         raise ValueError("give at least one value")
     return tuple(dict.fromkeys(values))
@@ -63,7 +64,7 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 Name = Annotated[str, AfterValidator(_expert_name)]
 Values = Annotated[tuple[_Value, ...], BeforeValidator(as_list), AfterValidator(_distinct)]
-"""A value, or a list of values that are tried in turn; empty where the recipe says nothing."""
+"""A value, or a list of values that are tried in turn; empty if the recipe does not have the field."""
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -76,9 +77,9 @@ def _values_of(parameter: Parameter) -> TypeAdapter[Any]:
 class Family(MethodFields):
     """Compositions that belong together: fields of a composition, each with a value or a list of values.
 
-    So have the parameters of its methods: {method: ties, density: [0.2, 0.5]}.
+    The parameters of methods are fields too: {method: ties, density: [0.2, 0.5]}.
 
-    All combinations are judged, with every pair. Zones that need more layers than there are, are left out and counted.
+    All combinations are judged, with every pair. Zones that need more layers than the base has are skipped and counted.
     """
 
     as_lists: ClassVar[bool] = True
@@ -86,10 +87,10 @@ class Family(MethodFields):
     name: str | None = Field(
         default=None,
         min_length=1,
-        description="What its row of a table is called. Default: the method; `partition A`; `magnitude soup`; `reset`.",
+        description="The name of its row in tables. Default: the method; `partition A`; `magnitude soup`; `reset`.",
     )
     language: Literal["base"] | None = Field(
-        default=None, description="base: no language expert; the layers that were its own are reset to the base."
+        default=None, description="base: no language expert; the layers that it would have are reset to the base."
     )
     rules: tuple[Rule, ...] | None = Field(
         default=None,
@@ -108,21 +109,22 @@ class Family(MethodFields):
     task_weight: Values[float] = ()
     language_weight: Values[float] = ()
     weights: Values[Literal["equal", "magnitude"]] = ()
-    parameters: dict[str, Any] = Field(default={}, description="Those of the methods; each has its list of values.")
+    parameters: dict[str, Any] = Field(default={}, description="The methods' parameters, each with its values.")
     seed: Values[Count] = ()
     row_threshold: Values[float] = ()
     allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
     max_rank: int | None = Field(default=None, ge=1, description="Reduce each composition to an adapter of this rank.")
     max_error: float | None = Field(
-        default=None, gt=0, lt=1, description="Likewise, as far as this relative error of ΔW."
+        default=None, gt=0, lt=1, description="Reduce each composition as far as this relative error of ΔW allows."
     )
     full_rank: bool = Field(
-        default=False, description="Judge each composition as merged weights, exactly: one model is written and loaded."
+        default=False,
+        description="Judge each composition exactly, as merged weights; each is written and loaded as a model.",
     )
 
     @property
     def output(self) -> dict[str, Any]:
-        """The bound on the rank, or `full_rank`, if the family says one."""
+        """The bound on the rank, or `full_rank`; empty if the family has neither."""
         output = {"max_rank": self.max_rank, "max_error": self.max_error, "full_rank": self.full_rank or None}
         return {key: value for key, value in output.items() if value is not None}
 
@@ -133,7 +135,7 @@ class Family(MethodFields):
 
     @property
     def grid(self) -> dict[str, tuple[Any, ...]]:
-        """The values of each field and parameter that has any, in the order of `GRID_FIELDS`."""
+        """Field or parameter → its values, in the order of `GRID_FIELDS`; without those that have no value."""
         grid: dict[str, tuple[Any, ...]] = {}
         for field in GRID_FIELDS:
             grid |= self.parameters if field == "parameters" else {field: getattr(self, field)}
@@ -146,15 +148,17 @@ class Family(MethodFields):
     @model_validator(mode="after")
     def _rules_alone(self) -> Family:
         if self.rules is not None and (extra := sorted(self.grid.keys() - {"seed", "row_threshold"})):
-            raise FieldMistake(f"`rules` say everything, so {', '.join(extra)} cannot be set beside them", extra[0])
+            raise FieldMistake(f"{', '.join(extra)} cannot be combined with `rules`: leave it out", extra[0])
         if self.rules is not None and self.language is not None:
-            raise FieldMistake("`rules` say everything: `base: 30-31` gives layers back to the base", "language")
+            raise FieldMistake(
+                "language cannot be combined with `rules`: reset layers with a rule, such as `base: 30-31`", "language"
+            )
         return self
 
     @model_validator(mode="after")
     def _one_output(self) -> Family:
         if len(self.output) > 1:
-            raise ValueError(f"{' and '.join(self.output)} are both given: give one of them")
+            raise ValueError(f"{' and '.join(self.output)} exclude each other: set only one of them")
         return self
 
 
@@ -163,7 +167,7 @@ GRID_FIELDS = (
     "language_weight",
     "weights", "parameters", "seed", "row_threshold",
 )  # fmt: skip
-"""The fields of a `Family` that take lists, in the order in which a grid runs through them: the last one fastest."""
+"""The fields of a `Family` that take lists, in a grid's order: the last one varies fastest."""
 
 
 class ExpertPair(StrictModel):

@@ -1,7 +1,7 @@
-"""The recipe of a sweep: the base, the experts of either side, what is made of them, and what judges it.
+"""The recipe of a sweep: the base, the experts, their compositions, and the tasks.
 
-Every field is documented where it stands; unknown keys are errors. Experts, the base and `include_path` may be folders
-beside the recipe. Knows nothing of torch or lm-evaluation-harness, and opens nothing.
+Every field has a description; unknown keys are errors. Paths of experts, the base and `include_path` may be relative
+to the recipe's folder. Knows nothing of torch or lm-evaluation-harness, and opens nothing.
 """
 
 from __future__ import annotations
@@ -38,40 +38,44 @@ RoleName = Annotated[str, AfterValidator(_role_name)]
 
 
 class SweepRecipe(StrictModel):
-    """What is judged, and on what."""
+    """What a sweep judges, and on which tasks."""
 
     base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
     num_layers: int | None = Field(
         default=None, ge=1, le=MAX_LAYERS, description="The base's layers, if its config does not say."
     )
-    task_experts: dict[Name, str] = Field(min_length=1, description="Name → folder or Hub id of an adapter.")
-    language_experts: dict[Name, str] = Field(min_length=1, description="Likewise.")
+    task_experts: dict[Name, str] = Field(
+        min_length=1, description="Name → folder or Hub id of an adapter or a full checkpoint."
+    )
+    language_experts: dict[Name, str] = Field(
+        min_length=1, description="Name → folder or Hub id of an adapter or a full checkpoint."
+    )
     roles: dict[RoleName, Annotated[dict[Name, str], Field(min_length=1)]] = Field(
         default={},
         description="Experts of other roles, for `rules`: culture, safety, … → name → folder or Hub id.",
     )
     pairs: Annotated[list[ExpertPair], Field(min_length=1)] | None = Field(
-        default=None, description="{task: NAME, language: NAME}; default: each task expert with each language expert."
+        default=None, description="{task: NAME, language: NAME}. Default: each task expert with each language expert."
     )
     soup_sides: bool = Field(
         default=False,
-        description="One more pair: all task experts souped, with all language experts souped that share their tasks.",
+        description="Add a pair: all task experts averaged, with all language experts averaged that share their tasks.",
     )
     compositions: Families = Field(
-        default=[], description="What is made of each pair: a list, or a mapping from the families' names."
+        default=[], description="Families of compositions of each pair: a list, or a mapping from their names."
     )
     baselines: list[Baseline] = Field(
         default=["base", "task", "language", "roles"],
-        description="base; task, language and roles: each expert alone; soup and so on: of each pair, by its defaults.",
+        description="base; task, language and roles: each expert alone; soup and others: each pair, by its defaults.",
     )
     extra: dict[str, str | list[str]] = Field(
-        default={}, description="Other adapters on the base, such as joint SFT: name of the row → one or several."
+        default={}, description="Other adapters on the base, such as joint SFT: the name of their row → one or several."
     )
     tasks: list[str] | dict[str, list[str]] = Field(
         min_length=1,
         description="Task names as for evaluate; or language expert (patterns such as sw*) → the tasks of its pairs.",
     )
-    retention: list[str] = Field(default=[], description="Tasks that everything is judged on beside.")
+    retention: list[str] = Field(default=[], description="More tasks that everything is judged on.")
     primary: dict[str, str] = Field(
         default={}, description="Task → the score that counts, as metric or metric,filter. Default: `normalized`, or "
         "the task's first."
@@ -80,7 +84,7 @@ class SweepRecipe(StrictModel):
     selection: DocumentSplit = Field(
         default=DocumentSplit(), description="The documents on which configurations are chosen."
     )
-    search: Search | None = Field(default=None, description="Search the families' grids, instead of judging all.")
+    search: Search | None = Field(default=None, description="Search the families' grids instead of judging all.")
 
     @property
     def by_role(self) -> dict[str, dict[str, str]]:
@@ -97,7 +101,7 @@ class SweepRecipe(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> SweepRecipe:
         if both := sorted(self.task_experts.keys() & self.language_experts.keys()):
-            raise ValueError(f"{both[0]!r} names a task expert and a language expert: rename one")
+            raise ValueError(f"{both[0]!r} is both a task expert and a language expert: rename one")
         self._check_roles()
         for pair in self.pairs or []:
             for side, names, known in (
@@ -107,16 +111,16 @@ class SweepRecipe(StrictModel):
                 if unknown := [name for name in names if name not in known]:
                     raise ValueError(f"pairs: {unknown[0]!r} is not a {side} expert ({', '.join(known)})")
         if not self.compositions and not self.baselines and not self.extra:
-            raise ValueError("there is nothing to judge: give compositions, baselines or extra")
+            raise ValueError("there is nothing to judge: add compositions, baselines or extra")
         rows = {family.name or "" for family in self.compositions} | {"base", *map(expert_row, self.by_role)}
         if clash := sorted(rows & self.extra.keys()):
-            raise ValueError(f"extra: {clash[0]!r} is a row of its own already: choose another name")
+            raise ValueError(f"extra: {clash[0]!r} is already the name of another row: choose another name")
         if self.search is not None:
             choices = [family for family in self.compositions if family.has_choice]
             if not choices:
-                raise ValueError("search: no family of compositions has a list of values: there is nothing to search")
+                raise ValueError("search: no family of compositions has a list of values to search")
             if self.search.family is not None and self.search.family not in {family.name for family in choices}:
-                raise ValueError(f"search.family: {self.search.family!r} names no family with a list of values")
+                raise ValueError(f"search.family: {self.search.family!r} is not a family with a list of values")
         return self
 
     def _check_roles(self) -> None:
@@ -124,7 +128,7 @@ class SweepRecipe(StrictModel):
         for role, experts in self.by_role.items():
             for name in experts:
                 if name in homes:
-                    raise FieldMistake(f"{name!r} is an expert of two roles, {homes[name]} and {role}", "roles")
+                    raise FieldMistake(f"{name!r} is an expert of two roles: {homes[name]} and {role}", "roles")
                 homes[name] = role
         for family in self.compositions:
             rules = family.rules or ()
@@ -146,11 +150,11 @@ SWEEP_PATHS = (
 
 
 def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepRecipe:
-    """Read a recipe (YAML) and apply `key=value` overrides. What exists beside the recipe is taken from there.
+    """Read a recipe (YAML) and apply `key=value` overrides. Relative paths are first looked up in the recipe's folder.
 
     Raises:
-        FieldError: with every mistake in it.
-        AdapterswapError: it cannot be read; see `read_recipe`.
+        FieldError: the recipe is invalid; lists every mistake.
+        AdapterswapError: the recipe cannot be read; see `read_recipe`.
     """
     recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS)
     beside = Path(path).parent
@@ -170,7 +174,7 @@ def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[
     """The recipe with more experts, of the role `other`, and one more composition, `rules`.
 
     Raises:
-        FieldError: an expert's name is taken or unsuitable, or a rule names none that there is.
+        FieldError: an expert's name is taken or invalid, or a rule names an unknown expert.
     """
     content = recipe.model_dump(exclude_defaults=True, by_alias=True)
     if experts:
@@ -183,7 +187,7 @@ def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[
 
 
 def with_places(recipe: SweepRecipe, found: Callable[[str], str]) -> SweepRecipe:
-    """The recipe with `found(place)` for the place of the base, of each expert and of `include_path`."""
+    """The recipe with `found(place)` in place of the paths of the base, each expert and `include_path`."""
 
     def each(places: dict[str, str]) -> dict[str, str]:
         return {name: found(place) for name, place in places.items()}

@@ -1,4 +1,4 @@
-"""How a sweep evaluates, parts documents and searches: the recipe's `settings`, `selection` and `search`.
+"""How a sweep evaluates, splits documents and searches: the recipe's `settings`, `selection` and `search`.
 
 Knows nothing of experts and compositions.
 """
@@ -17,23 +17,23 @@ __all__ = ["DocumentSplit", "Halving", "Search", "SweepSettings"]
 
 
 class SweepSettings(EvaluationOptions):
-    """What recipes say of evaluations, and what only a sweep lets them say."""
+    """How tasks are evaluated: the options of `evaluate`, and some that only sweeps have."""
 
-    gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings over the tasks' own.")
-    seed: int = Field(default=SEED, ge=0, description="For shots and sampling.")
+    gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings that override the tasks' own.")
+    seed: int = Field(default=SEED, ge=0, description="The seed of shots and sampling.")
 
 
 class DocumentSplit(StrictModel):
     """MGSM has no development set, so configurations are chosen on one part of the documents and reported on the other.
 
-    Tasks with equally many documents are parted alike: MGSM asks the same questions in every language.
+    Tasks with the same number of documents are split alike: MGSM has the same questions in every language.
     """
 
     fraction: float = Field(default=0.5, gt=0, lt=1, description="The share of documents to choose on.")
-    seed: int = Field(default=0, ge=0, description="Which documents these are.")
+    seed: int = Field(default=0, ge=0, description="The seed by which documents are chosen.")
 
     def split(self, num_docs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(documents to choose on, documents to report on), both in order; of a single document, none to choose on."""
+        """(documents to choose on, documents to report on), both sorted. A single document is only reported on."""
         chosen = min(max(1, round(self.fraction * num_docs)), num_docs - 1)
         select = sorted(Random(self.seed).sample(range(num_docs), chosen))
         kept = set(select)
@@ -41,30 +41,30 @@ class DocumentSplit(StrictModel):
 
 
 class Halving(StrictModel):
-    """Successive halving, asynchronous (Li et al. 2020): trials begin on few documents, and the better ones go on."""
+    """Asynchronous successive halving (Li et al. 2020): trials start on few documents, and the best ones continue."""
 
     min_documents: int = Field(default=16, ge=1, description="Documents of each target task on the first rung.")
     reduction_factor: int = Field(
-        default=3, ge=2, description="Each rung has so many times more, and one in so many goes on to the next."
+        default=3, ge=2, description="Each rung has so many times more documents, and one in so many trials continues."
     )
 
     def rungs(self, available: int) -> tuple[int, ...]:
-        """How many documents each rung has, as long as there are more than that to choose on."""
-        found = []
+        """The number of documents of each rung; every one is below `available`."""
+        numbers = []
         documents = self.min_documents
         while documents < available:
-            found.append(documents)
+            numbers.append(documents)
             documents *= self.reduction_factor
-        return tuple(found)
+        return tuple(numbers)
 
 
 class Search(StrictModel):
-    """Some configurations of a family instead of all: a trial is a configuration, judged with every pair."""
+    """Judge some configurations of a family instead of all. A trial is one configuration with every pair."""
 
     sampler: Literal["tpe", "random"] = Field(
-        default="tpe", description="tpe: Bayesian, by the trials so far (Bergstra et al. 2011); random: at random."
+        default="tpe", description="tpe: Bayesian, from the trials so far (Bergstra et al. 2011); random: uniform."
     )
-    trials: int = Field(default=40, ge=1, description="Configurations of each family that is searched.")
-    halving: Halving | None = Field(default=None, description="Give most of them up after some documents.")
-    seed: int = Field(default=0, ge=0, description="Of the sampler, and of the documents that a rung has.")
-    family: str | None = Field(default=None, description="The only family to search; default: all that have a choice.")
+    trials: int = Field(default=40, ge=1, description="How many configurations of each searched family to try.")
+    halving: Halving | None = Field(default=None, description="Give up most trials after some documents.")
+    seed: int = Field(default=0, ge=0, description="The seed of the sampler, and of each rung's documents.")
+    family: str | None = Field(default=None, description="The only family to search. Default: all that have a choice.")

@@ -256,7 +256,7 @@ BAD = {
     "an unknown field of a family": ({"compositions": [{"botom": 3}]}, "Did you mean 'bottom'"),
     "a value out of range": ({"compositions": [{"bottom": [1, -1]}]}, "greater than or equal to 0"),
     "an empty grid": ({"compositions": [{"bottom": []}]}, "at least one value"),
-    "two bounds": ({"compositions": [{"max_rank": 4, "max_error": 0.1}]}, "give one of them"),
+    "two bounds": ({"compositions": [{"max_rank": 4, "max_error": 0.1}]}, "set only one of them"),
     "an expert with a dot": ({"task_experts": {"m.1": "a"}}, "'m.1' cannot name an expert"),
     "an expert called as extras are": ({"language_experts": {"extra-1": "a"}}, "'extra-1' cannot name an expert"),
     "an expert called base": ({"language_experts": {"base": "a"}}, "'base' cannot name an expert"),
@@ -265,7 +265,7 @@ BAD = {
     "no task": ({"tasks": []}, "tasks"),
     "a language without tasks": ({"tasks": {"s1": []}}, "s1 has no task"),
     "nothing to judge": ({"baselines": [], "compositions": []}, "nothing to judge"),
-    "a row that is there": ({"extra": {"base": "x"}}, "a row of its own already"),
+    "a row that is there": ({"extra": {"base": "x"}}, "already the name of another row"),
     "a share above 1": ({"selection": {"fraction": 1.5}}, "less than 1"),
     "an unknown baseline": ({"baselines": ["nothing"]}, "baselines"),
 }

@@ -144,7 +144,7 @@ def test_resumed_it_asks_the_same_questions(searching: Callable[..., SweepRecipe
     ("changes", "reason"),
     [
         ({"search": {}, "compositions": [{"bottom": 1}]}, "no family of compositions has a list of values"),
-        ({"search": {"family": "soup"}, "compositions": {"swap": ZONES}}, "'soup' names no family with a list"),
+        ({"search": {"family": "soup"}, "compositions": {"swap": ZONES}}, "'soup' is not a family with a list"),
         ({"search": {"sampler": "grid"}, "compositions": {"swap": ZONES}}, "search.sampler"),
         ({"search": {"trials": 0}, "compositions": {"swap": ZONES}}, "search.trials"),
     ],
