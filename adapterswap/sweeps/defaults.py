@@ -1,4 +1,4 @@
-"""Which configuration of a family is the papers' default, and whether a configuration's zones fit at all.
+"""Which configuration of a family is the papers' default, and whether a configuration's zones fit the base.
 
 Knows compositions; knows nothing of recipes, experts or results.
 """
@@ -14,12 +14,12 @@ __all__ = ["default_of", "overlaps"]
 
 
 def default_of(configurations: Sequence[Composition], num_layers: int) -> int | None:
-    """Which of the configurations that one pair has in one row of a table is the papers' default: its index.
+    """The index of the papers' default among the configurations that one pair has in one row of a table.
 
-    A layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, no transitions. Methods: the values that their paper
-    published, and else their parameters' defaults (`Method.published`). The others: whatever leaves nothing to choose.
-    Weights are equal in all of them; a single configuration without zones is the
-    default. None if no configuration is, or more than one (partitions A and B, TIES at two ranks).
+    For a layer swap by zones: b = 5 and u = 2 of 32 layers, scaled, without transitions. For methods: the values that
+    their paper published, otherwise their parameters' defaults (`Method.published`). Weights are equal in both. A
+    single configuration without zones is always the default. None if no configuration is the default, or more than one
+    (partitions A and B, TIES at two ranks).
     """
     alone = len(configurations) == 1
     found = [index for index, one in enumerate(configurations) if _is_default(one, num_layers, alone=alone)]
@@ -38,7 +38,7 @@ def _is_default(composition: Composition, num_layers: int, *, alone: bool) -> bo
 
 
 def overlaps(composition: Composition, num_layers: int) -> bool:
-    """Whether a layer swap's zones need more layers than there are."""
+    """Whether a layer swap's zones need more layers than the base has."""
     return _has_zones(composition) and sum(_zones(composition, num_layers)) > num_layers
 
 
@@ -51,7 +51,7 @@ def _paper_zones(num_layers: int) -> tuple[int, int]:
 
 
 def _zones(composition: Composition, num_layers: int) -> tuple[int, int, int, int]:
-    """(b, u, t_b, t_u) as `Composition.zones` gives them, but without its errors: here they may overlap."""
+    """(b, u, t_b, t_u) as in `Composition.zones`, but without its errors: here zones may overlap."""
     bottom, top = _paper_zones(num_layers)
     bottom = bottom if composition.bottom is None else composition.bottom
     top = top if composition.top is None else composition.top

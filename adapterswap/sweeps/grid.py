@@ -1,6 +1,6 @@
-"""From a recipe to its cells: every baseline, and every composition of every pair. Pure data; nothing is opened.
+"""Make the cells of a recipe: every baseline, and every composition of every pair. Pure data; opens nothing.
 
-Knows recipes and `Composition`, which checks what is asked for. Knows nothing of experts on disk, tasks or models.
+Knows recipes and `Composition`, which checks settings. Knows nothing of experts on disk, tasks or models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Grid", "Space", "Trial", "composition_of", "make_cells"]
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration of a family: its values by field, and the ids of its cells, one for each pair."""
+    """A configuration of a family: field → value, and the ids of its cells, one for each pair."""
 
     values: Mapping[str, Any]
     cells: tuple[str, ...]
@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Space:
-    """A family, by its name in the recipe, and its configurations, without those whose zones overlap."""
+    """A family's name in the recipe, and its configurations without those whose zones overlap."""
 
     family: str | None
     trials: tuple[Trial, ...]
@@ -45,7 +45,7 @@ class Space:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A composition of a pair, before it is known whether it is its row's default; `trial` is where its id goes."""
+    """A composition of a pair, before it is known whether it is its row's default. Its id is appended to `trial`."""
 
     row: str
     composition: Composition
@@ -59,19 +59,19 @@ class _Wanted:
 
     @property
     def setting(self) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Its row and its experts: of the compositions that share them, one at most is the default."""
+        """Its row and its experts. At most one of the compositions that share them is the default."""
         return self.row, self.task, self.language, self.others
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a recipe asks for.
+    """The cells of a recipe.
 
     Attributes:
         cells: in the order in which they are judged.
-        left_out: compositions whose zones need more layers than there are, over all pairs.
-        repeated: compositions that a family holds twice, over all pairs.
-        spaces: the same cells, but for baselines that are no compositions of a pair, by family and configuration.
+        left_out: the number of skipped compositions, over all pairs: their zones need more layers than the base has.
+        repeated: the number of duplicates within families, over all pairs.
+        spaces: the cells of compositions of pairs, by family and configuration.
     """
 
     cells: tuple[Cell, ...]
@@ -87,12 +87,12 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
     """Every cell of a recipe: baselines first, then family by family, pair by pair.
 
     Args:
-        asked: tasks by their full names.
-        num_layers: the base's.
-        full: the experts that are full checkpoints; what they take part in is judged as merged weights.
+        asked: the tasks, by their full names.
+        num_layers: the number of layers of the base.
+        full: the experts that are full checkpoints; compositions with one of them are judged as merged weights.
 
     Raises:
-        FieldError: with every composition whose settings are unsuitable.
+        FieldError: the settings of a composition are invalid; lists all of them.
         CompositionError: nothing is left to judge.
     """
     problems = Problems(FieldError)
@@ -171,7 +171,7 @@ def make_cells(recipe: SweepRecipe, asked: AskedTasks, num_layers: int, full: Co
 
 
 def _with_defaults(wanted: list[_Wanted], num_layers: int) -> Iterator[tuple[_Wanted, bool]]:
-    """Every composition, and whether it is the papers' default of its row; of two spellings of it, the first is."""
+    """Every composition, and whether it is the papers' default of its row; of two equal ones the first is."""
     rows: dict[Any, list[_Wanted]] = {}
     for one in wanted:
         row = rows.setdefault(one.setting, [])
@@ -187,7 +187,7 @@ def _with_defaults(wanted: list[_Wanted], num_layers: int) -> Iterator[tuple[_Wa
 
 
 def composition_of(cell: Cell) -> Composition | None:
-    """What a cell composes; None for the base."""
+    """The composition of a cell; None for the base."""
     return Composition.model_validate(dict(cell.composition)) if cell.composition else None
 
 
@@ -197,14 +197,14 @@ def _families(recipe: SweepRecipe) -> list[Family]:
 
 
 def _configurations(family: Family) -> Iterator[dict[str, Any]]:
-    """The grid: every combination of the values that the family gives."""
+    """Every combination of the family's values."""
     grid = family.grid
     for values in product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
 
 
 def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
-    """`content`, if it is a valid composition."""
+    """Check that `content` is a valid composition, and return it with `allow_negative` if the family has it."""
     settings = ", ".join(f"{key}={value}" for key, value in content.items())
     name = family.name or ("rules" if family.rules else content.get("method", "layer_swap"))
     allowed: dict[str, Any] = {"allow_negative": True} if family.allow_negative else {}
@@ -214,14 +214,14 @@ def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _check_form(composition: Composition, family: Family, full: Collection[str]) -> None:
-    """Whether a composition can be judged in the form that its family asks for: switched, reduced or merged."""
+    """Check that a composition can be judged in the form that its family requires: switched, reduced or merged."""
     name = family.name or ("rules" if family.rules else composition.method)
     whole = next((expert for expert in composition.expert_names if expert in full), None)
     bound = next((key for key in family.output if key != "full_rank"), None)
     if whole is not None and bound is not None:
         raise FieldError(
-            f"compositions: {name}: {whole} is a full checkpoint, so the composition is judged as merged weights, and "
-            f"has no rank to bound by {bound}",
+            f"compositions: {name}: {bound} does not apply: {whole} is a full checkpoint, so the composition is judged "
+            "as merged weights",
             f"Leave {bound} out",
             parameter=bound,
         )
@@ -231,15 +231,15 @@ def _check_form(composition: Composition, family: Family, full: Collection[str])
     for method, parameters in used if family.rules else [(composition.method, composition.parameters)]:
         if find_method(method).acts_on == "weights":
             raise FieldError(
-                f"compositions: {name}: {method} combines whole weights, which no adapter holds",
+                f"compositions: {name}: {method} combines whole weights, which an adapter cannot hold",
                 "Set full_rank: true in the family to judge its merged weights, or use a method on ΔW",
                 parameter="full_rank",
             )
         if not find_method(method).exact_in_adapters(parameters) and not family.output:
             raise FieldError(
-                f"compositions: {name}: the result of {method} is not of low rank, as an adapter's is",
+                f"compositions: {name}: the result of {method} does not have low rank, so an adapter cannot hold it",
                 "Set full_rank: true in the family to judge its merged weights, or max_rank (such as the experts' "
-                "rank, or twice that) or max_error to judge an adapter near it",
+                "rank, or twice that) or max_error to judge an adapter that approximates it",
                 parameter="max_rank",
             )
 
@@ -252,7 +252,7 @@ def _by_rules(
     ids: list[str],
     full: Collection[str],
 ) -> Iterator[_Wanted]:
-    """A configuration of a family of rules, with every choice of experts for its roles."""
+    """The compositions of one configuration of a family of rules: one for every choice of experts for its roles."""
     rules = family.rules or ()
     roles = {role: [*experts] for role, experts in recipe.by_role.items()}
     settings = {"rules": "; ".join(rule.text for rule in rules), **content, **family.output}
@@ -276,7 +276,7 @@ def _on(content: dict[str, Any], task: tuple[str, ...], language: tuple[str, ...
 
 
 def _row(family: Family, composition: Composition) -> str:
-    """What a composition's row of a table is called; souped sides are a row of their own."""
+    """The name of a composition's row in tables. Compositions of averaged sides have their own row."""
     name = f"partition {composition.partition}" if composition.partition else composition.method
     name = "reset" if name == "layer_swap" and composition.language == (BASE,) else name
     name = f"magnitude {name}" if composition.weights == "magnitude" else name
@@ -320,7 +320,7 @@ def _make_cell(
     plain = cell.as_json()
     several = max(len(task), len(language)) > 1 and "allocation" not in composition
     if several and (composition["method"] not in _AS_BEFORE or "weights" in composition):
-        plain["sides"] = "averaged"  # these methods once took the experts of a side singly: results of then differ
+        plain["sides"] = "averaged"  # older versions did not average first with these methods: the results differ
     content = json.dumps(plain, sort_keys=True, ensure_ascii=False)
     return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
 
@@ -340,5 +340,5 @@ def _number(value: Any) -> str:
 
 
 def _order(cell: Cell, everything: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-    """Cells with the same tasks together, those on all tasks first: tasks are loaded once for each set of them."""
+    """Sort cells with the same tasks together, those on all tasks first: each set of tasks is loaded once."""
     return cell.tasks != everything, cell.tasks

@@ -1,7 +1,7 @@
-"""Families of compositions by rules: which experts their names stand for, and what each gives.
+"""Families of compositions by rules: which experts the names in the rules stand for.
 
-A name in a rule is an expert's, or a role's (`task`, `language`, or one of the recipe's `roles`), which stands for each
-of the role's experts in turn. Knows recipes; knows nothing of grids, tasks or experts on disk.
+A name in a rule is that of an expert or of a role (`task`, `language`, or one of the recipe's `roles`). A role stands
+for each of its experts in turn. Knows recipes; knows nothing of grids, tasks or experts on disk.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Sides = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Cast:
-    """What the names in a family's rules stand for in one composition.
+    """The experts that the names in a family's rules stand for in one composition.
 
     Attributes:
-        sides: role → its experts there; several where a side is averaged first.
+        sides: role → its experts in the composition; several are averaged first.
         experts: name in the rules → the experts that it stands for.
     """
 
@@ -43,7 +43,7 @@ class Cast:
 
 
 def expert_row(role: str) -> str:
-    """What the row of a role's experts, each alone, is called."""
+    """The name of the row of a role's experts alone."""
     return f"{role} expert"
 
 
@@ -53,11 +53,11 @@ def named_in(rules: Sequence[Rule]) -> tuple[str, ...]:
 
 
 def check_roles(names: Sequence[str], roles: Mapping[str, Sequence[str]]) -> str | None:
-    """What is wrong with names of rules that mean a role and an expert; None if nothing is."""
+    """An error message if a name in rules is both a role and an expert, otherwise None."""
     experts = {name: role for role, members in roles.items() for name in members}
     for name in names:
         if name in experts and name in roles and list(roles[name]) != [name]:
-            return f"{name!r} in a rule is a role, and an expert among the {experts[name]} experts: rename the expert"
+            return f"{name!r} in a rule is both a role and a {experts[name]} expert: rename the expert"
     return None
 
 
@@ -66,12 +66,13 @@ def casts(
     roles: Mapping[str, Sequence[str]],
     pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...]]],
 ) -> Iterator[Cast]:
-    """Every choice of experts for the names of a family's rules.
+    """Every choice of experts for the names in a family's rules.
 
     Args:
-        names: see `named_in`; each an expert's or a role's.
+        names: the names of experts or roles; see `named_in`.
         roles: role → the names of its experts.
-        pairs: (task side, language side), of which those are taken that differ where the rules name both roles, or one.
+        pairs: (task side, language side). If the rules name only one of the two roles, pairs that share that side count
+            once; if they name neither, the pairs are ignored.
     """
     home = {name: role for role, members in roles.items() for name in members}
     free = [name for name in names if name not in home]
@@ -90,10 +91,10 @@ def casts(
 
 
 def bound(rules: Sequence[Rule], cast: Cast) -> list[Rule]:
-    """The rules with experts in the places of roles; a side of several is their average.
+    """The rules with roles replaced by experts; a side of several experts is replaced by their average.
 
     Raises:
-        FieldError: a rule names an expert twice, once by its role.
+        FieldError: a rule names an expert twice, for example by its name and by its role.
     """
     return [_bound(rule, cast) for rule in rules]
 
@@ -119,7 +120,7 @@ def _bound(rule: Rule, cast: Cast) -> Rule:
         weights = {name: renamed(name) for name in rule.blend or {}}
         if len(set(weights.values())) < len(weights):
             raise FieldError(
-                f"the rule {rule.text!r} blends {', '.join(weights)}, which are one expert here",
+                f"the rule {rule.text!r} blends {', '.join(weights)}, which are the same expert here",
                 "Name each expert once: by its own name or by its role",
                 parameter="compositions",
             )
