@@ -1,6 +1,6 @@
-"""What a sweep would take, before it is run: cells, requests, switches, and time where a cell has been measured.
+"""Estimate a sweep before it runs: cells, requests, switches, and the time if a cell was already judged.
 
-Loads no weights. Knows prepared sweeps and what their folder holds.
+Loads no weights. Knows prepared sweeps and the results in their folder.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["Estimate", "estimate"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is left to do.
+    """The size of a sweep. All attributes but `families`, `documents` and `seconds` are counts.
 
     Attributes:
-        cells: in all; of a family that is searched, as many as there are trials.
-        finished: of them, in the folder already.
-        given_up: of them, by a search that halves.
-        families: row → its cells.
-        left_out: compositions whose zones need more layers than there are.
-        repeated: compositions that a family holds twice.
-        documents: task → documents.
-        requests: to the model, for the cells that are left, as if all were judged whole.
-        switched: cells that are left and need a switch alone.
-        reduced: cells that are left and are reduced to an adapter first.
-        merged: cells that are left and are merged into full weights first.
-        copied: cells that are left and equal another one, whose results they get.
-        seconds: for the cells that are left, at the rate of the finished ones on whatever machine ran them; None where
-            none is finished.
+        cells: all cells; for a searched family as many as the search will try.
+        finished: cells with results in the folder.
+        given_up: cells that successive halving gave up.
+        families: row → the number of its cells.
+        left_out: compositions that are skipped because their zones need more layers than the base has.
+        repeated: duplicates within families.
+        documents: task → the number of its documents.
+        requests: requests to the model for the remaining cells, if all were judged on all documents.
+        switched: remaining cells that only switch LoRA layers.
+        reduced: remaining cells that are first reduced to an adapter.
+        merged: remaining cells that are first merged into full weights.
+        copied: remaining cells that equal another cell and get its results.
+        seconds: the time for the remaining cells, at the rate of the finished ones (on the machine that judged
+            them); None if none is finished.
     """
 
     cells: int
@@ -58,7 +58,11 @@ class Estimate:
 
 
 def estimate(prepared: PreparedSweep, found: Findings | None = None) -> Estimate:
-    """What `sweep` would do in a folder where so much is found; prompts are built, and must fit the model.
+    """What `sweep` would do. Builds the prompts, which must fit the model.
+
+    Args:
+        prepared: the sweep.
+        found: the results in its folder.
 
     Raises:
         AdapterswapError: see `preview`.

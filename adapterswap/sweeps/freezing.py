@@ -1,9 +1,9 @@
-"""Pre-registration: what a sweep will compare and choose, written before anything is judged, and compared afterwards.
+"""Pre-registration: write what a sweep will choose and compare before it runs, and check it afterwards.
 
 `freeze` writes preregistration.json into the folder that the sweep will fill: everything that `prepare` knows (experts
-with hashes, tasks, cells, documents to choose on), and what a report will compare. Its hash can be published before the
-run. `kept` compares it with what was run. A guard against forgetting and drift; who wants to cheat can write the file
-afterwards, unless the hash was published.
+with hashes, tasks, cells, documents to choose on), and the methods that a report will compare. Its hash can be
+published before the run. `read_frozen` compares the file with the run. It protects against forgetting and drift. Only a
+published hash proves that the file was not written afterwards.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["PREREGISTRATION_FORMAT", "REFERENCES", "Preregistration", "default_r
 PREREGISTRATION_FORMAT = "adapterswap-preregistration/1"
 REFERENCES = ("soup", "task expert", "math expert", "base")
 _COMPARED = ("base_model", "experts", "num_layers", "tasks", "task_files", "settings", "cells")
-_REMEDY = "Restore it, or delete it and say that the run was not pre-registered"
+_REMEDY = "Restore it, or delete it and report that the run was not pre-registered"
 
 
 @dataclass(frozen=True)
 class Preregistration:
-    """What was said before a run, beside what was run.
+    """A pre-registration, and how the run differs from it.
 
     Attributes:
-        sha256: of what was said.
-        reference, methods: what a report was to compare; None for methods where all were.
-        differences: what was run or compared otherwise, in words; empty where all was kept to.
+        sha256: the hash of the pre-registration.
+        reference, methods: the methods that a report was to compare; `methods` is None for all.
+        differences: how the run and the comparison differ from it, in words; empty if they do not.
     """
 
     sha256: str
@@ -47,7 +47,7 @@ class Preregistration:
 
 
 def default_reference(families: Sequence[str]) -> str:
-    """What methods are compared with by default: soup, else the task expert, else the base, else the first."""
+    """The default reference: the first of `REFERENCES` among the families, otherwise the first family."""
     return next((family for family in REFERENCES if family in families), families[0])
 
 
@@ -59,22 +59,22 @@ def freeze(
     methods: Sequence[str] | None = None,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Write what a sweep will compare and choose into the folder that it will fill; judge nothing.
+    """Write what a sweep will choose and compare into the folder that it will fill. Judges nothing.
 
     Args:
-        prepared: from `prepare`.
-        out_path: the folder.
+        prepared: the sweep, from `prepare`.
+        out_path: the folder of the sweep.
         reference: the method that the others will be compared with; by default soup, as in a report.
         methods: the methods that will be ranked and tested; by default all.
-        dry_run: check everything, write nothing.
+        dry_run: check everything and write nothing.
 
     Returns:
         The file's content; `sha256` is its hash.
 
     Raises:
         ArgumentError: the recipe has no such method, or `methods` names fewer than two.
-        OutputError: the folder holds something else, another pre-registration, or cannot be written.
-        RunError: it holds a sweep that has begun, so that nothing can be said beforehand.
+        OutputError: the folder contains other files or another pre-registration, or cannot be written.
+        RunError: the folder contains a sweep that has already started.
     """
     families = list(dict.fromkeys(cell.family for cell in prepared.grid.cells))
     for parameter, names in (("reference", [reference] if reference is not None else []), ("methods", methods or [])):
@@ -84,7 +84,7 @@ def freeze(
                 raise ArgumentError(f"the recipe has no method {name!r}", remedy, parameter=parameter)
     if methods is not None and len(set(methods)) < 2:
         raise ArgumentError(
-            f"`methods` names {len(set(methods))} method, and a comparison needs two", "Name two or more",
+            f"`methods` names {len(set(methods))}, but a comparison needs two", "Name two or more",
             parameter="methods",
         )  # fmt: skip
     chosen = reference if reference is not None else default_reference(families)
@@ -101,7 +101,7 @@ def freeze(
     check_place(folder, prepared.inputs)
     if any(exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
         raise RunError(
-            f"{folder} holds a sweep that has begun, so nothing can be registered before it",
+            f"{folder} contains a sweep that has already started, so it cannot be pre-registered",
             "Choose another path", parameter="out_path",
         )  # fmt: skip
     path = folder / PREREGISTRATION
@@ -109,7 +109,7 @@ def freeze(
         if _read(path) == content:
             return content
         raise OutputError(
-            f"{path} already exists and registers something else", "Choose another path, or delete it",
+            f"{path} already exists and contains another pre-registration", "Choose another path, or delete it",
             parameter="out_path",
         )  # fmt: skip
     if exists(folder) and any(folder.iterdir()):
@@ -134,13 +134,13 @@ def read_frozen(
     methods: Sequence[str],
     units: Sequence[str] | None = None,
 ) -> Preregistration | None:  # fmt: skip
-    """What was registered for a run, and whether it was kept to; None where nothing was.
+    """The pre-registration of a run, compared with the run; None if there is none.
 
     Args:
-        folder: the run's.
-        described: its sweep.json.
-        reference, methods: what a report compares.
-        units: those that it is restricted to; None for all.
+        folder: the run's folder.
+        described: the content of its sweep.json.
+        reference, methods: the methods that a report compares.
+        units: the units that the report is restricted to; None for all.
 
     Raises:
         DataError: the file is damaged, or was changed after it was written.
@@ -166,7 +166,7 @@ def read_frozen(
 
 def _differing(key: str, before: Any, after: Any) -> list[str]:
     if isinstance(before, dict) and isinstance(after, dict):
-        # What the model adds to the settings (its dtype) is not known beforehand.
+        # Settings that come from the loaded model (its dtype) are unknown when `freeze` runs.
         names = before if key == "settings" else before.keys() | after.keys()
         return [f"{key}.{name} differs" for name in sorted(names) if before.get(name) != after.get(name)]
     if key == "cells" and isinstance(before, list) and isinstance(after, list):
@@ -180,5 +180,5 @@ def _read(path: Path) -> dict[str, Any]:
     content = read_json(path, _REMEDY)
     whole = content.get("format") == PREREGISTRATION_FORMAT and is_sealed(content)
     if not whole or not isinstance(content.get("sweep"), dict) or not isinstance(content.get("comparison"), dict):
-        raise DataError(f"{path} is not as `freeze=True` wrote it", _REMEDY, parameter="run")
+        raise DataError(f"{path} is damaged, or was changed after it was written", _REMEDY, parameter="run")
     return content

@@ -1,7 +1,6 @@
-"""Everything that can be known of a sweep before weights are loaded: experts opened, tasks found, every cell planned.
+"""Prepare a sweep before weights are loaded: open the experts, find the tasks, plan every cell.
 
-So that all mistakes are reported at once, and early. Knows nothing of models in memory or of
-the folder that is written.
+This way all mistakes are reported early and together. Knows nothing of models in memory or of the sweep's folder.
 """
 
 from __future__ import annotations
@@ -48,19 +47,20 @@ Expert = Adapter | Checkpoint
 
 @dataclass(frozen=True)
 class PreparedSweep:
-    """A sweep that can begin.
+    """A sweep that is ready to run.
 
     Attributes:
-        recipe: what was asked for.
-        base: its config and tokenizer.
-        num_layers: L.
-        experts: every adapter and full checkpoint, by the name under which compositions know it.
-        sides: the same names → task, language, or the row of `extra` that it is.
-        tasks: by name.
-        settings: how they are evaluated.
-        grid: what is judged.
+        recipe: the recipe.
+        base: the base's config and tokenizer.
+        num_layers: the number of layers of the base.
+        experts: name in compositions → adapter or full checkpoint.
+        sides: the same names → task, language, another role, or the expert's row of `extra`.
+        tasks: name → task.
+        settings: how tasks are evaluated.
+        grid: the cells.
         plans: cell → its plan; None for the base.
-        described: all of it as plain data, without a path of this machine: sweep.json, but for what the model adds.
+        described: all of it as plain data, without paths of this machine: the content of sweep.json before the judge
+            adds the versions and the settings of the model.
     """
 
     recipe: SweepRecipe
@@ -76,12 +76,12 @@ class PreparedSweep:
 
     @property
     def adapters(self) -> dict[str, Adapter]:
-        """The experts that are loaded beside each other."""
+        """The experts that are adapters; all of them are loaded together."""
         return {name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)}
 
     @property
     def inputs(self) -> list[str | Path | None]:
-        """What no output may touch: bases, experts, task files, the recipe and what it extends."""
+        """Paths that the output may not overlap: bases, experts, task files, the recipe and those that it extends."""
         return [
             self.base.source.folder,
             *(expert.source.folder for expert in self.experts.values()),
@@ -94,22 +94,22 @@ class PreparedSweep:
 def prepare(
     recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False, trust_task_code: bool = False
 ) -> PreparedSweep:
-    """Open what a recipe names, and plan every cell.
+    """Open everything that a recipe names, and plan every cell.
 
     Args:
-        recipe: what is asked for.
-        confirm_run_unsafe_code: tasks may run code that the model wrote (MBPP).
-        trust_task_code: the task files in `settings.include_path` may run the Python code that they bring.
+        recipe: the recipe.
+        confirm_run_unsafe_code: allow tasks to run code that the model wrote (MBPP).
+        trust_task_code: allow the task files in `settings.include_path` to run their own Python code.
 
     Raises:
-        AdapterswapError: with all mistakes that can be found together, of their closest common class: a base or an
-            expert that cannot be opened (`BaseModelError`, `ExpertError`, `NotFoundError`) or switched
-            (`UnsupportedError`), unknown tasks and settings out of their range (`ArgumentError`, `FieldError`),
-            compositions that do not suit the experts (`CompositionError`).
+        AdapterswapError: lists all mistakes that can be found together; its class is their closest common one. A base
+            or an expert cannot be opened (`BaseModelError`, `ExpertError`, `NotFoundError`) or switched
+            (`UnsupportedError`), a task is unknown or a setting out of range (`ArgumentError`, `FieldError`), or a
+            composition does not fit the experts (`CompositionError`).
     """
     listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
     named = dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
-    check_task_names(list(named), recipe.settings.include_path)  # before anything that takes longer
+    check_task_names(list(named), recipe.settings.include_path)  # first, because it is quick
     problems = Problems(FieldError)
     places = {name: (place, "task") for name, place in recipe.task_experts.items()}
     places |= {name: (place, "language") for name, place in recipe.language_experts.items()}
@@ -136,7 +136,7 @@ def prepare(
     problems.raise_if_any()
     full = [name for name, expert in experts.items() if isinstance(expert, Checkpoint)]
     grid = make_cells(recipe, asked, num_layers, full)
-    # The weights of a base on the Hub are fetched now only where experts are compared with them.
+    # The weights of a base on the Hub are downloaded now only if experts are compared with them.
     merged = any(cell.output.get("full_rank") for cell in grid.cells) and base.source.revision is None
     stored = open_checkpoint(recipe.base_model) if full or merged else None
     plans: dict[str, Plan | None] = {}
@@ -172,14 +172,14 @@ def _open(place: str, field: str) -> Expert:
 
 
 def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
-    """Whether PEFT can hold all adapters in one model."""
+    """Check that PEFT can hold all adapters in one model."""
     from adapterswap.live.switching import clash
 
     adapters = {name: expert for name, expert in experts.items() if not isinstance(expert, Checkpoint)}
     if (reason := clash(adapters)) is not None:
         problems.add(
             reason,
-            "Train both in one way, or sweep them apart and write such compositions with `compose` for `evaluate`",
+            "Train both the same way, or sweep them separately; `compose` and `evaluate` judge compositions of both",
             parameter="experts",
             kind=UnsupportedError,
         )
@@ -188,7 +188,7 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
 def _plan(
     cell: Cell, recipe: SweepRecipe, experts: Mapping[str, Expert], num_layers: int, stored: Checkpoint | None
 ) -> Plan | None:
-    """How a cell is composed; None for the base. `stored` are the base's weights, where cells are merged into them."""
+    """The plan of a cell; None for the base. `stored` are the base's weights if a cell is merged into them."""
     from adapterswap.live import why_not_live
     from adapterswap.writing.kinds import check_kinds
 
@@ -197,7 +197,7 @@ def _plan(
         return None
     whole = stored is not None and any(isinstance(experts[name], Checkpoint) for name in composition.expert_names)
     try:
-        # By its folder a base on the Hub is not looked up again for every cell.
+        # The folder, so that a base on the Hub is not looked up again for every cell.
         base_model = str(stored.source.folder) if whole and stored is not None else recipe.base_model
         declared = composition.model_copy(update={"base_model": base_model})
         plan = make_plan(declared, experts, num_layers=num_layers)
@@ -205,8 +205,8 @@ def _plan(
             return plan
         if cell.output.get("full_rank"):
             if stored is not None:
-                merge_plan(plan, stored)  # reports what does not fit before anything is judged
-        elif cell.output or why_not_live(plan) is not None:  # it is reduced to an adapter first
+                merge_plan(plan, stored)  # reports mistakes before anything is judged
+        elif cell.output or why_not_live(plan) is not None:  # reduced to an adapter
             check_kinds(plan, Form(**cell.output))
         return plan
     except AdapterswapError as error:
@@ -218,7 +218,7 @@ def _num_layers(base: Base, from_recipe: int | None) -> int:
     if from_recipe is not None and from_config not in (None, from_recipe):
         raise CompositionError(
             f"num_layers is {from_recipe}, but {base.reference} has {from_config} layers",
-            "Leave num_layers out",
+            "Leave num_layers out, or correct it",
             parameter="num_layers",
         )
     if from_recipe is None and from_config is None:
@@ -238,7 +238,7 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "recipe": _public_recipe(prepared),
         "base_model": {
             "source": base.name, "revision": base.revision, "config_sha256": sha256_of(base.folder / MODEL_CONFIG),
-            # A commit of the Hub stands for its files, which may not all be downloaded yet.
+            # A Hub commit identifies its files, which may not all be downloaded yet.
             "files": None if base.revision else model_fingerprints(base.folder),
         },
         "experts": {
@@ -261,7 +261,7 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
 
 
 def _hashes(expert: Expert) -> dict[str, Any]:
-    """What tells an expert from another; of a full checkpoint as of the base."""
+    """The hashes that identify an expert; for a full checkpoint the same as for the base."""
     if isinstance(expert, Adapter):
         return {"sha256": sha256_of(expert.source.folder / WEIGHTS), "config_sha256": expert.config.sha256}
     folder = expert.source.folder
@@ -270,7 +270,7 @@ def _hashes(expert: Expert) -> dict[str, Any]:
 
 
 def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:
-    """The recipe with names in the places of paths; it can be read back once they are put in again."""
+    """The recipe with names in place of paths; it can be read again once the paths are filled in."""
     recipe, experts = prepared.recipe, prepared.experts
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     content["base_model"] = str(prepared.base.source)
