@@ -1,7 +1,7 @@
-"""Run a sweep: cell after cell is judged, here, by several processes or over Ray, and each is recorded when finished.
+"""Run a sweep: judge cell after cell, here, in several processes or over Ray, and record each when it is finished.
 
-Cells are recorded in the order of the requests, whichever process judges them. Knows how a sweep's parts work
-together, and nothing of models, searches or clusters themselves. Prints nothing.
+Cells are recorded in the order in which they are requested, whichever process judges them. Knows how the parts of a
+sweep work together, but nothing of models, searches or clusters themselves. Prints nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["SweepProgress", "sweep"]
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """How far a sweep is.
+    """The progress of a sweep.
 
     Attributes:
-        done, total: cells; of a search, as many as it will look at, and those that were given up are done.
-        cell: the short name of the one that is being judged; empty when there is none.
-        requests, requests_total: of that cell; none where other processes judge.
-        best: the best cell so far, by the mean of its target tasks.
-        value: that mean.
+        done, total: numbers of cells. A search counts the cells that it will try, and those that it gave up as done.
+        cell: the short name of the cell that is being judged; empty if there is none.
+        requests, requests_total: numbers of that cell's requests; 0 over Ray, whose workers do not report them.
+        best: the best cell so far, by the mean of its primary scores over its target tasks.
+        value: the mean of `best`.
     """
 
     done: int
@@ -67,37 +67,37 @@ def sweep(
     processes: Processes | None = None,
     tell: Tell = lambda progress: None,
 ) -> Run:
-    """Judge everything that a recipe asks for, and write or complete the folder of the sweep.
+    """Judge every cell of a recipe, and write the folder of the sweep.
 
-    If the folder holds the same sweep, unfinished, it is resumed: its finished cells stay.
+    If the folder contains the same sweep, it is resumed, and finished cells are not judged again.
 
     Args:
-        recipe: a recipe, its file, the name of a shipped recipe, or what `prepare` made of it.
-        out_path: the folder.
-        overrides: values that a recipe's file gets, such as `settings.limit=20`.
-        trust_task_code, confirm_run_unsafe_code: what tasks may run; see `prepare`. What `prepare` made keeps its own.
+        recipe: a recipe, the path of its file, the name of a shipped recipe, or the result of `prepare`.
+        out_path: the folder of the sweep.
+        overrides: values that replace those in the recipe's file, such as `settings.limit=20`.
+        trust_task_code, confirm_run_unsafe_code: see `prepare`; ignored if `recipe` is the result of `prepare`.
         device: see `bases.choose_device`.
-        dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
-        overwrite: begin anew where the folder holds a sweep.
-        ray: judge in worker processes over Ray: the address of a cluster, or `local` for one that is started here.
-        workers: how many; None for one on each GPU.
-        processes: those that judge every cell together, from `adapterswap.processes.joined`; this one alone, if none
-            are given. All call this with the same arguments; the main one writes the folder, and gives all the result.
-        tell: called as it goes on, in the main process.
+        dtype: the dtype of the base's weights: float32, bfloat16, float16, or auto for the stored one.
+        overwrite: replace a sweep that is in the folder.
+        ray: judge in worker processes over Ray. The address of a cluster, or `local` to start one on this machine.
+        workers: the number of workers; None for one on each GPU.
+        processes: the processes that judge every cell together, from `adapterswap.processes.joined`; None for this one
+            alone. All call this with the same arguments; the main process writes the folder, and all return the result.
+        tell: called with the progress, in the main process.
 
     Returns:
-        Everything that the folder holds; `adapterswap.report` makes a report of it.
+        The content of the folder; `adapterswap.report` makes a report of it.
 
     Raises:
-        ArgumentError: `workers` without `ray`, or several processes with it; `overrides` without a file.
+        ArgumentError: `workers` without `ray`, several processes with `ray`, or `overrides` without a recipe's file.
         AdapterswapError: see `prepare`, `recording`, `choose_device`, `load_weights`, `LiveComposer.load_expert`,
-            `evaluate`, `batches`, `over_ray` and `lead`. What is finished stays.
+            `evaluate`, `batches`, `over_ray` and `lead`. Finished cells stay in the folder.
     """
     processes = processes or Processes()
     if ray is not None and processes.count > 1:
         raise ArgumentError(
             f"{processes.count} processes were started, and each would start a sweep over Ray",
-            "Start one process, or leave out `ray`: then all of them share every cell",
+            "Start one process, or leave out `ray`, so that all of them share every cell",
             parameter="ray",
         )
     if workers is not None and ray is None:
@@ -116,7 +116,7 @@ def sweep(
         recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), overrides)
     elif overrides:
         raise ArgumentError(
-            "`overrides` change a recipe that is read from a file, and this one is not",
+            "`overrides` apply only to a recipe that is read from a file",
             "Change the recipe itself",
             parameter="overrides",
         )
@@ -143,7 +143,7 @@ def sweep(
 
 
 class _Completion:
-    """A sweep that is being completed: what is not recorded yet is judged and recorded, and progress is reported."""
+    """Judges and records the cells that are not recorded yet, and reports progress."""
 
     def __init__(self, prepared: PreparedSweep, record: Recording, tell: Tell) -> None:
         self._prepared, self._record, self._found, self._tell = prepared, record, record.found, tell
@@ -155,7 +155,7 @@ class _Completion:
         self._now = SweepProgress(0, self._total)
 
     def run(self, opened: Callable[[], AbstractContextManager[Judge]]) -> None:
-        """`opened` makes the judge, where there is something to judge."""
+        """Judge the remaining cells. `opened` makes the judge, and is called only if there are any."""
         judge: Judge | None = None
         with ExitStack() as stack:
             for batch in batches(self._prepared, self._found):
@@ -169,7 +169,7 @@ class _Completion:
         self._begin("", ())
 
     def _judge_whole(self, pending: Sequence[Assignment], judge: Judge) -> None:
-        """Judge cells on everything; of those that are the same, one."""
+        """Judge cells on all documents. Of cells that are the same composition only one is judged."""
         new = {one.cell.identity: one for one in reversed(pending) if one.cell.identity not in self._alike}
         judged = judge.judged([one for one in pending if new.get(one.cell.identity) is one], self._on_progress)
         for cell in (assignment.cell for assignment in pending):
@@ -196,7 +196,7 @@ class _Completion:
             self._record.add_rung(result)
 
     def _begin(self, judging: str, pending: Sequence[Assignment]) -> None:
-        """Tell what is judged now; what was given up after some documents is done too."""
+        """Report which cell is judged now. Cells that were given up count as done."""
         undone = {assignment.cell.cell for assignment in pending} - self._found.results.keys()
         done = len(self._found.seen - undone)
         self._now = SweepProgress(done, self._total, judging)

@@ -1,10 +1,10 @@
-"""Which cells a sweep judges, and in which order: all of them; or, where the recipe searches, those that are asked for.
+"""Which cells a sweep judges, and in which order: all, or those that a search proposes.
 
-A search (optuna) asks for configurations of a family, one after the other. A trial is a configuration judged with every
-pair, and its value the mean of the target tasks' primary scores on the documents to choose on: the same number by which
-the table chooses, so no document that is reported on is looked at. A search that halves judges a trial on few of them
-first, then on more, and gives it up where others did better. What a folder already holds is given to the sampler in the
-order in which it asks, so a sweep that was killed asks the same questions again and gets the same answers.
+A search (optuna) proposes configurations of a family, one after the other. A trial is a configuration judged with every
+pair. Its value is the mean of the target tasks' primary scores on the documents to choose on. The table chooses by the
+same number, and documents to report on are not used. Successive halving judges a trial on a few documents first, then
+on more, and gives it up if others did better. After a sweep was killed, the results in its folder are replayed to the
+sampler in its own order, so it proposes the same trials again.
 
 Knows prepared sweeps and results; knows nothing of models or folders.
 """
@@ -26,18 +26,18 @@ from adapterswap.sweeps.values import Findings
 
 __all__ = ["batches", "expected", "rungs"]
 
-_PATIENCE = 20  # questions in a row that were asked before, or whose zones overlap, until one is drawn at random
+_PATIENCE = 20  # after so many proposals in a row that were tried before or whose zones overlap, draw at random
 
 
 def batches(prepared: PreparedSweep, found: Findings) -> Iterator[list[Assignment]]:
-    """Lists of assignments that are judged one after the other, or at once; all on the same documents.
+    """Lists of assignments to judge. Those of one list may be judged at the same time, and are on the same documents.
 
     Args:
         prepared: the sweep.
-        found: what is known; before the next list is asked for, all of the last one must be in it.
+        found: the results so far. Before the next list is requested, it must contain those of the previous one.
 
     Raises:
-        DataError: a task to search by has no score of each document.
+        DataError: a target task has no scores of single documents, so the search cannot use it.
         DependencyError: optuna is not installed.
     """
     cells = {cell.cell: cell for cell in prepared.grid.cells}
@@ -50,11 +50,11 @@ def batches(prepared: PreparedSweep, found: Findings) -> Iterator[list[Assignmen
 
 
 def expected(prepared: PreparedSweep, seen: Collection[str]) -> list[Cell]:
-    """As many cells as will be looked at, those that were seen among them: a search does not know its questions yet.
+    """As many cells as will be judged, including those in `seen`. Which others a search proposes is not known yet.
 
     Args:
         prepared: the sweep.
-        seen: cells that were judged, or given up after some documents.
+        seen: the cells that were judged, or given up after some documents.
     """
     kept = {cell.cell for cell in _always(prepared)} | set(seen)
     for space in _searched(prepared):
@@ -65,7 +65,7 @@ def expected(prepared: PreparedSweep, seen: Collection[str]) -> list[Cell]:
 
 
 def rungs(prepared: PreparedSweep) -> tuple[int, ...]:
-    """How many documents of each target task the rungs of a search that halves have; none, if it does not."""
+    """The number of documents of each target task on each rung; empty without successive halving."""
     search = prepared.recipe.search
     if search is None or search.halving is None:
         return ()
@@ -73,7 +73,7 @@ def rungs(prepared: PreparedSweep) -> tuple[int, ...]:
 
 
 def _on(documents: int | None, cell: Cell, prepared: PreparedSweep) -> Assignment:
-    """A cell on a rung: the first so many documents to choose on, in a seeded order; tasks of one size alike."""
+    """A cell on a rung: the first documents to choose on, in a seeded order that tasks of one size share."""
     if documents is None:
         return Assignment(cell)
     assert prepared.recipe.search is not None
@@ -95,7 +95,7 @@ def _searched(prepared: PreparedSweep) -> list[Space]:
 
 
 def _always(prepared: PreparedSweep) -> list[Cell]:
-    """The cells that no search decides on."""
+    """The cells that are judged in any case."""
     searched = _searched(prepared)
     asked = {cell for space in searched for trial in space.trials for cell in trial.cells}
     others = [space for space in prepared.grid.spaces if space not in searched]
@@ -106,7 +106,7 @@ def _always(prepared: PreparedSweep) -> list[Cell]:
 def _trials(
     space: Space, search: Search, prepared: PreparedSweep, found: Findings
 ) -> Iterator[tuple[Trial, int | None]]:
-    """The configurations that the sampler asks for, and on how many documents: the papers' default first."""
+    """The configurations that the sampler proposes, and their numbers of documents. The papers' default is first."""
     cells = {cell.cell: cell for cell in prepared.grid.cells}
     defaults = {cell.cell for cell in prepared.grid.cells if cell.default}
 
@@ -117,7 +117,7 @@ def _trials(
         known = [score for score in scores if score is not None]
         if len(known) < len(trial.cells):
             raise DataError(
-                f"search: {', '.join(prepared.tasks)}: a target task has no score of each document to choose on",
+                f"search: one of the tasks {', '.join(prepared.tasks)} has no score for each document to choose on",
                 "Name another score in `primary`, use more documents, or leave `search` out",
                 parameter="primary",
             )
@@ -135,16 +135,17 @@ def ask(
     first: Collection[Trial] = (),
     rungs: Sequence[int] = (),
 ) -> Iterator[tuple[Trial, int | None]]:
-    """As many different trials as `search` says, each chosen by the values of those before; more is better.
+    """Propose `search.trials` different trials, each chosen by the values of the previous ones. Higher is better.
 
-    Numbers are searched by rank: neighbours in a list are neighbours for the sampler, whatever lies between them.
+    Numbers are searched by rank: values that are next to each other in a list are neighbours, at any distance.
 
     Args:
-        trials: all that there are.
-        search: how many, and how.
-        value: what a trial gave, on so many documents or, for None, on all; asked when the next trial is.
-        first: trials to begin with.
-        rungs: how many documents a trial is asked for before all, each number once; it may be given up after each.
+        trials: all trials.
+        search: the number of trials, the sampler and its seed.
+        value: the value of a trial on that many documents, None for all; called when the next trial is requested.
+        first: the trials to start with.
+        rungs: numbers of documents. A trial is yielded for each before it is yielded for all, and may be given up after
+            each.
 
     Raises:
         DependencyError: optuna is not installed.
