@@ -1,4 +1,4 @@
-"""Who stands on either side of a sweep's compositions, and what judges them: pairs, extra adapters, target tasks.
+"""The pairs, extra adapters and target tasks of a sweep's recipe.
 
 Knows recipes; knows nothing of grids, of tasks beyond their names, or of experts on disk.
 """
@@ -26,7 +26,7 @@ class AskedTasks:
 
     Attributes:
         target: language expert → the target tasks of its pairs.
-        retention: what everything is judged on beside.
+        retention: the tasks that every cell is judged on too.
     """
 
     target: Tasks
@@ -39,10 +39,10 @@ class AskedTasks:
 
 
 def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
-    """Language expert → the names of its target tasks, as the recipe says them.
+    """Language expert → the names of its target tasks, as in the recipe.
 
     Raises:
-        FieldError: a pattern matches no language expert, or none matches one.
+        FieldError: a pattern matches no language expert, or a language expert has no tasks.
     """
     if isinstance(recipe.tasks, list):
         return dict.fromkeys(recipe.language_experts, recipe.tasks)
@@ -52,7 +52,7 @@ def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
         matched = fnmatch.filter(recipe.language_experts, pattern)
         if not matched:
             problems.add(
-                f"tasks: {pattern!r} does not match a language expert",
+                f"tasks: {pattern!r} does not match any language expert",
                 f"Use their names ({', '.join(recipe.language_experts)}), or patterns that match them",
                 parameter="tasks",
             )
@@ -68,14 +68,14 @@ def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
 
 
 def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
-    """Row → the adapters of `extra` in it, by the name under which each is loaded: extra-1, extra-2, …"""
+    """Row of `extra` → its adapters, by the names under which they are loaded: extra-1, extra-2, …"""
     number = count(1)
     listed = {row: [places] if isinstance(places, str) else places for row, places in recipe.extra.items()}
     return {row: {f"{EXTRA}{next(number)}": place for place in places} for row, places in listed.items()}
 
 
 def pairs_of(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """(task side, language side) for each pair; a reset has each task side once, and no language side."""
+    """(task side, language side) for each pair. A reset has every task side once, and an empty language side."""
     if recipe.pairs is not None:
         pairs = [(pair.task, pair.language) for pair in recipe.pairs]
     else:

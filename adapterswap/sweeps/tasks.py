@@ -1,6 +1,6 @@
-"""What a sweep's tasks are: their full names, languages, the score that counts, and how their documents are parted.
+"""The tasks of a sweep: their full names, languages, primary scores, and the split of their documents.
 
-Asks lm-evaluation-harness's tasks; knows nothing of experts and compositions.
+Reads lm-evaluation-harness's tasks; knows nothing of experts and compositions.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers a
 
 
 def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dict[str, TaskInfo]]:
-    """The tasks that a recipe names, and which of them each language expert's pairs are judged on.
+    """The tasks that a recipe names, and the tasks of each language expert's pairs.
 
     Raises:
-        FieldError: a task that is both a target and retention; a primary score of a task that is not among them, or
-            that it does not have; targets of which one is better with more of its score and another with less; see also
+        FieldError: a task is both a target and in `retention`; `primary` names an unknown task, or a score that its
+            task does not have; higher scores are better in one target and lower ones in another; see also
             `target_groups`.
         AdapterswapError: see `load_tasks`.
     """
     groups = target_groups(recipe)
     problems = Problems(FieldError)
-    loaded: dict[str, dict[str, Any]] = {}  # the names that the recipe gives, joined → tasks
+    loaded: dict[str, dict[str, Any]] = {}  # the recipe's names, joined → tasks
 
     def load(names: list[str]) -> tuple[str, ...]:
         key = "\n".join(names)
@@ -53,7 +53,7 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dic
     for name in retention:
         if name in targets:
             problems.add(
-                f"the task {name} is both in tasks and in retention", "Name it in one of them", parameter="retention"
+                f"the task {name} is both in tasks and in retention", "Name it only once", parameter="retention"
             )
     for name in recipe.primary:
         if name not in known:
@@ -73,13 +73,13 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[AskedTasks, dic
 
 
 def _check_directions(targets: Sequence[TaskInfo]) -> None:
-    """Refuse targets whose scores are better in opposite directions: configurations are chosen by the mean of both."""
+    """Refuse targets with opposite directions of better scores: configurations are chosen by the targets' mean."""
     higher, lower = ([task.name for task in targets if task.higher_is_better is more] for more in (True, False))
     if higher and lower:
         raise FieldError(
-            f"tasks: more is better in {', '.join(higher)}, and less is better in {', '.join(lower)}, so "
-            "their mean says nothing",
-            "Move one kind to `retention`, or use a sweep for each",
+            f"tasks: higher scores are better in {', '.join(higher)}, but lower ones in {', '.join(lower)}, so their "
+            "mean is meaningless",
+            "Move one kind to `retention`, or run a sweep for each",
             parameter="tasks",
         )
 
@@ -104,7 +104,7 @@ def _better(task: Any) -> Mapping[str, bool]:
 
 
 def _primary(name: str, task: Any, requested: str | None) -> tuple[str, str]:
-    """The score that counts: what the recipe says; else `normalized`, where there is such a filter; else the first."""
+    """(metric, filter) of the primary score: the recipe's, or the first; the filter `normalized` goes before others."""
     metrics = list(task.aggregation())
     if not metrics:
         raise FieldError(f"tasks: {name} has no score", "Run it with `adapterswap evaluate`", parameter="tasks")
