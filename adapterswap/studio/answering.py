@@ -87,9 +87,9 @@ class Answering:
         try:
             asked = self._read(content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return PlainTextResponse("This is not what the studio's page sends. Reload the page", 400)
+            return PlainTextResponse("The request is not valid. Reload the page", 400)
         if self._at_once >= _MOST_AT_ONCE:
-            return PlainTextResponse("Too many visitors wait for an answer. Try again later", 503)
+            return PlainTextResponse("Too many visitors are waiting for an answer. Try again later", 503)
         return StreamingResponse(
             self._stream(asked), media_type="application/x-ndjson", headers={"cache-control": "no-store"}
         )
@@ -120,7 +120,13 @@ class Answering:
                     tell(item)
             except Exception:
                 traceback.print_exc()
-                tell({"written": error_html(RunError("the studio failed", "See the terminal that it runs in"))})
+                tell(
+                    {
+                        "written": error_html(
+                            RunError("an unexpected error occurred", "See the terminal where the studio runs")
+                        )
+                    }
+                )
             finally:
                 tell(None)
 
@@ -141,7 +147,7 @@ class Answering:
         if not asked.answer:
             return
         if not choice.prompt.strip():
-            yield {"written": '<p class="timing">Write a prompt to see answers.</p>', "timing": ""}
+            yield {"written": '<p class="timing">Enter a prompt to see answers.</p>', "timing": ""}
             return
         try:
             compared = columns(workspace, choice, asked.shown)

@@ -62,7 +62,7 @@ const ask = async (asked) => {
       lines.forEach(show);
     }
   } catch (error) {
-    if (!mine.signal.aborted) problem(error instanceof TypeError ? "The studio does not answer. Is it still running?" : error.message);
+    if (!mine.signal.aborted) problem(error instanceof TypeError ? "The studio does not respond. Is it still running?" : error.message);
   }
 };
 document.addEventListener("studio:ask", (event) => ask(event.detail));

@@ -125,7 +125,7 @@ def from_address(query: str, fallback: Choice) -> Choice:
             fields[key] = value
         elif not key.startswith("__"):  # Gradio's own, such as __theme
             raise ArgumentError(
-                f"the address holds {key!r}, which is no setting", f"Leave it out; there are {', '.join(FIELDS)}",
+                f"the address has an unknown setting {key!r}", f"Remove it; the settings are {', '.join(FIELDS)}",
                 parameter="query",
             )  # fmt: skip
     if not (sides["task"] or sides["language"] or fields):
@@ -139,13 +139,15 @@ def _read_painted(text: str) -> dict[tuple[int, Kind], str]:
     match = _PAINT.fullmatch(text)
     if match is None:
         raise ArgumentError(
-            f"the address gives layers by {text!r}", "Write KIND.LAYERS=EXPERT, as in mlp.0-2=math", parameter="query"
+            f"the address assigns layers with give={text!r}",
+            "Write KIND.LAYERS=EXPERT, as in mlp.0-2=math",
+            parameter="query",
         )
     kind = next(kind for kind in get_args(Kind) if kind == match[1])
     try:
         layers = parse_layers(match[2])
     except ValueError as error:
-        raise ArgumentError(f"the address gives layers by {text!r}: {error}", "Correct it", parameter="query") from None
+        raise ArgumentError(f"the address has give={text!r}: {error}", "Correct it", parameter="query") from None
     return {(layer, kind): match[3] for layer in layers}
 
 

@@ -25,7 +25,7 @@ _PARTITION = "partition "
 _DENSITY = 0.5  # what a parameter that must be set begins with
 _LABELS = {
     "bottom": "Bottom layers", "top": "Top layers",
-    "bottom_transition": "Blended above", "top_transition": "Blended below",
+    "bottom_transition": "Bottom transition", "top_transition": "Top transition",
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ class Controls:
         with gr.Row(elem_classes="sides"):
             add["task"] = gr.Dropdown(names, label="Task expert", multiselect=True, min_width=140)
             add["language"] = gr.Dropdown([*names, BASE], label="Language expert", multiselect=True, min_width=140)
-        add["preset"] = gr.Dropdown(presets(), label="How they are combined", filterable=True)
+        add["preset"] = gr.Dropdown(presets(), label="Method", filterable=True)
         most = workspace.num_layers
         for pair in (ZONES[:2], ZONES[2:]):
             with gr.Row(elem_classes="zones"):
@@ -87,7 +87,7 @@ class Controls:
             add["outside"] = gr.Radio(
                 ["average", "task", "language"], label="Embeddings, heads and towers", value="average"
             )
-            add["weights"] = gr.Radio(["equal", "magnitude"], label="Weights in blends", value="equal")
+            add["weights"] = gr.Radio(["equal", "magnitude"], label="Blend weights", value="equal")
         for name, update in zip(add, self.updates(choice), strict=True):
             for key, value in update.items():
                 if key in ("value", "visible"):

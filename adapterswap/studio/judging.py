@@ -42,7 +42,7 @@ __all__ = [
     "tasks",
 ]
 
-OWN_FILE = "a file of yours"
+OWN_FILE = "your own file"
 _LAB = "lab problems in "
 _CHUNK = 50
 _TOKENS = 256
@@ -103,7 +103,7 @@ def read_rows(path: str | Path) -> list[tuple[str, str]]:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise DataError(f"the file cannot be read: {reason_of(error)}", remedy, parameter="file") from None
     if not 1 <= len(found) <= _MOST_ROWS:
-        raise DataError(f"the file has {len(found)} rows", f"Give 1 to {_MOST_ROWS}", parameter="file")
+        raise DataError(f"the file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
     return found
 
 
@@ -225,7 +225,7 @@ def _judge_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple
     ).tasks[task]  # fmt: skip
     names = [score.filter for score in result.scores]
     if not names:
-        raise ArgumentError(f"{task} has no score", "Choose a task that is scored automatically", parameter="task")
+        raise ArgumentError(f"{task} has no automatic score", "Choose another task", parameter="task")
     best = result.score("normalized" if "normalized" in names else names[0])
     return round(best.value * result.num_docs, 6), result.num_docs
 
@@ -246,7 +246,9 @@ def table_html(rows: Sequence[Judged]) -> str:
         f'<td class="number">{row.low:.1%} – {row.high:.1%}</td></tr>'
         for row in reversed(rows)
     )
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("composition", "task", "right", "share", "95 %"))
+    head = "".join(
+        f'<th scope="col">{name}</th>' for name in ("composition", "task", "correct", "accuracy", "95 % interval")
+    )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="judged scroll" tabindex="0">{table}</div>'
 

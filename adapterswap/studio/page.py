@@ -30,7 +30,7 @@ from adapterswap.studio.workspace import Workspace
 
 __all__ = ["make_page", "page_css"]
 
-_NEXT = "the next one"
+_NEXT = "the next expert"
 _FAST: dict[str, Any] = {"queue": False, "show_progress": "hidden", "trigger_mode": "always_last"}
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
 _ASK = """(auto, ...values) => {
@@ -85,7 +85,7 @@ class _Page:
         for name, fault in workspace.faults.items():
             gr.HTML(f"<p>{text(name)} could not be opened:</p>{error_html(fault)}")
         for name, fault in workspace.not_live.items():
-            gr.HTML(f"<p>{text(name)} can be composed, but not tried here:</p>{error_html(fault)}")
+            gr.HTML(f"<p>{text(name)} can be composed but cannot answer prompts here:</p>{error_html(fault)}")
 
     def _head_html(self) -> str:
         workspace = self.workspace
@@ -100,10 +100,10 @@ class _Page:
         self.problem = gr.HTML(drawn["problem"], js_on_load=_PROBLEM, elem_id="problem", visible=True)
         with gr.Row(equal_height=True):
             self.brush = gr.Radio(
-                [_NEXT, *self.names, BASE], value=_NEXT, label="A click on a layer gives it to", elem_id="brush"
+                [_NEXT, *self.names, BASE], value=_NEXT, label="Assign clicked layers to", elem_id="brush"
             )
         with gr.Row():
-            self.defaults = gr.Button("The paper's layers", size="sm")
+            self.defaults = gr.Button("Use the paper's layers", size="sm")
             self.clear = gr.Button("Undo clicks", size="sm")
         self.controls = Controls(self.workspace, self.first)
         self.painted = gr.JSON({}, visible="hidden")  # no `State`, which the browser does not see
@@ -116,7 +116,7 @@ class _Page:
         lab = self.workspace.lab
         with gr.Row(visible=lab is not None, equal_height=True):
             spoken = list(lab.languages) if lab else ["en"]
-            self.spoken = gr.Radio(spoken, value=spoken[0], label="Problems in", scale=2, min_width=120)
+            self.spoken = gr.Radio(spoken, value=spoken[0], label="Problem language", scale=2, min_width=120)
             self.number = gr.Slider(1, 100, step=1, value=1, label="Problem", scale=4, min_width=180, buttons=[])
         self.prompt = gr.Textbox(
             self._problem_text(spoken[0], 1), label="Prompt", lines=2, max_lines=8, elem_id="prompt", max_length=20_000
@@ -131,17 +131,15 @@ class _Page:
         )  # fmt: skip
         with gr.Accordion("Options", open=False):
             self.shown = gr.CheckboxGroup(
-                [(label, kind) for kind, label in COLUMNS.items()], value=list(COLUMNS), label="Side by side"
+                [(label, kind) for kind, label in COLUMNS.items()], value=list(COLUMNS), label="Compare"
             )
-            self.auto = gr.Checkbox(True, label="Answer again whenever the composition changes")
+            self.auto = gr.Checkbox(True, label="Answer again when the composition changes")
             chat = bool(getattr(self.workspace.tokenizer, "chat_template", None))
-            self.chat = gr.Checkbox(chat, label="As a chat message", visible=chat)
-            self.tokens = gr.Slider(1, 512, value=24 if lab else 64, step=1, label="At most so many tokens", buttons=[])
+            self.chat = gr.Checkbox(chat, label="Apply the chat template", visible=chat)
+            self.tokens = gr.Slider(1, 512, value=24 if lab else 64, step=1, label="Maximum new tokens", buttons=[])
 
     def _take_home(self) -> None:
-        self.max_rank = gr.Number(
-            0, label="Largest rank (0: as large as it takes)", precision=0, minimum=0, elem_id="max-rank"
-        )
+        self.max_rank = gr.Number(0, label="Maximum rank (0: no limit)", precision=0, minimum=0, elem_id="max-rank")
         self.taken = gr.HTML("", js_on_load=_asset("copy.js"), elem_id="taken")
         self.address = gr.Textbox(self.first.address(), visible="hidden", elem_id="address")
         with gr.Row():
@@ -154,8 +152,8 @@ class _Page:
 
     def _understand(self) -> None:
         gr.HTML(
-            '<p class="timing">Where these experts changed the base, layer by layer, and how their changes lie to each '
-            "other.</p>"
+            '<p class="timing">Where each expert changed the base, layer by layer, and how the changes of two experts '
+            "compare.</p>"
         )
         with gr.Row():
             self.measure = gr.Button("Measure again", size="sm")
@@ -171,7 +169,7 @@ class _Page:
             self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
             self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180, buttons=[])
         self.rows_file = gr.File(
-            label='A file of yours: JSON lines with "prompt" and "answer"', file_types=[".jsonl"], visible=False,
+            label='Your file: JSON Lines with "prompt" and "answer"', file_types=[".jsonl"], visible=False,
             elem_id="rows",
         )  # fmt: skip
         with gr.Row(equal_height=True):
@@ -325,7 +323,7 @@ class _Page:
             self.workspace.plan(composition)
             own = judging.read_rows(path) if task == judging.OWN_FILE and path else ()
             if task == judging.OWN_FILE and not path:
-                raise CompositionError("no file was uploaded", "Choose one above", parameter="file")
+                raise CompositionError("no file was uploaded", "Upload one above", parameter="file")
             address = Choice(choice.task, choice.language, choice.fields, choice.painted).address()
             yield [progress_html(None), gr.skip(), gr.skip()]
             for news in judging.judge(
@@ -481,7 +479,7 @@ def progress_html(progress: judging.Progress | None) -> str:
     share = 100 * progress.done / progress.of
     return (
         f'<div class="progress" role="status"><span>{progress.done} of {progress.of}</span>'
-        f'<span class="bar" role="progressbar" aria-label="judged" aria-valuenow="{share:.0f}">'
+        f'<span class="bar" role="progressbar" aria-label="Documents judged" aria-valuenow="{share:.0f}">'
         f'<i style="width:{share:.1f}%"></i></span></div>'
     )
 
@@ -490,7 +488,7 @@ def label_of(choice: Choice) -> str:
     """A choice in a few words, for the table of results."""
     sides = "+".join(" and ".join(names) for names in (choice.task, choice.language))
     settings = [f"{key}={value}" for key, value in choice.fields.items() if (key, value) != ("method", "layer_swap")]
-    given = [f"{len(choice.painted)} given by hand"] if choice.painted else []
+    given = [f"{len(choice.painted)} set by hand"] if choice.painted else []
     return ", ".join([sides, *settings, *given])
 
 

@@ -123,7 +123,9 @@ def _free_port(host: str) -> int:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried, suppress(OSError):
             tried.bind((host, port))
             return port
-    raise RunError(f"no port from {_FIRST_PORT} on is free on {host}", "Pass `port`", parameter="port")
+    raise RunError(
+        f"ports {_FIRST_PORT} to {_FIRST_PORT + 99} are all taken on {host}", "Pass another `port`", parameter="port"
+    )
 
 
 def _is_loopback(host: str) -> bool:

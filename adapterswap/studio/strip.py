@@ -61,8 +61,8 @@ def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[in
         )
         columns.append(
             f'<div class="layer" role="group" aria-label="layer {layer}"><button type="button" class="number" '
-            f'tabindex="-1" data-cell="{layer}" aria-label="layer {layer}: give all of it" title="layer {layer}: give '
-            f'all of it">{layer}</button>{buttons}</div>'
+            f'tabindex="-1" data-cell="{layer}" aria-label="layer {layer}: assign all of it" title="layer {layer}: '
+            f'assign all of it">{layer}</button>{buttons}</div>'
         )
     names = "".join(f"<span>{_SHORT[kind]}</span>" for kind in kinds)
     remarks = "".join(f"<li>{text(line)}</li>" for line in unusual(plan)[:_REMARKS])
@@ -117,7 +117,7 @@ def _cell(slots: Sequence[Slot], letters: Mapping[str, str]) -> _Cell:
 def _button(layer: int, kind: str, cell: _Cell | None, experts: Sequence[str], by_hand: bool) -> str:
     if cell is None:
         return f'<span class="cell none" title="layer {layer} {_KIND[kind]}: no expert adapts it"></span>'
-    label = f"layer {layer} {_KIND[kind]}: {cell.meaning}" + (", given by hand" if by_hand else "")
+    label = f"layer {layer} {_KIND[kind]}: {cell.meaning}" + (", set by hand" if by_hand else "")
     mark = " by-hand" if by_hand else ""
     plain = "" if cell.shares else " base"
     return (
@@ -154,4 +154,4 @@ def _legend(plan: Plan, experts: Sequence[str]) -> str:
         f"{text(letters[meaning])}</span>{text(meaning)}</li>"
         for meaning in shown
     )
-    return f'<ul class="legend" aria-label="what the colours mean">{items}</ul>'
+    return f'<ul class="legend" aria-label="Legend">{items}</ul>'

@@ -25,7 +25,7 @@ from adapterswap.writing.gguf import export
 
 __all__ = ["FILES", "Lines", "file_name", "lines", "write_file"]
 
-FILES = {"adapter": "adapter (.zip)", "gguf": "GGUF, for llama.cpp and Ollama", "card": "model card"}
+FILES = {"adapter": "adapter (.zip)", "gguf": "GGUF for llama.cpp and Ollama", "card": "model card"}
 _RECIPE = "composition.yaml"
 
 

@@ -95,7 +95,7 @@ def timing_text(answers: Answers, *, rows: int) -> str:
     if answers.first_seconds is not None:
         parts.append(f"first token after <b>{1000 * answers.first_seconds:.0f} ms</b>")
     if (speed := answers.tokens_per_second) is not None:
-        together = f", {rows} answers together" if rows > 1 else ""
+        together = f", {rows} answers at once" if rows > 1 else ""
         parts.append(f"<b>{speed:,.0f}</b> tokens/s{together}")
     return f'<p class="timing">{" · ".join(parts)}</p>'
 
@@ -118,7 +118,7 @@ def score_html(scores: Mapping[str, tuple[int, int]]) -> str:
         share = right / number if number else 0.0
         bars.append(
             f'<div class="score"><span>{text(label)}</span><span class="bar" role="img" '
-            f'aria-label="{right} of {number} right"><i style="width:{100 * share:.1f}%"></i></span>'
+            f'aria-label="{right} of {number} correct"><i style="width:{100 * share:.1f}%"></i></span>'
             f"<b>{right} / {number}</b></div>"
         )
     return f'<div class="scores">{"".join(bars)}</div>'

@@ -15,25 +15,25 @@ __all__ = ["analysis_html", "suggestion_html"]
 
 _PAIRS = 3  # of experts that are compared
 _NUMBERS = {
-    "cosine": "cosine of their ΔW", "written": "overlap of what they write into", "read": "overlap of what they read",
-    "sign_conflicts": "share of signs that disagree",
-}  # fmt: skip
+    "cosine": "cosine of the two ΔW",
+    "written": "overlap of the subspaces written to",
+    "read": "overlap of the subspaces read from",
+    "sign_conflicts": "share of signs that differ",
+}
 
 
 def analysis_html(analysis: Analysis, experts: Sequence[str], num_layers: int) -> str:
     """Changed rows and norms of each expert, and the interference of every two, layer by layer."""
     threshold = analysis.threshold
-    told = (
-        "" if threshold is None else f" It is a mean |ΔW| of {threshold:.3g}, that of the median row of these experts."
-    )
-    parts = [f"<h4>Changed rows</h4><p>The share of rows, in percent, that changed more than a threshold.{told}</p>"]
+    limit = "a threshold" if threshold is None else f"{threshold:.3g}, the median over the rows of these experts"
+    parts = [f"<h4>Changed rows</h4><p>Percentage of rows whose mean |ΔW| exceeds {limit}.</p>"]
     for table in analysis.tables:
         rows = {
             part: {layer: table.cells[layer, part] for layer in range(num_layers) if (layer, part) in table.cells}
             for part in table.modules
         }
         parts.append(_table(table.expert, rows, num_layers, colour_of(table.expert, experts)[0], percent=True))
-    parts.append("<h4>Size of the change</h4><p>‖ΔW‖ of each layer, its matrices side by side.</p>")
+    parts.append("<h4>Size of the change</h4><p>‖ΔW‖ of all matrices of a layer together.</p>")
     norms = {each.expert: each.layer_norms() for each in analysis.changes}
     for name, values in norms.items():
         parts.append(_table(name, {"‖ΔW‖": values}, num_layers, colour_of(name, experts)[0]))
@@ -43,7 +43,9 @@ def analysis_html(analysis: Analysis, experts: Sequence[str], num_layers: int) -
             label: {layer: abs(value) for layer, found in by_layer.items() if (value := found[key]) is not None}
             for key, label in _NUMBERS.items()
         }
-        shared = "" if pair.shared_start is None else " They started from the same A, so that what they read is alike."
+        shared = (
+            "" if pair.shared_start is None else " Both started from the same A, so they read from similar subspaces."
+        )
         parts.append(f"<h4>{text(pair.experts[0])} and {text(pair.experts[1])}</h4><p>In percent.{shared}</p>")
         parts.append(_table("", rows, num_layers, "#8a8f98", percent=True))
     return f'<div class="measured">{"".join(parts)}</div>'
@@ -55,8 +57,8 @@ def suggestion_html(suggestion: Suggestion) -> str:
     reasons = "".join(f"<li>{text(reason)}</li>" for reason in suggestion.reasons)
     proposal = ", ".join(f"{text(key)} {text(value)}" for key, value in suggestion.composition.items())
     return (
-        f'<div class="measured"><h4>Suggested: {proposal}</h4><ul>{reasons}</ul><p>It keeps {task:.0%} of what the '
-        f"task expert does in the layers, and {language:.0%} of the language expert's.</p></div>"
+        f'<div class="measured"><h4>Suggested: {proposal}</h4><ul>{reasons}</ul><p>It keeps {task:.0%} of the task '
+        f"expert's effect in the layers and {language:.0%} of the language expert's.</p></div>"
     )
 
 

@@ -231,11 +231,11 @@ class Workspace:
             AdapterswapError: it cannot be opened, or does not fit the model.
         """
         if not self.allow_paths:
-            raise ArgumentError("this studio opens no further experts", "Start it with `allow_paths=True`")
+            raise ArgumentError("this studio does not open further experts", "Start it with `allow_paths=True`")
         name = own_name(reference)
         check_expert_name(name)
         if name in self.references:
-            raise ArgumentError(f"there is already an expert {name!r}", "Rename its folder", parameter="reference")
+            raise ArgumentError(f"an expert named {name!r} is already open", "Rename its folder", parameter="reference")
         adapter = open_adapter(expand(reference) if is_folder(expand(reference)) else reference)
         with self.turns.turn():
             self.live.load_expert(adapter, name)
@@ -279,7 +279,7 @@ def open_workspace(
         )  # fmt: skip
     if not isinstance(num_layers, int):
         raise UnsupportedError(
-            f"{base_model} has an encoder and a decoder, and the studio draws one stack of layers",
+            f"{base_model} has an encoder and a decoder, but the studio shows a single stack of layers",
             "Use `compose` with `stack`",
             parameter="base_model",
         )
@@ -316,14 +316,16 @@ def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
     place = expand(folder)
     record = place / "results.json"
     if not exists(record):
-        raise NotFoundError(f"{place} holds no lab run", "Run `adapterswap lab` first", parameter="lab")
+        raise NotFoundError(f"{place} holds no results.json", "Run `adapterswap lab` first", parameter="lab")
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
         scene = SCENES[content["scene"]["name"]] if content["format"] == LAB_FORMAT else None
     except (ValueError, KeyError, TypeError):
         scene = None
     if scene is None:
-        raise DataError(f"{record} is not a lab run's", "Pass what `adapterswap lab` wrote", parameter="lab")
+        raise DataError(
+            f"{record} was not written by `adapterswap lab`", "Pass a folder that it wrote", parameter="lab"
+        )
     models = place / f"seed-{seed}"
     if not is_folder(models):
         there = sorted(path.name.removeprefix("seed-") for path in place.glob("seed-*"))

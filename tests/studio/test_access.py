@@ -80,7 +80,7 @@ def test_the_page_is_used_by_keyboard_alone(visit: Visit) -> None:
         if shown[0] == "Judge":
             break
     names = [name for name, *_ in seen]
-    assert {"The paper's layers", "Undo clicks", "Task expert", "range slider for Bottom layers", "Try"} <= {*names}
+    assert {"Use the paper's layers", "Undo clicks", "Task expert", "range slider for Bottom layers", "Try"} <= {*names}
     # Leaving a combobox takes a second Tab, for its list.
     assert [name for name, tag, visible in seen if not visible and tag != "BODY"] == []
 

@@ -63,7 +63,7 @@ def test_the_strip_follows_the_sliders_and_presets(visit: Visit) -> None:
     page.wait_for_function("document.querySelector('#strip [data-cell=\"5.mlp\"]').textContent === 'l'")
     assert letters(page) == letters(page, "attention") == "llmmml"
     assert "bottom=2&top=1" in page.url
-    page.get_by_role("button", name="The paper's layers").click()
+    page.get_by_role("button", name="Use the paper's layers").click()
     page.wait_for_function("document.querySelector('#strip [data-cell=\"5.mlp\"]').textContent === 'm'")
     assert letters(page) == "lmmmmm"
 
@@ -102,7 +102,7 @@ def test_a_click_gives_a_layer_away_and_the_keyboard_too(visit: Visit) -> None:
     page.locator("button.number[data-cell='5']").click()
     page.wait_for_function("document.querySelector('#strip [data-cell=\"5.mlp\"]').textContent === '·'")
     assert (letters(page), letters(page, "attention")) == ("lmmlm·", "lmmlm·")
-    assert page.locator("[data-cell='5.mlp']").get_attribute("aria-label") == "layer 5 MLP: base, given by hand"
+    assert page.locator("[data-cell='5.mlp']").get_attribute("aria-label") == "layer 5 MLP: base, set by hand"
     page.reload()
     page.locator("#written .answers[aria-busy=false] .answer").first.wait_for()
     assert (letters(page), letters(page, "attention")) == ("lmmlm·", "lmmlm·")
@@ -494,7 +494,7 @@ def test_a_slider_moves_the_strip_and_the_answers_from_any_tab(visit: Visit) -> 
     page.get_by_role("tab", name="Try").click()
     page.locator("#written .answers[aria-busy=false] .answer").first.wait_for()
     page.get_by_role("button", name="Options").click()
-    page.get_by_label("Answer again whenever the composition changes").uncheck()
+    page.get_by_label("Answer again when the composition changes").uncheck()
     page.locator("#written .answers").evaluate("e => e.dataset.old = 'yes'")
     moved(page, "Bottom layers", 2)
     page.wait_for_function("document.querySelector('#strip [data-cell=\"2.mlp\"]').textContent === 'm'")
