@@ -1,6 +1,6 @@
-"""The controls of Compose: what each preset offers, and from their values to a choice and back.
+"""The controls of Compose, which fields each preset has, and conversion between their values and a choice.
 
-Knows which field of a composition a control stands for; what goes together, `Composition` says.
+Knows which field of a composition each control sets. `Composition` checks which values go together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from adapterswap.studio.workspace import Workspace
 __all__ = ["Controls", "presets"]
 
 _PARTITION = "partition "
-_DENSITY = 0.5  # what a parameter that must be set begins with
+_DENSITY = 0.5  # the initial value of a required parameter
 _LABELS = {
     "bottom": "Bottom layers", "top": "Top layers",
     "bottom_transition": "Bottom transition", "top_transition": "Top transition",
@@ -30,7 +30,7 @@ _LABELS = {
 
 
 def presets() -> list[tuple[str, str]]:
-    """(title, name) of the layer swap by zones, of the second paper's partitions, and of every method."""
+    """(title, name) of the layer swap by zones, the second paper's partitions, and every other method."""
     zones, *others = names_of()
     partitions = [(f"Partition {name} of the second paper", _PARTITION + name) for name in get_args(Partition)]
     return [("Layer swap by zones", zones), *partitions, *((find_method(name).title, name) for name in others)]
@@ -38,7 +38,7 @@ def presets() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Offer:
-    """Which fields a preset has controls for."""
+    """The fields that a preset has controls for."""
 
     method: str
     partition: str | None
@@ -57,10 +57,11 @@ class _Offer:
 
 
 class Controls:
-    """The components, in the order in which events hand over their values.
+    """The components of Compose.
 
     Attributes:
-        components: by name: task, language, preset, and the fields of a composition.
+        components: by name (task, language, preset, and fields of a composition), in the order in which events pass
+            their values.
     """
 
     def __init__(self, workspace: Workspace, choice: Choice) -> None:
@@ -94,7 +95,7 @@ class Controls:
                     setattr(add[name], key, value)
 
     def choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str = "") -> Choice:
-        """What the values of the controls mean: the fields that the preset has, where they differ from defaults."""
+        """The choice that the controls' values describe: the preset's fields that differ from their defaults."""
         offer = _Offer.of(values["preset"])
         fields: dict[str, Any] = {"method": offer.method}
         fields |= {"partition": offer.partition} if offer.partition else {}
@@ -108,7 +109,7 @@ class Controls:
         )
 
     def updates(self, choice: Choice) -> list[dict[str, Any]]:
-        """What each control shows for a choice; the choice's mistakes are shown as they are."""
+        """An update of each control that shows a choice, valid or not."""
         fields = choice.fields
         partition, method = fields.get("partition"), str(fields.get("method", "layer_swap"))
         known = {name for _, name in presets()}
@@ -126,11 +127,11 @@ class Controls:
         ]
 
     def _defaults(self, offer: _Offer) -> dict[str, Any]:
-        """The value of each field before anybody has set it."""
+        """The initial value of each field."""
         layers = self._workspace.num_layers
         try:
             zones = dict(zip(ZONES, Composition(method="layer_swap").zones(layers), strict=True))
-        except ValueError:  # a model of so few layers that the paper's default, in proportion, is none
+        except ValueError:  # too few layers for the paper's zones, which scale to none
             zones = dict.fromkeys(ZONES, 0) | {"bottom": min(1, layers)}
         own = {p.name: p for p in find_method(offer.method).parameters}
         found: dict[str, Any] = {**zones, "task_weight": 1.0, "language_weight": 1.0}
@@ -141,7 +142,7 @@ class Controls:
 
 
 def unpacked(painted: Mapping[str, str]) -> dict[tuple[int, Kind], str]:
-    """`3.mlp` → owner, as the page keeps it, by layer and kind."""
+    """The page's {"3.mlp": owner} as {(layer, kind): owner}."""
     found: dict[tuple[int, Kind], str] = {}
     for place, owner in painted.items():
         layer, _, name = place.partition(".")
@@ -150,7 +151,7 @@ def unpacked(painted: Mapping[str, str]) -> dict[tuple[int, Kind], str]:
 
 
 def packed(painted: Mapping[tuple[int, Kind], str]) -> dict[str, str]:
-    """The way back from `unpacked`."""
+    """The inverse of `unpacked`."""
     return {f"{layer}.{kind}": owner for (layer, kind), owner in painted.items()}
 
 
@@ -169,12 +170,12 @@ def _control(parameter: Parameter) -> Any:
 
 
 def _whole(name: str, value: Any) -> Any:
-    """Sliders of layers hand over floats where they were typed."""
+    """The value of a field; a number of layers that was typed arrives as a float and becomes an int."""
     return int(value) if name in ZONES and float(value).is_integer() else value
 
 
 def _number(value: Any, default: Any) -> Any:
-    """A field's value as its control takes it: addresses hold text."""
+    """A field's value with the type of its default, because values from an address are text."""
     if value is None or isinstance(value, type(default)):
         return default if value is None else value
     try:

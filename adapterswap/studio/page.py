@@ -1,7 +1,7 @@
 """The studio's page: Compose beside Try, Take home, Understand and Judge.
 
-Wires controls to the workspace's functions and shows what they return or raise. No visitor's state is kept on the
-server but which of their answers is being written (`Answering`): the address holds the composition.
+Connects controls to the workspace's functions and shows what they return or raise. A visitor's composition is held by
+the address of their page, not by the server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _asset(name: str) -> str:
 
 
 class _Page:
-    """One page over one workspace; `build` makes its components."""
+    """The page of one workspace; `build` creates its components."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -67,7 +67,7 @@ class _Page:
                 with gr.Column(scale=6, min_width=320), gr.Tabs():
                     with gr.Tab("Try"):
                         self._try()
-                    with gr.Tab("Take home", render_children=True):  # it follows the sliders while it is hidden
+                    with gr.Tab("Take home", render_children=True):  # updated while hidden, too
                         self._take_home()
                     with gr.Tab("Understand") as self.understand_tab:
                         self._understand()
@@ -77,7 +77,7 @@ class _Page:
         blocks.studio_routes = [Answering(self.workspace, self.names, self.controls, self._drawn).route]
         return blocks
 
-    # what is shown
+    # components
 
     def _head(self) -> None:
         workspace = self.workspace
@@ -106,7 +106,7 @@ class _Page:
             self.defaults = gr.Button("Use the paper's layers", size="sm")
             self.clear = gr.Button("Undo clicks", size="sm")
         self.controls = Controls(self.workspace, self.first)
-        self.painted = gr.JSON({}, visible="hidden")  # no `State`, which the browser does not see
+        self.painted = gr.JSON({}, visible="hidden")  # not `State`, which the browser cannot read
         with gr.Row(visible=self.workspace.allow_paths, equal_height=True):
             self.path = gr.Textbox(label="Open another expert: a folder or Hub id", elem_id="path", scale=4)
             self.open = gr.Button("Open", size="sm", elem_id="open", min_width=80)
@@ -183,7 +183,7 @@ class _Page:
             self.forget = gr.Button("Clear the table", size="sm")
         self.exported = gr.File(label="Ready to download", visible=False, interactive=False, elem_id="exported")
 
-    # what happens
+    # events
 
     @property
     def _inputs(self) -> list[Any]:
@@ -198,7 +198,7 @@ class _Page:
         return strip_html(plan, self.names, painted=list(choice.painted))
 
     def _drawn(self, choice: Choice) -> dict[str, str]:
-        """Strip, problem and address of a choice; where it has no strip, the last good one stays."""
+        """Strip, problem and address of a choice. If it cannot be planned, there is no strip and the last one stays."""
         try:
             drawn = {"strip": self._picture(choice), "problem": ""}
         except AdapterswapError as error:
@@ -229,9 +229,9 @@ class _Page:
         return f'<div class="take">{"".join(sections)}</div>'
 
     def _restore(self, query: str) -> list[Any]:
-        """What an address says: [head, brush, painted, prompt, spoken, number, *controls, and what `_redraw` returns].
+        """The page for an address: [head, brush, painted, prompt, spoken, number, *controls, *what `_redraw` returns].
 
-        The head and the brush name experts that visitors have opened since the page was made.
+        The head and the brush include experts that visitors opened after the page was built.
         """
         problem: AdapterswapError | None = None
         try:
@@ -254,7 +254,7 @@ class _Page:
         return self.workspace.lab.problems[int(number) - 1].prompt(language)
 
     def _give(self, event: gr.EventData, brush: str, max_rank: float | None, *inputs: Any) -> list[Any]:
-        """A click on the strip: [painted, strip, problem, taken, address]."""
+        """Assign the clicked layer or cell: [painted, strip, problem, taken, address]."""
         choice = self._choice(*inputs)
         cell = str(event._data.get("cell", "")) if isinstance(event._data, dict) else ""
         try:
@@ -278,7 +278,7 @@ class _Page:
         return [painted, *self._redraw(self._choice(painted, *inputs[1:]), max_rank)]
 
     def _make(self, kind: str, max_rank: float | None, *inputs: Any) -> list[Any]:
-        """[made, problem]: a file to download, or why there is none."""
+        """[made, problem]: a file to download, or the error."""
         folder = Path(tempfile.mkdtemp(prefix="adapterswap-studio-"))
         try:
             composition = self.workspace.composition(self._choice(*inputs))
@@ -314,7 +314,7 @@ class _Page:
     def _judge_now(
         self, request: gr.Request, task: str, limit: float, path: str | None, kept: Any, *inputs: Any
     ) -> Iterator[list[Any]]:
-        """[progress, kept, table] while it is judged."""
+        """Judge the composition; yields [progress, kept, table]."""
         stopped = self.judges.begin(request.session_hash or "")
         choice = self._choice(*inputs)
         rows = judging.as_rows(kept)
@@ -341,7 +341,7 @@ class _Page:
             yield [error_html(error), gr.skip(), gr.skip()]
 
     def _open(self, path: str) -> list[Any]:
-        """[head, task, language, brush, problem, path]: the choices with an expert that a visitor named."""
+        """Open another expert and offer it everywhere: [head, task, language, brush, problem, path]."""
         try:
             self.workspace.add(path.strip())
         except AdapterswapError as error:
@@ -351,7 +351,7 @@ class _Page:
         return [self._head_html(), *choices, "", ""]
 
     def _wire_measuring(self, blocks: Any, everything: list[Any]) -> None:
-        """Understand and Judge."""
+        """Connect the controls of Understand and Judge."""
         once: dict[str, Any] = {"concurrency_id": "measuring", "concurrency_limit": 1, **_HIDDEN}
         gr.on([self.understand_tab.select, self.measure.click], self._measure, self._inputs, self.measured, **once)
         self.suggest.click(self._suggest, self._inputs, [self.suggested, self.zones, self.use], **once)
@@ -382,7 +382,7 @@ class _Page:
         def table(kept: Any) -> str:
             return judging.table_html(judging.as_rows(kept))
 
-        self.kept.change(table, self.kept, self.table, **_FAST, **_HIDDEN)  # also when the browser hands it over
+        self.kept.change(table, self.kept, self.table, **_FAST, **_HIDDEN)  # also when the browser restores it
         self.forget.click(lambda: [[], judging.table_html([])], None, [self.kept, self.table], **_FAST, **_HIDDEN)
 
         def export(kept: Any) -> Any:
@@ -422,7 +422,7 @@ class _Page:
         def take(max_rank: float | None, *inputs: Any) -> str:
             return self._taken(self._choice(*inputs), max_rank)
 
-        # By Gradio, which keeps it for a panel that is not open; after asking, since one event waits for the other.
+        # Gradio keeps this update for a hidden panel. It comes after asking, because events run in order.
         gr.on(moved, take, [self.max_rank, *self._inputs], self.taken, **_FAST, **_HIDDEN)
         gr.on(
             [self.prompt.input, self.max_rank.input], redraw, [self.max_rank, *self._inputs], drawn, **_FAST, **_HIDDEN
@@ -473,7 +473,7 @@ def _with_kind(make: Callable[..., list[Any]], kind: str) -> Callable[..., list[
 
 
 def progress_html(progress: judging.Progress | None) -> str:
-    """A bar, or that others use the model."""
+    """A progress bar, or a note that the model is busy."""
     if progress is None or not progress.of:
         return '<p class="timing" role="status">Waiting for the model …</p>'
     share = 100 * progress.done / progress.of
@@ -485,7 +485,7 @@ def progress_html(progress: judging.Progress | None) -> str:
 
 
 def label_of(choice: Choice) -> str:
-    """A choice in a few words, for the table of results."""
+    """A short label of a choice for the table of results."""
     sides = "+".join(" and ".join(names) for names in (choice.task, choice.language))
     settings = [f"{key}={value}" for key, value in choice.fields.items() if (key, value) != ("method", "layer_swap")]
     given = [f"{len(choice.painted)} set by hand"] if choice.painted else []
@@ -493,15 +493,15 @@ def label_of(choice: Choice) -> str:
 
 
 def text_lines(content: str) -> str:
-    """Several lines, safe inside HTML."""
+    """Several lines, escaped for HTML."""
     return "\n".join(text(line) for line in content.split("\n"))
 
 
 def page_css() -> str:
-    """The style of what the studio draws itself."""
+    """The style sheet of the studio's own elements."""
     return _asset("page.css")
 
 
 def make_page(workspace: Workspace) -> Any:
-    """The page over a workspace, with `studio_routes` beside Gradio's own; `serve_page` serves it."""
+    """The page of a workspace, to be served by `serve_page` with the routes in its `studio_routes`."""
     return _Page(workspace).build()

@@ -1,7 +1,6 @@
-"""The strip of layers as HTML: a column per layer, a button for its attention and one for its MLP.
+"""The strip of layers as HTML: a column per layer, with a button for its attention and one for its MLP.
 
-Every cell holds its letter and its name too, so nothing depends on colours. Decides nothing; everything that files say
-is escaped.
+Every cell also has a letter and a label, so nothing depends on colour alone. All text from files is escaped.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ _SHORT = {"attention": "attn", "mlp": "mlp", "other": "other"}
 
 
 def text(value: object) -> str:
-    """A text from a file, a model or a visitor, safe inside HTML."""
+    """Text from a file, a model or a visitor, escaped for HTML."""
     return escape(printable(str(value)))
 
 
 def colour_of(name: str, experts: Sequence[str]) -> tuple[str, str]:
-    """An expert's colour and that of text on it, the same in every picture of a page."""
+    """An expert's colour and the colour of text on it; the same everywhere on the page."""
     return COLOURS[list(experts).index(name) % len(COLOURS)] if name in experts else ("#8a8f98", "#000000")
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """What the picture shows of one kind of module in one layer."""
+    """One kind of module in one layer, as the strip shows it."""
 
     letter: str
     meaning: str
@@ -44,14 +43,14 @@ class _Cell:
 
 
 def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[int, str]] = ()) -> str:
-    """The picture of a plan.
+    """The strip of a plan.
 
     Args:
-        plan: any.
-        experts: all that there are, in the order that gives them their colours.
-        painted: the (layer, kind) that were given to an expert by hand, which get a mark.
+        plan: what to draw.
+        experts: all experts, in the order of their colours.
+        painted: the (layer, kind) pairs that were set by hand; their cells get a dot.
     """
-    assert isinstance(plan.num_layers, int)  # `open_workspace` opens nothing else
+    assert isinstance(plan.num_layers, int)  # `open_workspace` refuses all others
     cells = _cells(plan)
     kinds = [kind for kind in _KIND if any(of == kind for _, of in cells)]
     columns = []
@@ -75,13 +74,13 @@ def strip_html(plan: Plan, experts: Sequence[str], *, painted: Sequence[tuple[in
 
 
 def error_html(error: AdapterswapError) -> str:
-    """Why something is not possible, in the words of the error."""
+    """An error's message, as an alert."""
     lines = "".join(f"<li>{text(problem)}</li>" for problem in error.problems)
     return f'<div class="problem" role="alert"><ul>{lines}</ul></div>'
 
 
 def legend_html(experts: Sequence[str], references: Mapping[str, str]) -> str:
-    """The experts with their colours."""
+    """The experts and their colours."""
     items = "".join(
         f'<span class="expert" title="{text(references.get(name, ""))}"><i style="{_ground({name: 1.0}, experts)}"></i>'
         f"{text(name)}</span>"
@@ -128,7 +127,7 @@ def _button(layer: int, kind: str, cell: _Cell | None, experts: Sequence[str], b
 
 
 def _ground(shares: Mapping[str, float], experts: Sequence[str]) -> str:
-    """An expert's colour; of a blend, stripes as wide as the shares."""
+    """The style of a cell: an expert's colour, or for a blend stripes as wide as its shares."""
     if not shares:
         return ""
     if len(shares) == 1:
