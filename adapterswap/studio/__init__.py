@@ -1,7 +1,7 @@
-"""The studio: a page on which a composition is seen, tried, judged and taken home.
+"""The studio: a local page to explore, try, judge and export compositions.
 
-A thin layer over the public functions: what the page can do, a script can. `open_workspace` opens what the page works
-on, `make_page` makes the page, and `serve_page` serves it. Imports Gradio only when a page is made.
+A thin layer over the public functions: a script can do everything that the page does. `open_workspace` opens the base
+and the experts, `make_page` builds the page, and `serve_page` serves it. Gradio is imported only when a page is built.
 """
 
 from adapterswap.studio.workspace import Workspace, open_workspace

@@ -1,6 +1,6 @@
-"""What a visitor has chosen: the fields of a composition and the layers given by hand; and the address that says so.
+"""A visitor's choice: the fields of a composition and the layers set by hand; and the address that holds it.
 
-Plain data, from the page's controls or from an address, and back. Knows nothing of Gradio.
+Plain data, converted from and to the page's address. Knows nothing of Gradio.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIELDS = (
     "method", "partition", *ZONES, "task_weight", "language_weight", "weights", "outside", *parameter_keys(), "seed",
     "allow_negative",
 )  # fmt: skip
-"""The fields of a composition that the page has a control for, beside the experts."""
+"""The fields of a composition that the page and its address can set, besides the experts."""
 
 _PAINT = re.compile(r"(attention|mlp|other)\.(\d[\d,-]*)=(.+)")
 _LONGEST = 8_000  # characters of an address
@@ -36,9 +36,9 @@ class Choice:
 
     Attributes:
         task, language: the experts of each side.
-        fields: more fields of a `Composition`, those of `FIELDS`.
-        painted: (layer, kind) → the owner that it was given to by hand.
-        prompt: what was typed last; it is a part of the address.
+        fields: other fields of the `Composition`, by their names in `FIELDS`.
+        painted: (layer, kind) → the owner set by hand.
+        prompt: the current prompt, which is part of the address.
     """
 
     task: tuple[str, ...]
@@ -48,11 +48,11 @@ class Choice:
     prompt: str = ""
 
     def content(self) -> dict[str, Any]:
-        """The fields of the composition before layers were given by hand."""
+        """The fields of the composition without the layers set by hand."""
         return {"task": list(self.task), "language": list(self.language), **self.fields}
 
     def composition(self, num_layers: int, **more: Any) -> Composition:
-        """The composition.
+        """The composition, with the layers set by hand as rules.
 
         Args:
             num_layers: L.
@@ -65,7 +65,7 @@ class Choice:
         return paint(plain, self.painted, num_layers)
 
     def address(self) -> str:
-        """The query of an address that says all of it: `?task=math&language=swahili&bottom=1`."""
+        """The query of an address that holds the choice: `?task=math&language=swahili&bottom=1`."""
         items = [(key, value) for key in ("task", "language") for value in getattr(self, key)]
         items += [(key, _text(value)) for key, value in self.fields.items()]
         items += [("give", text) for text in self._painted_texts()]
@@ -81,11 +81,11 @@ class Choice:
 
 
 def first_choice(experts: Sequence[str], num_layers: int | None = None) -> Choice:
-    """What a page shows first: the paper's layer swap of the first two experts; of a single one, with the base.
+    """The choice that a page opens with: the paper's layer swap of the first two experts, or of one and the base.
 
     Args:
         experts: their names.
-        num_layers: L. If the paper's layers, scaled to it, are none, one bottom layer is swapped instead.
+        num_layers: L. If it is too small for the paper's zones, one bottom layer is swapped instead.
     """
     names = [*experts, "base"]
     fields: dict[str, Any] = {"method": "layer_swap"}
@@ -103,10 +103,10 @@ def _has_paper_layers(num_layers: int) -> bool:
 
 
 def from_address(query: str, fallback: Choice) -> Choice:
-    """The choice that an address says, with the sides of `fallback` where it names none.
+    """The choice that an address holds; a side that it does not name is that of `fallback`.
 
     Raises:
-        ArgumentError: it is too long, or a part of it cannot be read. What it means, `composition` judges.
+        ArgumentError: it is too long, or a part of it cannot be read. `Choice.composition` checks the values.
     """
     if len(query) > _LONGEST:
         raise ArgumentError(f"the address has {len(query)} characters", f"Shorten it to {_LONGEST}", parameter="query")

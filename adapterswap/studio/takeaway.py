@@ -1,4 +1,4 @@
-"""A composition to take home: the command line, the Python lines and the YAML that make exactly it, and its files.
+"""A composition to take home: the command line, the Python lines and the YAML that reproduce it, and its files.
 
 Knows compositions and the public functions that write them. Knows nothing of pages.
 """
@@ -31,13 +31,13 @@ _RECIPE = "composition.yaml"
 
 @dataclass(frozen=True)
 class Lines:
-    """What makes one composition.
+    """The lines that reproduce one composition.
 
     Attributes:
-        command: for a shell; if `needs_recipe`, it reads `yaml` from the file composition.yaml.
-        python: lines for a script.
+        command: a shell command; with `needs_recipe`, it reads `yaml` from the file composition.yaml.
+        python: lines of a script.
         yaml: a recipe for `adapterswap compose`.
-        needs_recipe: the options of the command cannot express the composition.
+        needs_recipe: whether the command's options cannot express the composition.
     """
 
     command: str
@@ -47,7 +47,7 @@ class Lines:
 
 
 def lines(composition: Composition, *, max_rank: int | None = None) -> Lines:
-    """What makes the composition, whose `experts` and `base_model` say where they lie.
+    """The lines for a composition whose `experts` and `base_model` are folders or Hub ids.
 
     Args:
         composition: what `Workspace.composition` returned.
@@ -67,7 +67,7 @@ def lines(composition: Composition, *, max_rank: int | None = None) -> Lines:
 
 
 def file_name(composition: Composition) -> str:
-    """A name for a folder or file of the composition: `math+swahili`."""
+    """A name for the composition's folder or file: `math+swahili`."""
     names = [re.sub(r"[^\w.-]+", "-", name) for name in composition.experts or composition.expert_names]
     return "+".join(names[:3]) or "base"
 
@@ -97,7 +97,7 @@ def write_file(
 
 
 def _content(composition: Composition) -> dict[str, Any]:
-    """The composition as plain data without its defaults; rules are lines of text."""
+    """The composition as plain data without defaults; its rules are lines of text."""
     content = composition.model_dump(mode="json", exclude_defaults=True, by_alias=True)
     if composition.allocation is not None:
         experts = {name: place for name, place in composition.experts.items() if name in composition.expert_names}
@@ -110,7 +110,7 @@ def _content(composition: Composition) -> dict[str, Any]:
 
 
 def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] | None:
-    """The composition as options of `compose`; None if only a recipe can say it."""
+    """The composition as options of `compose`; None if only a recipe can express it."""
     words = _sides(composition) if composition.allocation is None else _rules(content)
     if words is None:
         return None
@@ -125,7 +125,7 @@ def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] 
 
 
 def _sides(composition: Composition) -> list[str] | None:
-    """`-t` and `-l`, which name experts by their folders: other names, and an expert on both sides, need a recipe."""
+    """The options -t and -l. They name experts by folder, so other names and an expert on both sides need a recipe."""
     experts = composition.experts
     if {*composition.task} & {*composition.language} or any(own_name(place) != name for name, place in experts.items()):
         return None
@@ -137,7 +137,7 @@ def _sides(composition: Composition) -> list[str] | None:
 
 
 def _rules(content: Mapping[str, Any]) -> list[str] | None:
-    """`--expert` and `--rule`; a name that contains '=' needs a recipe."""
+    """The options --expert and --rule; an expert name with '=' needs a recipe."""
     experts: Mapping[str, str] = content["experts"]
     if not experts or any("=" in name for name in experts):
         return None
