@@ -1,8 +1,8 @@
-"""Answers as a stream of their own, beside Gradio's events: one request, and lines of JSON while the model writes.
+"""A route that streams answers outside Gradio's queue: one request, answered by lines of JSON while the model writes.
 
-Gradio's queue hands news on in steps and over several requests, which costs more than a small model's first token.
-Knows what the controls of the page send; computes by the workspace's functions. Who has left, or asked anew, is not
-answered any further.
+Gradio's queue delivers updates in steps and over several requests, which takes longer than a small model's first token.
+Reads what the page's controls send and calls the workspace's functions. Generation stops when the visitor leaves or
+asks again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_TOKENS = 512
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a page asks for."""
+    """A request of the page."""
 
     visitor: str
     draw: bool
@@ -49,14 +49,16 @@ class _Asked:
 
 
 class Answering:
-    """Draws a composition and streams what it answers: `route` takes `{"visitor": …, "draw": …, "answer": …, "values":
-    [side by side, tokens, chat, clicked layers, prompt, and the controls' values in their order]}`.
+    """Draws a composition and streams its answers.
+
+    `route` accepts `{"visitor": …, "draw": …, "answer": …, "values": [compared kinds, tokens, chat, clicked layers,
+    prompt, and the controls' values in their order]}`.
 
     Args:
-        workspace: whose model.
-        names: all experts, in the order of their colours; it may grow.
-        controls: what the last values belong to.
-        draw: what the page shows of a choice, by name.
+        workspace: the model and its experts.
+        names: all experts, in the order of their colours; the list may grow.
+        controls: the controls whose values are sent.
+        draw: returns the parts of the page that show a choice, by name.
     """
 
     def __init__(self, workspace: Workspace, names: Sequence[str], controls: Controls, draw: Draw) -> None:
@@ -76,7 +78,7 @@ class Answering:
         return Route("/studio/answer", self._respond, methods=["POST"])
 
     async def _respond(self, request: Request) -> Response:
-        if request.headers.get("content-type") != "application/json":  # which other sites' pages cannot send
+        if request.headers.get("content-type") != "application/json":  # pages of other sites cannot send this type
             return PlainTextResponse("Send application/json", 415)
         try:
             content = await _body(request)
@@ -140,7 +142,7 @@ class Answering:
             left.set()
 
     def _answer(self, asked: _Asked, left: threading.Event) -> Iterator[Mapping[str, str]]:
-        """What changes on the page: what is drawn, `written`, `timing`, and the `scores` of the lab's problems."""
+        """Updates of the page: the drawn parts, `written`, `timing`, and the `scores` on the lab's problems."""
         workspace, names, choice = self._workspace, self._names, asked.choice
         if asked.draw:
             yield self._draw(choice)
@@ -173,7 +175,7 @@ class Answering:
 
 
 async def _body(request: Request) -> bytes | None:
-    """The body of a request; None where it is too long."""
+    """The body of a request; None if it is too long."""
     content = b""
     async for chunk in request.stream():
         content += chunk

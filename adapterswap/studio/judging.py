@@ -1,7 +1,7 @@
-"""Evaluations in the background: what can be judged, how far it is, and the table of results.
+"""Evaluations in the background: their tasks, their progress, and the table of results.
 
-Knows the workspace's model and the evaluation's functions; the intervals are Wilson's (1927), since scores are
-shares of right answers. Knows nothing of Gradio.
+Uses the workspace's model and the functions of `evaluation`. Scores are shares of correct answers, so the intervals are
+Wilson's (1927). Knows nothing of Gradio.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _LAB = "lab problems in "
 _CHUNK = 50
 _TOKENS = 256
 _MOST_ROWS = 500
-_Z = 1.959964  # of the normal distribution, for 95 %
+_Z = 1.959964  # the normal distribution's 97.5 % quantile, for a 95 % interval
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an evaluation is."""
+    """How many documents of an evaluation are done."""
 
     done: int
     of: int
@@ -63,10 +63,10 @@ class Judged:
     """One row of the table.
 
     Attributes:
-        composition: what was judged, in words.
-        address: of the page that shows it.
-        task: what it was judged on.
-        right, of: how many documents were answered rightly, of how many.
+        composition: a short label of the judged composition.
+        address: the query of the page that shows it.
+        task: the name of the task.
+        right, of: the number of documents answered correctly, and of all.
         low, high: the 95 % interval of the share.
     """
 
@@ -84,10 +84,10 @@ class Judged:
 
 
 def read_rows(path: str | Path) -> list[tuple[str, str]]:
-    """The prompts and right answers of a visitor's file: JSON lines with `prompt` and `answer`.
+    """The (prompt, answer) pairs of a visitor's file: JSON Lines with `prompt` and `answer`.
 
     Raises:
-        DataError: the file is not of that form, or holds none or too many.
+        DataError: the file is not of that form, or has no rows or too many.
     """
     remedy = 'Write lines such as {"prompt": "2 + 2 =", "answer": "4"}'
     found: list[tuple[str, str]] = []
@@ -108,13 +108,13 @@ def read_rows(path: str | Path) -> list[tuple[str, str]]:
 
 
 def tasks(workspace: Workspace) -> list[str]:
-    """What can be judged: the lab's problems, where the models are the lab's, and MGSM."""
+    """The tasks: the lab's problems if the models are the lab's, MGSM, and the visitor's own file."""
     lab = [_LAB + language for language in workspace.lab.languages] if workspace.lab else []
     return [*lab, *mgsm_task_names(), OWN_FILE]
 
 
 def interval(right: float, of: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `right` of `of` (1927)."""
+    """Wilson's (1927) 95 % interval of the share `right / of`."""
     share, square = right / of, _Z * _Z
     middle = share + square / (2 * of)
     half = _Z * math.sqrt(share * (1 - share) / of + square / (4 * of * of))
@@ -133,19 +133,19 @@ def judge(
     stopped: threading.Event,
     rows: Sequence[tuple[str, str]] = (),
 ) -> Iterator[Progress | Judged]:
-    """Evaluate what is composed on a task, in a thread of its own; others may use the model between batches.
+    """Evaluate a composition on a task, in its own thread; others may use the model between batches.
 
     Args:
-        workspace: whose model.
-        composition: what is judged; None is the base.
+        workspace: the model and its experts.
+        composition: what to judge; None is the base.
         task: one of `tasks`.
-        limit: so many documents, the first ones.
-        label, address: what the row says.
-        stopped: ends it at the next batch.
-        rows: of the visitor's own file, for the task `OWN_FILE`.
+        limit: the number of documents, from the first.
+        label, address: the row's `composition` and `address`.
+        stopped: set it to stop after the current batch.
+        rows: the rows of the visitor's file, for the task `OWN_FILE`.
 
     Yields:
-        How far it is, and at the end the row; no row where it was stopped.
+        Progress, and the row at the end unless it was stopped.
 
     Raises:
         AdapterswapError: see `evaluation.evaluate` and `LiveComposer.use`.
@@ -185,7 +185,7 @@ def judge(
 
 
 class _Stopped(BaseException):
-    """The visitor has left or pressed Stop; no library takes it for an error of its own."""
+    """The visitor left or pressed Stop. A BaseException, so that no library handles it as an error."""
 
 
 def _judge_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
@@ -207,7 +207,7 @@ def _judge_rows(
     tell: Callable[[Progress], None],
     stopped: threading.Event,
 ) -> tuple[float, int]:
-    """Greedy answers, each in a turn of its own; right if the text is the answer, or ends in it as a number."""
+    """Judge greedy answers, each in its own turn: correct if the text is the answer or ends in the same number."""
     right = 0
     for number, (prompt, answer) in enumerate(rows):
         tell(Progress(number, len(rows)))
@@ -237,7 +237,7 @@ def _explained(error: BaseException) -> BaseException:
 
 
 def table_html(rows: Sequence[Judged]) -> str:
-    """The results, the latest first."""
+    """The results as a table, latest first."""
     if not rows:
         return '<p class="timing">Nothing has been judged yet.</p>'
     body = "".join(
@@ -254,7 +254,7 @@ def table_html(rows: Sequence[Judged]) -> str:
 
 
 def as_csv(rows: Sequence[Judged]) -> str:
-    """The results as CSV, in the order in which they came."""
+    """The results as CSV, oldest first."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["composition", "task", "right", "of", "share", "low", "high", "address"])
@@ -265,12 +265,12 @@ def as_csv(rows: Sequence[Judged]) -> str:
 
 
 def _cell(value: str) -> str:
-    """A text that no spreadsheet takes for a formula."""
+    """A text that spreadsheets do not read as a formula."""
     return f"'{value}" if value[:1] in ("=", "+", "-", "@") else value
 
 
 def as_rows(kept: object) -> list[Judged]:
-    """The rows that a browser kept; what is not such a row is left out."""
+    """The rows that a browser stored; anything else is left out."""
     found = []
     for content in kept if isinstance(kept, list) else []:
         try:

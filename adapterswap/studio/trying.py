@@ -1,6 +1,6 @@
-"""Answers side by side: which compositions are compared, and what they wrote, as HTML.
+"""Answers side by side: the compositions to compare, and their answers as HTML.
 
-Everything that a model writes is escaped. Knows answers; computes none.
+All text from models is escaped. Shows answers; computes none.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COLUMNS = {"base": "base", "task": "task expert", "language": "language expert",
 
 @dataclass(frozen=True)
 class Column:
-    """One of the compositions that are compared.
+    """One of the compared compositions.
 
     Attributes:
-        title: what it is.
-        name: the expert's, where it is one expert alone.
+        title: the heading.
+        name: the expert's name if it is a single expert, `base` for the base; otherwise empty.
         composition: what answers; None is the base.
     """
 
@@ -39,7 +39,7 @@ class Column:
 
 
 def columns(workspace: Workspace, choice: Choice, shown: Sequence[str]) -> list[Column]:
-    """What stands side by side, each thing once.
+    """The compositions to compare.
 
     Raises:
         FieldError, CompositionError: see `Choice.composition`.
@@ -63,10 +63,10 @@ def answers_html(shown: Sequence[Column], answers: Answers, experts: Sequence[st
     """The answers as cards.
 
     Args:
-        shown: what is compared.
-        answers: theirs.
-        experts: all, in the order of their colours.
-        right: the right answer, where it is known: each finished answer gets a mark.
+        shown: the compared compositions.
+        answers: their answers.
+        experts: all experts, in the order of their colours.
+        right: the right answer if it is known; each finished answer is then marked right or wrong.
     """
     cards = []
     for column, written, ended in zip(shown, answers.texts, answers.ended, strict=True):
@@ -84,13 +84,13 @@ def answers_html(shown: Sequence[Column], answers: Answers, experts: Sequence[st
 
 
 def waiting_html(shown: Sequence[Column], experts: Sequence[str]) -> str:
-    """The cards before anything is written."""
+    """The cards before the first token."""
     dots = '<span class="cursor" aria-hidden="true"></span>'
     return f'<div class="answers" aria-busy="true">{"".join(_card(c, experts, dots, "") for c in shown)}</div>'
 
 
 def timing_text(answers: Answers, *, rows: int) -> str:
-    """The time of the switch, of the first token, and the speed."""
+    """The times of the switch and the first token, and the speed."""
     parts = [f"switched in <b>{1000 * answers.switch_seconds:.1f} ms</b>"]
     if answers.first_seconds is not None:
         parts.append(f"first token after <b>{1000 * answers.first_seconds:.0f} ms</b>")
@@ -112,7 +112,7 @@ def _card(column: Column, experts: Sequence[str], body: str, mark: str) -> str:
 
 
 def score_html(scores: Mapping[str, tuple[int, int]]) -> str:
-    """How many problems are answered rightly, by language: a bar each."""
+    """A bar per language with the number of problems answered correctly."""
     bars = []
     for label, (right, number) in scores.items():
         share = right / number if number else 0.0
