@@ -1,4 +1,4 @@
-"""One queue for one model: who comes first computes first; and what is computed for whom.
+"""A first-come, first-served queue for one model, and an event per visitor that stops their running work.
 
 Knows nothing of models or pages.
 """
@@ -14,9 +14,9 @@ __all__ = ["Turns", "Visitors"]
 
 
 class Turns:
-    """A lock that is handed on in the order of asking.
+    """A lock that is acquired in the order of requests.
 
-    A long task that holds it lets others in between its steps with `step_aside`.
+    A long task that holds it can let others go first between its steps with `step_aside`.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """The number of waiting threads."""
         return len(self._waiting)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the turn, and hold it inside the block."""
+        """Wait for the lock and hold it inside the block."""
         self._acquire()
         try:
             yield
@@ -39,7 +39,7 @@ class Turns:
             self._release()
 
     def step_aside(self) -> None:
-        """Let everybody who waits now go first; to be called by the holder."""
+        """Let everyone who is waiting now go first; call it only while holding the lock."""
         if self._waiting:
             self._release()
             self._acquire()
@@ -56,20 +56,20 @@ class Turns:
     def _release(self) -> None:
         with self._guard:
             if self._waiting:
-                self._waiting.popleft().set()  # the lock stays held, by the next
+                self._waiting.popleft().set()  # the lock passes to the next thread
             else:
                 self._held = False
 
 
 class Visitors:
-    """For each visitor, the event that ends what is being written for them."""
+    """For each visitor, the event that stops what is running for them."""
 
     def __init__(self) -> None:
         self._ends: dict[str, threading.Event] = {}
         self._guard = threading.Lock()
 
     def begin(self, visitor: str) -> threading.Event:
-        """End what was being written, and begin something new."""
+        """Stop what is running for the visitor, and return the event that stops the new work."""
         with self._guard:
             if (before := self._ends.pop(visitor, None)) is not None:
                 before.set()

@@ -1,6 +1,6 @@
-"""Where experts changed the base and how they lie to each other, as tables under the strip's layers.
+"""Tables by layer: where experts changed the base, and how the changes of two experts compare.
 
-Knows what `analyze` and `suggest` return; measures nothing itself. Names are escaped.
+Shows what `analyze` and `suggest` return; measures nothing itself. Names are escaped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from adapterswap.studio.strip import colour_of, text
 
 __all__ = ["analysis_html", "suggestion_html"]
 
-_PAIRS = 3  # of experts that are compared
+_PAIRS = 3  # the most pairs of experts that are compared
 _NUMBERS = {
     "cosine": "cosine of the two ΔW",
     "written": "overlap of the subspaces written to",
@@ -23,7 +23,7 @@ _NUMBERS = {
 
 
 def analysis_html(analysis: Analysis, experts: Sequence[str], num_layers: int) -> str:
-    """Changed rows and norms of each expert, and the interference of every two, layer by layer."""
+    """Changed rows and norms of each expert, and the interference of each pair, by layer."""
     threshold = analysis.threshold
     limit = "a threshold" if threshold is None else f"{threshold:.3g}, the median over the rows of these experts"
     parts = [f"<h4>Changed rows</h4><p>Percentage of rows whose mean |ΔW| exceeds {limit}.</p>"]
@@ -52,7 +52,7 @@ def analysis_html(analysis: Analysis, experts: Sequence[str], num_layers: int) -
 
 
 def suggestion_html(suggestion: Suggestion) -> str:
-    """What `suggest` proposes, and why."""
+    """The zones that `suggest` proposes, with its reasons."""
     task, language = suggestion.kept
     reasons = "".join(f"<li>{text(reason)}</li>" for reason in suggestion.reasons)
     proposal = ", ".join(f"{text(key)} {text(value)}" for key, value in suggestion.composition.items())
@@ -65,7 +65,7 @@ def suggestion_html(suggestion: Suggestion) -> str:
 def _table(
     name: str, rows: Mapping[str, Mapping[int, float]], num_layers: int, colour: str, *, percent: bool = False
 ) -> str:
-    """Rows of numbers by layer, each cell filled as far as its number reaches."""
+    """Rows of numbers by layer; the larger a number, the stronger the colour of its cell."""
     most = 1.0 if percent else max((value for values in rows.values() for value in values.values()), default=1.0) or 1.0
     head = "".join(f'<th scope="col">{layer}</th>' for layer in range(num_layers))
     body = ""

@@ -1,7 +1,6 @@
-"""What a studio works on: a base in memory, experts by name, their live composer, and one queue for all of them.
+"""A studio's workspace: a base in memory, experts by name, their live composer, and one queue for the model.
 
-Opens and loads; what does not open or load is kept with its reason, and everything else goes on. Knows nothing of
-pages.
+An expert that cannot be opened or loaded is kept with its error, and the others still work. Knows nothing of pages.
 """
 
 from __future__ import annotations
@@ -58,18 +57,18 @@ _STEP = 25
 
 @dataclass(frozen=True)
 class LabProblems:
-    """Word problems of the lab with their right answers: the development set, which the lab's choices are made on."""
+    """The lab's word problems with their right answers, from the development set on which it makes its choices."""
 
     scene: Scene
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """The constructed language first, which is what the experts are for."""
+        """The constructed language first, because the experts are made for it."""
         return tuple(reversed(LANGUAGES))
 
     @cached_property
     def questions(self) -> dict[str, list[Questions]]:
-        """By language, in steps between which others get their answers."""
+        """By language, in batches; others may use the model in between."""
         starts = range(0, len(self.problems), _STEP)
         return {
             language: [Questions(self.problems[start : start + _STEP], language) for start in starts]
@@ -86,17 +85,17 @@ class Workspace:
     """A base with its experts, open and loaded.
 
     Attributes:
-        base_model: the base as it was named: a folder or a Hub id.
+        base_model: folder or Hub id of the base.
         base: its config and tokenizer.
         num_layers: L.
-        references: expert → the folder or Hub id that it was named by.
-        experts: those that could be opened.
-        faults: expert → why it could not be opened; it takes part in nothing.
-        not_live: expert → why it is not loaded into the model; it can be composed, and not tried.
-        composer: of the model; None where no expert could be loaded.
-        lab: word problems, where the models are the lab's.
-        allow_paths: whether visitors may open further experts by their paths.
-        turns: who may compute with the model now.
+        references: expert → its folder or Hub id.
+        experts: the experts that could be opened.
+        faults: expert → why it could not be opened; it cannot be used at all.
+        not_live: expert → why it could not be loaded into the model; it can be composed but cannot answer.
+        composer: the model's live composer; None if no expert could be loaded.
+        lab: word problems, if the models are the lab's.
+        allow_paths: whether visitors may open more experts by folder or Hub id.
+        turns: the queue for the model.
     """
 
     base_model: str
@@ -117,7 +116,7 @@ class Workspace:
         return self.base.tokenizer
 
     def composition(self, choice: Choice) -> Composition:
-        """What a visitor has chosen, with the places of its experts and of the base: what a recipe would say.
+        """The composition of a choice, with the folders or Hub ids of its experts and the base, as in a recipe.
 
         Raises:
             FieldError, CompositionError: see `Choice.composition`.
@@ -127,7 +126,11 @@ class Workspace:
         return choice.composition(self.num_layers, experts=places, base_model=self.base_model)
 
     def plan(self, composition: Composition) -> Plan:
-        """`adapterswap.compose` with the opened experts."""
+        """The plan, by `adapterswap.compose` with the opened experts.
+
+        Raises:
+            AdapterswapError: see `compose`; or an expert could not be opened.
+        """
         for name in composition.expert_names:
             if name in self.faults:
                 raise self.faults[name]
@@ -142,10 +145,10 @@ class Workspace:
         chat: bool,
         stopped: threading.Event | None = None,
     ) -> Iterator[Answers]:
-        """`adapterswap.live.stream` in turn with everybody else.
+        """Stream answers by `adapterswap.live.stream`, in turn with all other visitors.
 
         Raises:
-            AdapterswapError: see `stream`; why an expert is not loaded.
+            AdapterswapError: see `stream`; or an expert is not loaded.
         """
         for composition in compositions:
             if isinstance(composition, Composition):
@@ -158,10 +161,10 @@ class Workspace:
 
     @contextmanager
     def holding(self, composition: Composition | None) -> Iterator[Callable[[], None]]:
-        """The turn, and the model as a composition, inside the block; what is yielded lets others in between.
+        """Hold the turn with the model set to a composition; yields a function that lets others go first.
 
         Raises:
-            AdapterswapError: see `LiveComposer.use`; why an expert is not loaded.
+            AdapterswapError: see `LiveComposer.use`; or an expert is not loaded.
         """
         for name in composition.expert_names if composition else ():
             self.check_live(name)
@@ -169,7 +172,7 @@ class Workspace:
             using.enter_context(self.live.use(composition))
 
             def step_aside() -> None:
-                if self.turns.waiting:  # the next visitor sets another composition, and may step aside as well
+                if self.turns.waiting:  # the next visitor sets another composition
                     using.close()
                     self.turns.step_aside()
                     using.enter_context(self.live.use(composition))
@@ -179,10 +182,10 @@ class Workspace:
     def scores(
         self, composition: Composition | None, *, stopped: threading.Event | None = None
     ) -> dict[str, tuple[int, int]] | None:
-        """How many of the lab's problems a composition answers rightly, of how many, by language; None once `stopped`.
+        """(correct, all) of the lab's problems for a composition, by language; None if `stopped` was set.
 
         Raises:
-            AdapterswapError: see `LiveComposer.use`; why an expert is not loaded.
+            AdapterswapError: see `LiveComposer.use`; or an expert is not loaded.
         """
         assert self.lab is not None
         found = {}
@@ -198,20 +201,20 @@ class Workspace:
         return found
 
     def check_live(self, name: str) -> None:
-        """Raise the reason why an expert is not loaded into the model, if there is one."""
+        """Raise the error that kept an expert from being loaded into the model, if any."""
         fault = self.faults.get(name) or self.not_live.get(name)
         if fault is not None:
             raise fault
 
     @property
     def live(self) -> LiveComposer:
-        """The composer; where there is none, why no expert could be loaded."""
+        """The composer. If no expert could be loaded, the first error is raised."""
         if self.composer is None:
             raise next(iter([*self.not_live.values(), *self.faults.values()]))
         return self.composer
 
     def analysis(self, names: Sequence[str]) -> Analysis:
-        """`adapterswap.analyze` of these experts; the last results are kept."""
+        """The result of `adapterswap.analyze` for these experts; recent results are cached."""
         key = tuple(names)
         if key not in self._analysis:
             if len(self._analysis) > 16:
@@ -220,15 +223,15 @@ class Workspace:
         return self._analysis[key]
 
     def suggestion(self, task: str, language: str) -> Suggestion:
-        """`adapterswap.suggest` for two experts, by their weights."""
+        """The result of `adapterswap.suggest` for two experts, by their weights."""
         return suggest(self.experts[task], self.experts[language], num_layers=self.num_layers)
 
     def add(self, reference: str) -> str:
         """Open and load another expert by its folder or Hub id, and return its name.
 
         Raises:
-            ArgumentError: visitors may not name paths, or the name is taken.
-            AdapterswapError: it cannot be opened, or does not fit the model.
+            ArgumentError: visitors may not open paths, or the name is taken.
+            AdapterswapError: the expert cannot be opened or does not fit the model.
         """
         if not self.allow_paths:
             raise ArgumentError("this studio does not open further experts", "Start it with `allow_paths=True`")
@@ -252,20 +255,20 @@ def open_workspace(
     dtype: str = "auto",
     allow_paths: bool = False,
 ) -> Workspace:
-    """Open a base and experts, and load all of them into one model.
+    """Open a base and experts, and load the experts into one model.
 
     Args:
         base_model: folder or Hub id of the base.
-        experts: a folder of adapters' folders, a file experts.yaml, or folders and Hub ids by name.
-        lab: the scene, where the models are the lab's.
-        device: where torch computes.
-        dtype: of the base's weights.
-        allow_paths: let visitors open further experts by their paths.
+        experts: a folder of adapter folders, a file experts.yaml, or folders and Hub ids by name.
+        lab: the scene, if the models are the lab's.
+        device: torch's device, or `auto`.
+        dtype: dtype of the base's weights, or `auto`.
+        allow_paths: let visitors open more experts by folder or Hub id.
 
     Raises:
         BaseModelError: the base cannot be opened or loaded, or does not say how many layers it has.
         ArgumentError, FieldError, NotFoundError: see `read_manifest`.
-        ExpertError: not one of the experts can be opened.
+        ExpertError: no expert can be opened.
         UnsupportedError: the base has an encoder and a decoder.
     """
     target = choose_device(device)
@@ -301,15 +304,15 @@ def open_workspace(
 
 
 def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
-    """Open the models that `adapterswap lab` left in a folder.
+    """Open the models that `adapterswap lab` wrote to a folder.
 
     Args:
-        folder: what the lab wrote.
-        seed: whose models.
+        folder: the folder that the lab wrote.
+        seed: the seed of the models.
         options: `device`, `dtype` and `allow_paths` of `open_workspace`.
 
     Raises:
-        NotFoundError: there is no such folder, or no such seed in it.
+        NotFoundError: the folder has no results.json, or not this seed.
         DataError: the folder was not written by the lab.
         AdapterswapError: see `open_workspace`.
     """
@@ -337,7 +340,7 @@ def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
 
 
 def _load(model: Any, experts: Mapping[str, Adapter]) -> tuple[LiveComposer | None, dict[str, AdapterswapError]]:
-    """A composer with the experts that the model can hold, and why it cannot hold the others."""
+    """A composer with the experts that fit the model, and the errors of the others."""
     composer: LiveComposer | None = None
     not_live: dict[str, AdapterswapError] = {}
     for name, adapter in experts.items():
@@ -352,7 +355,7 @@ def _load(model: Any, experts: Mapping[str, Adapter]) -> tuple[LiveComposer | No
 
 
 def _short(reference: str) -> str:
-    """A folder below the current one as a relative path, so that commands can be read; all else as it is."""
+    """A reference for commands: a folder below the current one as a relative path, other folders as absolute."""
     path = expand(reference)
     if not is_folder(path):
         return reference
