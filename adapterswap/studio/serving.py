@@ -1,7 +1,7 @@
-"""A page on the network: this machine alone unless told otherwise, and nothing from anywhere else.
+"""Serve the page: to this machine only, unless another host is chosen.
 
-Gradio's analytics are off, its fonts are the system's, and a content security policy forbids the browser to fetch
-from, or send to, any other place.
+Gradio's analytics are off, fonts are the system's, and a content security policy prevents the browser from fetching
+from or sending to other sites.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MOST_UPLOADED = "1mb"
 _QUIET = {
     "GRADIO_ANALYTICS_ENABLED": "False",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),  # of statistics of events, which it makes with pandas each time
+    "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),  # otherwise pandas computes event statistics often
     "GRADIO_ANALYTICS_MAX_EVENTS": "1",
 }
 
 
 def check_installed() -> None:
-    """Raise `DependencyError` where Gradio is not installed."""
+    """Raise `DependencyError` if Gradio is not installed."""
     if find_spec("gradio") is None:
         raise DependencyError("the studio needs gradio, which is not installed", "pip install 'adapterswap[studio]'")
 
@@ -49,10 +49,10 @@ def serve_page(
     on_ready: Callable[[str], None] = lambda url: None,
     wait: bool = True,
 ) -> Callable[[], None]:
-    """Serve the page over a workspace.
+    """Serve the page of a workspace.
 
     Args:
-        workspace: what it works on.
+        workspace: the base and the experts.
         host: the address to listen on.
         port: the port; by default the first free one from 7860.
         open_browser: open the page in the default browser.
@@ -60,18 +60,18 @@ def serve_page(
         wait: serve until interrupted; otherwise return at once.
 
     Returns:
-        What ends serving.
+        A function that stops serving.
 
     Raises:
         DependencyError: Gradio is not installed.
-        ArgumentError: the port is not a port.
-        RunError: the port is taken.
+        ArgumentError: the port is not from 1 to 65535.
+        RunError: the port is taken, or no port is free.
     """
     check_installed()
     port = _free_port(host) if port is None else port
     if not 1 <= port <= 65535:
         raise ArgumentError(f"`port` is {port}", "Pass a number from 1 to 65535", parameter="port")
-    os.environ.update(_QUIET)  # read when it is imported and when it is launched
+    os.environ.update(_QUIET)  # Gradio reads these at import and at launch
     import gradio as gr
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -79,7 +79,7 @@ def serve_page(
     from adapterswap.studio.page import make_page, page_css
 
     middleware = [Middleware(_Guarded)]
-    if _is_loopback(host):  # a name of a stranger that resolves to this machine is refused
+    if _is_loopback(host):  # refuses other host names that resolve to this machine
         middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", host]))
     page = make_page(workspace).queue(default_concurrency_limit=None, max_size=200)
     system = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
@@ -118,7 +118,7 @@ def serve_page(
 
 
 def _free_port(host: str) -> int:
-    """The first port that nobody listens on. Gradio would look itself, and leave sockets open."""
+    """The first free port. Gradio's own search leaves sockets open."""
     for port in range(_FIRST_PORT, _FIRST_PORT + 100):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried, suppress(OSError):
             tried.bind((host, port))
@@ -138,7 +138,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Guarded:
-    """ASGI middleware that adds the policy to every answer."""
+    """ASGI middleware that adds security headers to every response."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
