@@ -1,5 +1,5 @@
-// Asks the studio's own stream, and shows each line of it: the strip first, then the answers. What is asked anew ends
-// what was asked before; a strip that was not drawn by then is owed.
+// Sends requests to the studio's own route and shows each line of the response: the strip first, then the answers. A new
+// request ends the one before; if that one had not drawn its strip, the new one does.
 const place = (name) => element.querySelector("#" + name);
 const visitor = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16)).join("");
 let going = null;
@@ -9,7 +9,7 @@ const end = () => {
   if (going) going.abort();
   going = null;
 };
-// A screen reader reads the answers once they are whole.
+// Screen readers announce the answers once they are complete.
 const announce = () => {
   const written = place("written");
   written.ariaBusy = String(written.querySelector(".answers[aria-busy=true]") !== null);

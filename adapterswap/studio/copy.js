@@ -1,4 +1,4 @@
-// Copy buttons: the text of the block beside the button, and a word that it is done.
+// Copy buttons: each copies its block's text and then briefly says "Copied".
 element.addEventListener("click", async (event) => {
   const button = event.target.closest("button[data-copy]");
   if (!button) return;

@@ -1,4 +1,4 @@
-// The strip of layers: a click or a key gives a layer away; arrows move; the focus survives a new picture.
+// The strip of layers: a click or Enter assigns a layer, arrow keys move, and the focus survives a redraw.
 const cells = () => [...element.querySelectorAll("button[data-cell]")];
 let last = null;
 const settle = () => {
