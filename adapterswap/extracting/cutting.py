@@ -147,18 +147,18 @@ def measure(
 
 
 def norm_of_change(left_out: LeftOutWeight, files: Mapping[Path, int], names: tuple[str, str]) -> float:
-    """‖W_full - W_base‖ of a parameter that is left out; rows that only one of them has count in full.
+    """‖W_full - W_base‖ of a parameter that is left out; what only one of them has counts in full.
 
     Raises:
         ExpertError: it holds NaN or infinity.
     """
-    both = (left_out.full, left_out.base)
+    both = [left_out.full, *([left_out.base] if left_out.base else [])]
     sizes = [math.prod(stored.tensor.shape) for stored in both]
     total = 0.0
     for start in range(0, max(sizes), _BLOCK):
         blocks = [
             read_elements(name, files[stored.path], stored.tensor, start, min(start + _BLOCK, size))
-            for name, stored, size in zip(names, both, sizes, strict=True)
+            for name, stored, size in zip(names, both, sizes, strict=False)
             if start < size
         ]
         total += sum(_sum_of_squares(part) for part in _subtract(blocks))

@@ -6,7 +6,7 @@ Knows checkpoints and what LoRA can adapt; knows nothing of ranks and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,14 @@ from adapterswap.experts.anatomy import AdaptableWeight, Anatomy, read_anatomy
 from adapterswap.experts.checkpoints import Checkpoint, StoredTensor
 from adapterswap.experts.layers import NO_LAYER, format_layers, num_layers_in_config, parse_layers
 from adapterswap.experts.shapes import compare_shapes
+from adapterswap.extracting.counterparts import (
+    Side,
+    counterpart,
+    expected_name,
+    have_one_decoder,
+    is_outside,
+    read_side,
+)
 from adapterswap.files.dtypes import FLOATS
 from adapterswap.planning.allocation import selects
 
@@ -24,7 +32,7 @@ __all__ = ["LeftOutWeight", "Reason", "Selection", "WeightMatrix", "WeightPair",
 # Why an adapter does not hold a parameter, in the words that users read.
 Reason = Literal[
     "norms", "biases", "embeddings and heads", "vocabulary", "experts and routers", "not selected",
-    "modules that PEFT cannot adapt", "other",
+    "modules that PEFT cannot adapt", "not in the base", "other",
 ]  # fmt: skip
 
 _REMEDY = "Pass the base that it was fine-tuned from"
@@ -70,12 +78,12 @@ class WeightMatrix:
 
 @dataclass(frozen=True)
 class LeftOutWeight:
-    """A parameter that both models have but the adapter does not hold."""
+    """A parameter of the fine-tune that the adapter does not hold; `base` is None if the base lacks it too."""
 
     name: str
     reason: Reason
     full: Whole
-    base: Whole
+    base: Whole | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,10 @@ class WeightPair:
 
 
 def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair:
-    """Match the parameters of a fine-tune with its base's.
+    """Match the parameters of a fine-tune with its base's, under the base's names.
+
+    One of the two may be multimodal and the other its language model alone: a tower of the base stays as it is, and one
+    of the fine-tune is left out.
 
     Raises:
         BaseModelError: they are of different architectures, shapes or depth.
@@ -105,7 +116,7 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
         ArgumentError: the selection names layers or modules that they do not have, or selects no matrix.
         ExpertError: they lack a weight that transformers has in such a model.
     """
-    anatomy = _common_anatomy(full, base)
+    anatomy, sides = _common_anatomy(full, base)
     num_layers = num_layers_in_config(base.config)
     if num_layers is None:
         raise BaseModelError(
@@ -114,17 +125,22 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
             parameter="base_model",
         )
     problems = Problems(BaseModelError)
-    ours, theirs = (dict(_named(checkpoint, anatomy)) for checkpoint in (full, base))
-    _check_names(ours, theirs, full, base, anatomy, problems)
+    towers: Mapping[str, StoredTensor] = {}
+    labels: Mapping[str, str] = {}
+    if sides is None:
+        ours, theirs = (dict(_named(checkpoint, anatomy.name_of)) for checkpoint in (full, base))
+        _check_names(ours, theirs, full, base, anatomy, problems)
+    else:
+        ours, theirs, towers, labels = _reconciled(*sides, problems)
     _check_selection(selection, anatomy, num_layers, problems)
     problems.raise_if_any()
-    matrices, left_out = [], []
+    matrices, left_out = list[WeightMatrix](), list[LeftOutWeight]()
     different_shapes: list[str] = []
     for name in sorted(ours.keys() & theirs.keys()):
         tuned, original = ours[name], theirs[name]
         weight = anatomy.weights.get(name)
         both = Whole.of(tuned.path, tuned.tensor), Whole.of(original.path, original.tensor)
-        if not _check_numbers(tuned, original, full, base, problems):
+        if not _check_numbers([(tuned, full, "full"), (original, base, "base_model")], problems):
             continue
         if tuned.tensor.shape != original.tensor.shape:
             shapes = (
@@ -145,8 +161,12 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
             matrices.append(WeightMatrix(weight, *both))
         else:
             left_out.append(LeftOutWeight(name, _reason(name, weight, tuned), *both))
+    for name, tower in towers.items():
+        if _check_numbers([(tower, full, "full")], problems):
+            left_out.append(LeftOutWeight(name, "not in the base", Whole.of(tower.path, tower.tensor), None))
     words = (
-        {name: "×".join(map(str, held[name].tensor.shape)) for name in different_shapes} for held in (ours, theirs)
+        {labels.get(name, name): "×".join(map(str, held[name].tensor.shape)) for name in different_shapes}
+        for held in (ours, theirs)
     )
     compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
@@ -162,7 +182,8 @@ def pair(full: Checkpoint, base: Checkpoint, selection: Selection) -> WeightPair
     return WeightPair(full, base, num_layers, tuple(matrices), tuple(left_out))
 
 
-def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
+def _common_anatomy(full: Checkpoint, base: Checkpoint) -> tuple[Anatomy, tuple[Side, Side] | None]:
+    """The base's anatomy, and both models' names if their types differ."""
     problems = Problems(BaseModelError)
     for checkpoint, parameter in ((full, "full"), (base, "base_model")):
         if checkpoint.config.get("quantization_config"):
@@ -173,14 +194,15 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
                 kind=UnsupportedError,
             )
     kinds = [checkpoint.config.get("model_type") for checkpoint in (full, base)]
-    if kinds[0] != kinds[1]:
+    if kinds[0] != kinds[1] and not have_one_decoder(full, base):
         problems.add(
             f"{full.name} is a {kinds[0]} model, but the base {base.name} is a {kinds[1]} model",
             _REMEDY,
             parameter="base_model",
         )
     problems.raise_if_any()
-    anatomies = [read_anatomy(checkpoint) for checkpoint in (full, base)]
+    sides = None if kinds[0] == kinds[1] else (read_side(full), read_side(base))
+    anatomies = [side.anatomy for side in sides] if sides else [read_anatomy(full), read_anatomy(base)]
     if anatomies[0].tied != anatomies[1].tied:
         heads = [f"{'ties' if anatomy.tied else 'does not tie'} its head" for anatomy in anatomies]
         raise BaseModelError(
@@ -188,16 +210,16 @@ def _common_anatomy(full: Checkpoint, base: Checkpoint) -> Anatomy:
             f"{_REMEDY}, or keep the full checkpoint",
             parameter="base_model",
         )
-    return anatomies[1]
+    return anatomies[1], sides
 
 
-def _named(checkpoint: Checkpoint, anatomy: Anatomy) -> Iterator[tuple[str, StoredTensor]]:
+def _named(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> Iterator[tuple[str, StoredTensor]]:
     """The stored tensors by the model's names, or by their own if the model has none for them.
 
     A tensor that is neither a parameter nor floating point is a buffer of an older version, such as a causal mask.
     """
     for key, parameter in checkpoint.parameters.items():
-        name = anatomy.name_of(key)
+        name = name_of(key)
         if name is not None or parameter.tensor.dtype in FLOATS:
             yield name or key, parameter
 
@@ -211,6 +233,13 @@ def _check_names(
         for name in sorted(holder.keys() - lacking.keys()):
             if name in known or len(holder[name].tensor.shape) > 1:  # else a buffer that one version saved
                 problems.add(f"{has.name} holds {name}, but {lacks.name} does not", _REMEDY, parameter="base_model")
+    _check_complete(anatomy, ours, theirs, full, base, problems)
+
+
+def _check_complete(
+    anatomy: Anatomy, ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint,
+    base: Checkpoint, problems: Problems,
+) -> None:  # fmt: skip
     for name in sorted(anatomy.weights.keys() - ours.keys() - theirs.keys()):
         problems.add(
             f"neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
@@ -218,6 +247,45 @@ def _check_names(
             parameter="full",
             kind=ExpertError,
         )
+
+
+def _reconciled(
+    full: Side, base: Side, problems: Problems
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor], dict[str, StoredTensor], dict[str, str]]:
+    """The stored tensors of two classes of model with one decoder, under the base's names.
+
+    Returns:
+        The fine-tune's, and the base's; the fine-tune's towers that the base lacks, under the fine-tune's names; and the
+        base's name → how messages show it, with the fine-tune's name.
+    """
+    own, theirs = (dict(_named(side.checkpoint, side.own_name)) for side in (full, base))
+    ours, towers, labels = dict[str, StoredTensor](), dict[str, StoredTensor](), dict[str, str]()
+    for name, stored in sorted(own.items()):
+        there = counterpart(name, full, base)
+        if there in theirs:
+            ours[there] = stored
+            labels[there] = there if there == name else f"{name} ({there} in {base.checkpoint.name})"
+        elif is_outside(name, full, base):
+            towers[name] = stored
+        else:
+            _check_buffer(name, stored, full, base, problems)
+    for name in sorted(theirs.keys() - ours.keys()):
+        if not is_outside(name, base, full):
+            _check_buffer(name, theirs[name], base, full, problems)
+    _check_complete(base.anatomy, ours, theirs, full.checkpoint, base.checkpoint, problems)
+    return ours, theirs, towers, labels
+
+
+def _check_buffer(name: str, stored: StoredTensor, has: Side, lacks: Side, problems: Problems) -> None:
+    """Add a problem unless what only one of the two holds is a buffer that one version saved."""
+    if name not in has.anatomy.parameters and len(stored.tensor.shape) < 2:
+        return
+    expected = expected_name(name, has, lacks)
+    problems.add(
+        f"{has.checkpoint.name} holds {name}, but {lacks.checkpoint.name} does not hold {expected}",
+        f"{_REMEDY}, or save both with the same model class",
+        parameter="base_model",
+    )
 
 
 def _check_selection(selection: Selection, anatomy: Anatomy, num_layers: int, problems: Problems) -> None:
@@ -260,14 +328,9 @@ def _check_tying(weight: AdaptableWeight) -> None:
         )
 
 
-def _check_numbers(
-    full_weight: StoredTensor, base_weight: StoredTensor, full: Checkpoint, base: Checkpoint, problems: Problems
-) -> bool:
-    wrong = [
-        (weight, checkpoint, parameter)
-        for weight, checkpoint, parameter in ((full_weight, full, "full"), (base_weight, base, "base_model"))
-        if weight.tensor.dtype not in FLOATS
-    ]
+def _check_numbers(weights: Sequence[tuple[StoredTensor, Checkpoint, str]], problems: Problems) -> bool:
+    """Whether all weights are floating point; each comes with its checkpoint and that one's parameter in `extract`."""
+    wrong = [each for each in weights if each[0].tensor.dtype not in FLOATS]
     for weight, checkpoint, parameter in wrong:
         problems.add(
             f"{weight.name} is {weight.tensor.dtype} in {checkpoint.name}",

@@ -1,0 +1,84 @@
+"""A fine-tune and a base whose classes differ but share a decoder: which parameter of one is which of the other.
+
+A text-only model calls its layers `model.layers`, a multimodal one with the same decoder `model.language_model.layers`.
+`experts.naming` maps the names; here a name counts only if it maps back to itself. Knows names; reads no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adapterswap.experts.anatomy import Anatomy, build_empty, read_anatomy
+from adapterswap.experts.checkpoints import Checkpoint
+from adapterswap.experts.layers import before_layers, language_config, layer_of
+from adapterswap.experts.naming import ModelNames
+
+__all__ = ["Side", "counterpart", "expected_name", "have_one_decoder", "is_outside", "read_side"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models.
+
+    Attributes:
+        checkpoint: its files.
+        anatomy: its parameters.
+        names: its modules.
+    """
+
+    checkpoint: Checkpoint
+    anatomy: Anatomy
+    names: ModelNames
+
+    def own_name(self, key: str) -> str | None:
+        """The model's name for a checkpoint's key; for one expert of a mixture, its name within the mixture's."""
+        if (name := self.anatomy.name_of(key)) is not None or self.anatomy.rename(key) is not None:
+            return name
+        return _found(key, self.names, self.checkpoint.container)
+
+
+def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether one is the type of language model that is a part of the other, by their configs."""
+    parts = [language_config(checkpoint.config) for checkpoint in (one, other)]
+    alone = [part is checkpoint.config for part, checkpoint in zip(parts, (one, other), strict=True)]
+    kinds = [part.get("model_type") for part in parts]
+    return sum(alone) == 1 and kinds[0] is not None and kinds[0] == kinds[1]
+
+
+def read_side(checkpoint: Checkpoint) -> Side:
+    """Read a model's names.
+
+    Raises:
+        BaseModelError, ExpertError, UnsupportedError: see `read_anatomy`.
+    """
+    return Side(checkpoint, read_anatomy(checkpoint), ModelNames(build_empty(checkpoint), checkpoint.name))
+
+
+def counterpart(name: str, ours: Side, theirs: Side) -> str | None:
+    """Their name for our parameter `name`; None unless that name maps back to ours."""
+    found = _found(name, theirs.names, ours.names.container)
+    return found if found is not None and _found(found, ours.names, theirs.names.container) == name else None
+
+
+def expected_name(name: str, ours: Side, theirs: Side) -> str:
+    """The name that our parameter `name` would have in their model, whether or not they have it; for messages."""
+    moved = theirs.names.exchange(name, ours.names.container, theirs.names.container)
+    return counterpart(name, ours, theirs) or moved or name
+
+
+def is_outside(name: str, ours: Side, theirs: Side) -> bool:
+    """Whether our parameter `name` is certainly not the language model's, such as a vision tower's."""
+    containers = (ours.checkpoint.container, ours.names.container)
+    if any(layer_of(name, container) is not None for container in containers):
+        return False
+    if name not in ours.anatomy.parameters:  # transformers does not load it
+        return _found(name, ours.names, ours.checkpoint.container) is None
+    if not ours.names.is_multimodal or counterpart(name, ours, theirs) is not None:
+        return False
+    return not name.startswith(before_layers(ours.names.container or ""))
+
+
+def _found(parameter: str, names: ModelNames, container: str | None) -> str | None:
+    module, _, last = parameter.rpartition(".")
+    found = names.find(module, container)
+    return f"{found}.{last}" if found else None
