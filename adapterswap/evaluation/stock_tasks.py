@@ -32,7 +32,7 @@ __all__ = ["check_known", "check_mentioned", "explained_task_errors", "load_stoc
 _NAMES = re.compile(rb"^(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
 _TASK = os.path.join("lm_eval", "api", "task.py")  # the harness's file that calls a task's templates and functions
 _PATTERN = set("*?[")
-_LISTED = "`lm_eval ls tasks` lists the harness's tasks"
+_LISTED = "Run `lm_eval ls tasks` to list the tasks of lm-evaluation-harness"
 
 
 @lru_cache(maxsize=2)
@@ -137,26 +137,26 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
     except UnicodeError as error:
         raise DataError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
-            "Save the task's files and data as UTF-8 text, without halves of surrogate pairs such as \\ud800",
+            "Save the task's files and data as UTF-8 text, without unpaired surrogates such as \\ud800",
             parameter="tasks",
         ) from None
     except DatasetsError as error:
         raise DataError(
             f"the data of {', '.join(names)} cannot be read: {reason_of(error.__cause__ or error)}",
-            "Correct the data that the task's file names, or download it again",
+            "Correct the data file that the task names, or download it again",
             parameter="tasks",
         ) from None
     except Exception as error:  # a task's data loader and its own code may raise anything
         raise DataError(
             f"lm-evaluation-harness cannot load {', '.join(names)}: {reason_of(error)}",
-            "Its data comes from the Hub: check the network, HF_HUB_OFFLINE and the packages that the task needs. For "
-            "a task of your own, check its files and data",
+            "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and install the packages that the task "
+            "needs. For your own task, check its files and data",
             parameter="tasks",
         ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "MULTIMODAL", False):
             raise UnsupportedError(
-                f"the task {name} needs images or sound", "Run it with lm_eval itself", parameter="tasks"
+                f"the task {name} needs images or audio", "Run it with lm_eval instead", parameter="tasks"
             )
     if not unsafe_code:  # tasks written in Python declare it only once they are loaded
         _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
@@ -181,7 +181,7 @@ def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
             raise
         raise DataError(
             f"a document of {', '.join(names)} cannot be evaluated: {reason_of(error)}",
-            "Correct the task's files, or the rows of its data",
+            "Correct the task's files or its data",
             parameter="tasks",
         ) from error
 
@@ -189,7 +189,7 @@ def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
 def _refuse_code(names: Sequence[str]) -> None:
     if names:
         raise ArgumentError(
-            f"{', '.join(names)}: code that the model writes would be run on this machine, as this user",
-            "If you want that, use a machine that is safe for it (a container) and pass `confirm_run_unsafe_code=True`",
+            f"{', '.join(names)} would run code written by the model on this machine, with your permissions",
+            "Use a container or another isolated machine, and pass `confirm_run_unsafe_code=True`",
             parameter="confirm_run_unsafe_code",
         )

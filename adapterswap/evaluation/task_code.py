@@ -24,7 +24,7 @@ __all__ = ["harness_folder", "refuse_task_code", "rendering"]
 
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PYTHON = "tag:yaml.org,2002:python/"  # PyYAML's own tags for Python objects
-_REMEDY = "Read that code, and if you trust it pass `trust_task_code=True`"
+_REMEDY = "Review the code, and pass `trust_task_code=True` if you trust it"
 
 
 def harness_folder() -> Path | None:
@@ -138,7 +138,7 @@ def _scripts(content: Any) -> Iterator[str]:
         name = metric.get("metric") if isinstance(metric, dict) else None
         known = isinstance(name, _Function) or (isinstance(name, str) and name in metric_registry)
         if name is not None and (not known or metric.get("hf_evaluate") is True):
-            yield f"runs a metric that is not the harness's own as Python code: metric: {name}"
+            yield f"runs a metric as Python code: metric: {name}"
     for value in content.values():
         yield from _scripts(value)
 

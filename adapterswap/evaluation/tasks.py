@@ -40,7 +40,7 @@ _OURS = (*mgsm_task_names(), *_FAMILIES, *_SHIPPED, *LOCAL_NAMES)
 def require_lm_eval() -> None:
     """Raise `DependencyError` unless lm-evaluation-harness is installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise DependencyError("lm-evaluation-harness is not installed", "pip install 'adapterswap[eval]' installs it")
+        raise DependencyError("lm-evaluation-harness is not installed", "Run `pip install 'adapterswap[eval]'`")
 
 
 def check_task_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
@@ -56,7 +56,7 @@ def check_task_names(names: Sequence[str], include_path: str | Path | None = Non
     require_lm_eval()
     if not names:
         raise ArgumentError(
-            "no task is named", f"Name tasks, for instance {', '.join(list(_FAMILIES)[:2])}", parameter="tasks"
+            "`tasks` is empty", f"Pass task names, such as {', '.join(list(_FAMILIES)[:2])}", parameter="tasks"
         )
     resolved = _resolve([split_shots(name)[0] for name in names])
     if resolved.theirs:
@@ -200,8 +200,8 @@ def _load(
         clash = tasks.keys() & loaded["tasks"].keys()
         if clash:
             raise ArgumentError(
-                f"{sorted(clash)[0]} is named twice: as shipped here, and in a group of lm-evaluation-harness",
-                "Name the tasks one by one",
+                f"{sorted(clash)[0]} is listed twice: as a shipped task and in a group of lm-evaluation-harness",
+                "List the tasks of the group one by one",
                 parameter="tasks",
             )
         for name, task in loaded["tasks"].items():

@@ -90,14 +90,14 @@ def coder() -> Model:
 
 @pytest.mark.parametrize("name", ["pico_code", "pico_group", "pico_nested", "pico_tag"])
 def test_code_is_refused_before_it_is_loaded(code_tasks: Path, name: str) -> None:
-    with refused(ArgumentError, "confirm_run_unsafe_code", match="pico_code: code that the model writes would be run"):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="pico_code would run code written by the model"):
         load_tasks([name], Settings(include_path=code_tasks, trust_task_code=True))
-    with refused(ArgumentError, "confirm_run_unsafe_code", match="mgsm_direct_sw:"):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="mgsm_direct_sw would run"):
         load_tasks(["pico_overridden"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
 def test_mbpp_is_refused_by_its_name(code_tasks: Path) -> None:
-    with refused(ArgumentError, "confirm_run_unsafe_code", match="humaneval, mbpp:"):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="humaneval, mbpp would run"):
         load_tasks(["mbpp", "humaneval", "gsm8k"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
@@ -135,7 +135,7 @@ def test_the_command_line_refuses_and_runs(run: Callable[..., Result], byte_base
     command = (*command, "--trust-task-code", "--dry-run")
     refused = run(*command)
     assert refused.exit_code == 1
-    assert "code that the model writes would be run on this machine" in refused.stderr
+    assert "would run code written by the model on this machine" in refused.stderr
     allowed = run(*command, "--confirm-run-unsafe-code")
     assert allowed.exit_code == 0, allowed.output
     assert "pico_code" in allowed.stdout
