@@ -76,8 +76,8 @@ def flores_task(name: str) -> FloresTask:
     for code in match.group(2, 3):
         if code not in language_names():
             problems.add(
-                f"{name}: {code} is not a language of FLORES-200",
-                "Use its codes, such as swh_Latn",
+                f"{name}: {code} is not a FLORES-200 language code",
+                "Use a code such as swh_Latn",
                 parameter="tasks",
             )
     problems.raise_if_any()
@@ -99,12 +99,12 @@ def read_sentences(folder: Path, split: str, code: str) -> list[str]:
     if path is None:
         raise DataError(
             f"{folder / split} has no {code}.{split}, {code}.parquet or {code}.jsonl",
-            f"Set {FLORES_PATH} to a folder in the layout of FLORES-200 or FLORES+",
+            f"Set {FLORES_PATH} to a folder with the layout of FLORES-200 or FLORES+",
         )
     try:
         return _read(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "Download it again") from None
+        raise DataError(f"{path} cannot be read: {error}", "Download the file again") from None
 
 
 def _read(path: Path) -> list[str]:

@@ -71,9 +71,12 @@ def _rows(folder: Path, split: str, source: str, target: str) -> list[dict[str, 
     problems = Problems(DataError)
     for code, sentences in read.items():
         if empty := [number for number, sentence in enumerate(sentences, 1) if not sentence.strip()]:
-            problems.add(f"{folder / split}: sentence {empty[0]} of {code} is empty", "Download it again")
+            problems.add(f"{folder / split}: sentence {empty[0]} of {code} is empty", "Download FLORES again")
     if len(read[source]) != len(read[target]):
-        counts = " and ".join(f"{len(sentences)} in {code}" for code, sentences in read.items())
-        problems.add(f"{folder / split} is not parallel: {counts} sentences", "Take both from one release of FLORES")
+        counts = ", ".join(f"{code} has {len(sentences)}" for code, sentences in read.items())
+        problems.add(
+            f"{folder / split}: the languages differ in their number of sentences: {counts}",
+            "Take both languages from the same release of FLORES",
+        )
     problems.raise_if_any()
     return [{"source": a, "target": b} for a, b in zip(read[source], read[target], strict=True)]

@@ -58,7 +58,7 @@ def is_same_language(one: str, other: str) -> bool:
 def require_lingua() -> None:
     """Raise `DependencyError` unless lingua is installed."""
     if find_spec("lingua") is None:
-        raise DependencyError("lingua is not installed", "pip install 'adapterswap[languages]' installs it")
+        raise DependencyError("lingua is not installed", "Run `pip install 'adapterswap[languages]'`")
 
 
 def check_languages(tasks: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ def check_languages(tasks: Mapping[str, Any]) -> None:
     require_lingua()
     if not any(writes_language(name, task) for name, task in tasks.items()):
         raise ArgumentError(
-            f"no task of these writes answers in a language that lingua knows: {', '.join(tasks)}",
+            f"none of these tasks has answers in a language that lingua can detect: {', '.join(tasks)}",
             "Add a task such as mgsm_native_cot_sw, or leave out `language_fidelity`",
             parameter="language_fidelity",
         )
@@ -104,7 +104,7 @@ def language_share(text: str, language: str) -> float | None:
     wanted = _known(language)
     if wanted is None:
         raise ArgumentError(
-            f"lingua does not know the language {language!r}", "Use a code of ISO 639, such as sw", parameter="language"
+            f"lingua cannot detect the language {language!r}", "Use an ISO 639 code such as sw", parameter="language"
         )
     detector, right, total = _detector(wanted), 0, 0
     for piece in _PIECE.findall(text):

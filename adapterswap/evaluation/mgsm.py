@@ -109,7 +109,7 @@ def _questions(text: str) -> list[tuple[str, int]]:
         question, tab, answer = line.rpartition("\t")
         answer = answer.strip().replace(",", "")  # the comma is a thousands separator in every file
         if not tab or "\t" in question or not question.strip() or not re.fullmatch(r"-?[0-9]+", answer):
-            raise ValueError(f"line {number} is not a question, a tab and a whole number")
+            raise ValueError(f"line {number} must be a question, a tab and a whole number")
         questions.append((question, int(answer)))
     return questions
 
@@ -132,13 +132,13 @@ def read_mgsm_rev2(folder: Path, code: str) -> MgsmLanguage:
         questions = _questions(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(
-            f"{folder} has no {path.name}", f"Set {MGSM_REV2_PATH} to MGSM-Rev2's folder of files"
+            f"{folder} has no {path.name}", f"Set {MGSM_REV2_PATH} to the folder that holds MGSM-Rev2's files"
         ) from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "Download it again") from None
+        raise DataError(f"{path} cannot be read: {error}", "Download the file again") from None
     if len(questions) != len(language.questions):
         raise DataError(
-            f"{path} has {len(questions)} questions, and MGSM has {len(language.questions)}", "Download it again"
+            f"{path} has {len(questions)} questions, but MGSM has {len(language.questions)}", "Download the file again"
         )
     return replace(language, questions=tuple(questions))
 

@@ -59,15 +59,17 @@ def read_multijail(folder: Path, name: str) -> list[dict[str, str]]:
     except FileNotFoundError:
         raise DataError(f"{folder} has no {_FILE}", f"Set {MULTIJAIL_PATH} to the folder that holds it") from None
     except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}", "Download it again") from None
+        raise DataError(f"{path} cannot be read: {error}", "Download the file again") from None
     if missing := [column for column in ("id", "en", code) if column not in columns]:
-        raise DataError(f"{path} has no column {missing[0]}", "Download it again")
+        raise DataError(f"{path} has no column {missing[0]}", "Download the file again")
     problems = Problems(DataError)
     for number, row in enumerate(rows, 1):
         if not all((row[column] or "").strip() for column in ("id", "en", code)):
-            problems.add(f"{path}: row {number} lacks its id, its English text or its {code} text", "Download it again")
+            problems.add(
+                f"{path}: row {number} has no id, no English text or no {code} text", "Download the file again"
+            )
     if not rows:
-        problems.add(f"{path} has no rows", "Download it again")
+        problems.add(f"{path} has no rows", "Download the file again")
     problems.raise_if_any()
     return [{"id": row["id"], "request": row[code], "english": row["en"]} for row in rows]
 
@@ -96,26 +98,31 @@ def score_labels(evaluation: str | Path, labels: str | Path) -> tuple[TaskResult
     }
     problems = Problems(DataError)
     if not samples:
-        problems.add(f"{folder} holds no responses to MultiJail", "Evaluate one of its tasks, such as multijail_sw")
+        problems.add(
+            f"{folder} contains no responses to MultiJail", "Evaluate a MultiJail task first, such as multijail_sw"
+        )
     chosen: dict[tuple[Any, Any], str] = {}
     for row in _rows(path, ("task", "doc_id", "output", "label")):
         key = row["task"], row["doc_id"]
         place = f"{path}: {key[0]}, document {key[1]}"
         if key not in samples:
-            problems.add(f"{place} is not a response to MultiJail in {folder}", "Label the rows of its samples.jsonl")
+            problems.add(
+                f"{place}: {folder} contains no such MultiJail response", "Label the rows of its samples.jsonl"
+            )
         elif row["output"] != samples[key]:
-            problems.add(f"{place}: the output differs from that in {folder}", "Judge the responses of this evaluation")
+            problems.add(f"{place}: the output differs from the one in {folder}", "Pass labels for this evaluation")
         elif row["label"] not in LABELS:
-            problems.add(f"{place}: the label is {row['label']!r}", f"Use one of {', '.join(LABELS)}")
+            problems.add(f"{place}: {row['label']!r} is not a label", f"Use one of {', '.join(LABELS)}")
         elif key in chosen:
-            problems.add(f"{place} has two labels", "Leave one")
+            problems.add(f"{place} is labelled twice", "Remove one of the labels")
         else:
             chosen[key] = row["label"]
     problems.raise_if_any()
     if unlabelled := [key for key in samples if key not in chosen]:
         task, doc_id = unlabelled[0]
         raise DataError(
-            f"{path} has no label for {len(unlabelled)} of {len(samples)} responses, first document {doc_id} of {task}",
+            f"{path} has no label for {len(unlabelled)} of {len(samples)} responses; the first is "
+            f"{task}, document {doc_id}",
             "Label every response",
         )
     by_task: dict[str, list[str]] = {}
@@ -135,10 +142,10 @@ def _rows(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
             if missing:
                 raise ValueError(f"line {number} has no {missing[0]}")
             if not isinstance(row["task"], str) or not isinstance(row["doc_id"], int):
-                raise ValueError(f"line {number} has no task with a number of a document")
+                raise ValueError(f"line {number} must have a task name and a whole-number doc_id")
             yield row
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", "Give JSON lines, as `evaluate` writes them") from None
+        raise DataError(f"{path} cannot be read: {error}", "Pass JSON lines, as `evaluate` writes them") from None
 
 
 def _result(task: str, labels: list[str]) -> TaskResult:

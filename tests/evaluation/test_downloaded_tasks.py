@@ -215,7 +215,7 @@ def test_multijail_gives_responses_and_no_score(byte_model: Model, multijail: Pa
 
     for wrong, said in (
         (labelled[1:], "no label for 1 of 6"),
-        ([*labelled, labelled[0]], "two labels"),
+        ([*labelled, labelled[0]], "labelled twice"),
         ([labelled[0] | {"label": "harmful"}, *labelled[1:]], "'harmful'"),
         ([labelled[0] | {"output": "other"}, *labelled[1:]], "output differs"),
         ([labelled[0] | {"doc_id": 7}, *labelled[1:]], "document 7"),
