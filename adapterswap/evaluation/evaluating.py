@@ -130,7 +130,7 @@ def evaluate(
         except torch.OutOfMemoryError:
             raise RunError(
                 f"the device ran out of memory at batch_size {settings.batch_size}",
-                "Lower `batch_size`, or load a smaller dtype",
+                "Lower `batch_size`, or load the base in a smaller dtype",
                 parameter="batch_size",
             ) from None
         for task in loaded["tasks"].values():

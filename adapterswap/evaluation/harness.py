@@ -131,7 +131,7 @@ def _gold(task: ConfigurableTask, number: int, text: Any) -> Decimal:
     if not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", plain):
         raise DataError(
             f"{task.task_name}: the answer_number of document {number} is {text!r}, which is not a number",
-            "Correct the data, or download them again",
+            "Correct the data, or download it again",
             parameter="tasks",
         )
     return Decimal(plain)
@@ -235,9 +235,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             if not self._truncate or budget >= self.max_length:
                 raise ArgumentError(
                     f"{request.task_name}: a prompt of {lengths[prompt]} tokens and an output of up to {budget} do not "
-                    f"fit into the model's context of {self.max_length}",
-                    "Use fewer shots (`num_fewshot`) or a lower `max_gen_toks`, or let prompts lose their beginning "
-                    "(`truncate=True`)",
+                    f"fit in the model's context of {self.max_length} tokens",
+                    "Lower `num_fewshot` or `max_gen_toks`, or pass `truncate=True` to cut the start of long prompts",
                     parameter="max_gen_toks",
                 )
         batches = in_batches(requests, self.batch_size, lambda texts: [lengths[text] for text in texts])

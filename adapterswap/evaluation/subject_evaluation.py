@@ -197,11 +197,11 @@ def prepare_evaluation(
     check_task_names(names, settings.include_path)
     if adapter is not None and plan is not None:
         raise ArgumentError(
-            "both an adapter and a composition are given", "Pass `adapter` or `plan`, not both", parameter="plan"
+            "`adapter` cannot be combined with a composition", "Pass either `adapter` or `plan`", parameter="plan"
         )
     if plan is None and (max_rank is not None or max_error is not None):
         name = "max_rank" if max_rank is not None else "max_error"
-        raise ArgumentError(f"`{name}` is given without a composition", "Pass a `plan` with it", parameter=name)
+        raise ArgumentError(f"`{name}` can only be used with a composition", "Pass `plan` as well", parameter=name)
     if plan is not None:
         plan.check_adapter()
     source = adapter.source if isinstance(adapter, Adapter) else find_adapter(str(adapter)) if adapter else None

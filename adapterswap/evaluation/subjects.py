@@ -32,7 +32,7 @@ __all__ = ["describe_subject", "find_adapter", "load_subject"]
 
 _MADE_OF = ("num_layers", "composition", "experts", "rules", "output")  # fields of a record
 _SECONDS = 10.0  # for the regexes of one key on all modules; ordinary ones take milliseconds
-_PLAIN_NAMES = "Write plain names of modules"
+_PLAIN_NAMES = "Use module names instead of regexes"
 _REGEXES = {  # as PEFT 0.21 builds them
     "target_modules": "%s",
     "exclude_modules": "%s",
@@ -103,8 +103,8 @@ def load_subject(
     depth = num_layers_in_config(base.config.to_dict())
     if plan is not None and depth not in (None, plan.num_layers):
         raise CompositionError(
-            f"num_layers is {plan.num_layers}, and {base.reference} has {depth} layers",
-            "Leave `num_layers` out",
+            f"num_layers is {plan.num_layers}, but {base.reference} has {depth} layers",
+            "Leave out `num_layers`",
             parameter="num_layers",
         )
     with ExitStack() as stack:
@@ -166,16 +166,16 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise ExpertError(
             f"the adapter {adapter} does not fit the base model: {reason_of(error)}",
-            "Use the base that it was trained on",
+            "Use the base that the adapter was trained on",
             parameter="adapter",
         ) from None
     placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     held = {key for key in file.tensors if ".base_layer." not in key}
     if odd := sorted(placed ^ held):
-        reason = "the base has no such module" if odd[0] in held else "the file does not hold it"
+        reason = "the base has no such module" if odd[0] in held else "the file does not contain it"
         raise ExpertError(
             f"the adapter {adapter} does not fit the base model: {odd[0]}: {reason}",
-            "Use the base that it was trained on",
+            "Use the base that the adapter was trained on",
             parameter="adapter",
         )
     return model
@@ -201,14 +201,14 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
             subprocess.run(command, input=content, text=True, capture_output=True, check=True, timeout=_SECONDS)
         except subprocess.TimeoutExpired:
             problems.add(
-                f"{key} of the adapter {adapter}: its regexes take too long to match",
+                f"{key} of the adapter {adapter}: the regexes take too long to match",
                 _PLAIN_NAMES,
                 parameter="adapter",
             )
         except subprocess.CalledProcessError as error:
             reason = error.stderr.strip().rpartition("\n")[2]
             problems.add(
-                f"{key} of the adapter {adapter}: PEFT could not match its regexes: {reason}",
+                f"{key} of the adapter {adapter}: PEFT cannot match the regexes: {reason}",
                 _PLAIN_NAMES,
                 parameter="adapter",
             )

@@ -52,8 +52,8 @@ def check_texts(tasks: Mapping[str, Any]) -> None:
             for part, content in parts.items():
                 if (text := next(broken_texts(content), None)) is not None:
                     problems.add(
-                        f"{name}: the {part} of document {request.doc_id} holds half of a surrogate pair, which is not "
-                        f"a character: {text!r}",
+                        f"{name}: the {part} of document {request.doc_id} contains an unpaired surrogate, which is "
+                        f"not a character: {text!r}",
                         "Correct it in the task's file or data, in the shots, or in the chat template",
                         parameter="tasks",
                     )

@@ -271,7 +271,7 @@ def test_an_adapter_whose_regexes_would_run_for_ever(
     )
     (tmp_path / "odd" / "adapter_config.json").write_text(json.dumps(config))
     found = run("evaluate", "--base-model", byte_base, "--adapter", tmp_path / "odd", "--tasks", "mgsm_direct_sw")
-    assert f"{key} of the adapter odd: its regexes take too long" in error(found)
+    assert f"{key} of the adapter odd: the regexes take too long" in error(found)
 
 
 def test_an_adapter_of_another_base(run: Run, tmp_path: Path, byte_base: Path) -> None:
@@ -284,7 +284,7 @@ def test_an_adapter_of_another_base(run: Run, tmp_path: Path, byte_base: Path) -
     deeper = error(run(*command, expert("deeper", layers=8)))
     assert "layers.6.self_attn.q_proj.lora_A.weight: the base has no such module" in deeper
     shallower = error(run(*command, expert("shallower", layers=4)))
-    assert "layers.4.self_attn.q_proj.lora_A.weight: the file does not hold it" in shallower
+    assert "layers.4.self_attn.q_proj.lora_A.weight: the file does not contain it" in shallower
     wider = AutoModelForCausalLM.from_pretrained(byte_base).config
     wider.hidden_size = 64
     model = get_peft_model(AutoModelForCausalLM.from_config(wider), LoraConfig(target_modules=["q_proj"], r=2))
