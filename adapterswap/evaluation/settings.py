@@ -77,7 +77,7 @@ class Settings:
         # The harness would take 0 as no limit at all, and 2.5 as 2.
         if limit is not None and not (0 < limit < 1 or (math.isfinite(limit) and limit >= 1 and limit == int(limit))):
             problems.add(
-                f"`limit` is {limit:g}, which is neither a number of documents nor a fraction of them",
+                f"`limit` is {limit:g}, which is neither a whole number of documents nor a fraction of them",
                 "Pass a whole number of 1 or more, or a fraction between 0 and 1",
                 parameter="limit",
             )
@@ -87,8 +87,8 @@ class Settings:
         for name, content in (("system_instruction", self.system_instruction), ("gen_kwargs", self.gen_kwargs)):
             for text in broken_texts(content):
                 problems.add(
-                    f"`{name}` holds half of a surrogate pair, which is not a character: {text!r}",
-                    "Pass UTF-8 text",
+                    f"`{name}` contains an unpaired surrogate, which is not a character: {text!r}",
+                    "Pass text that can be encoded as UTF-8",
                     parameter=name,
                 )
         if tokenizer.eos_token_id is None:
@@ -101,7 +101,7 @@ class Settings:
         if self.apply_chat_template and not tokenizer.chat_template:
             problems.add(
                 "`apply_chat_template` is set, but the tokenizer has no chat template",
-                "Evaluate without one, or save the template with the base's tokenizer",
+                "Leave out `apply_chat_template`, or save a chat template with the base's tokenizer",
                 parameter="apply_chat_template",
             )
         problems.raise_if_any()
@@ -121,18 +121,20 @@ class EvaluationOptions(FiniteModel):
     """How a recipe has tasks evaluated; the names and their meaning are those of `adapterswap evaluate`."""
 
     num_fewshot: int | None = Field(
-        default=None, ge=0, description="Shots. Default: each task's own, which is 8 in MGSM."
+        default=None, ge=0, description="Number of shots. Default: each task's own; 8 for MGSM."
     )
-    limit: float | None = Field(default=None, gt=0, description="Only the first documents of each task, or a fraction.")
-    batch_size: int = Field(default=8, ge=1, description="Sequences at once.")
-    max_gen_toks: int = Field(default=512, ge=1, description="Longest output, in tokens.")
-    apply_chat_template: bool = Field(default=False, description="Prompt as a chat, each shot a turn.")
-    system_instruction: str | None = Field(default=None, description="A text before everything else.")
-    truncate: bool = Field(default=False, description="Let prompts that do not fit lose their beginning.")
+    limit: float | None = Field(
+        default=None, gt=0, description="Evaluate only the first N documents of each task, or a fraction of them."
+    )
+    batch_size: int = Field(default=8, ge=1, description="Sequences per batch.")
+    max_gen_toks: int = Field(default=512, ge=1, description="Maximum length of an output, in tokens.")
+    apply_chat_template: bool = Field(default=False, description="Format prompts as a chat, with a turn per shot.")
+    system_instruction: str | None = Field(default=None, description="System message at the start of every prompt.")
+    truncate: bool = Field(default=False, description="Cut the beginning of prompts that do not fit.")
     language_fidelity: bool = Field(
-        default=False, description="Score the share of each answer that is in its task's language, too."
+        default=False, description="Also score how much of each answer is in the task's language."
     )
-    include_path: str | None = Field(default=None, description="A folder with lm-eval task files of your own.")
+    include_path: str | None = Field(default=None, description="A folder with your own lm-eval task files.")
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
         """As `Settings`.
