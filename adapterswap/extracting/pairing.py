@@ -255,8 +255,8 @@ def _reconciled(
     """The stored tensors of two classes of model with one decoder, under the base's names.
 
     Returns:
-        The fine-tune's, and the base's; the fine-tune's towers that the base lacks, under the fine-tune's names; and the
-        base's name → how messages show it, with the fine-tune's name.
+        The fine-tune's, and the base's; the fine-tune's towers that the base lacks, under the fine-tune's names; and
+        the base's name → how messages show it, with the fine-tune's name.
     """
     own, theirs = (dict(_named(side.checkpoint, side.own_name)) for side in (full, base))
     ours, towers, labels = dict[str, StoredTensor](), dict[str, StoredTensor](), dict[str, str]()
