@@ -1,4 +1,4 @@
-"""From what a user asks for to the settings of a model's layers: names are parsed, plans made of what is loaded.
+"""Turn what a user asks for into settings of a model's layers: parse names and plan with the loaded experts.
 
 Knows compositions and inventories; sets nothing.
 """
@@ -28,11 +28,11 @@ __all__ = ["Catalogue", "Composable"]
 
 Composable = str | Composition | Plan | None
 
-_REMEMBERED = 256  # compositions whose settings are kept; a server may be asked for any number
+_REMEMBERED = 256  # compositions whose settings are kept: clients of a server may ask for any number
 
 
 class Catalogue:
-    """What is loaded in a model, and the compositions that were asked for.
+    """What is loaded in a model, and the settings of the compositions used so far.
 
     Attributes:
         inventory: what is loaded, as of the last `refresh`.
@@ -53,16 +53,16 @@ class Catalogue:
         self._look()
 
     def refresh(self) -> None:
-        """Look again at what is loaded, if adapters were loaded, deleted or unloaded since; errors as `Inventory`."""
+        """Update the inventory if adapters were loaded, deleted or unloaded since; raises the errors of `Inventory`."""
         if is_unloaded(self._model) or self.inventory.is_stale:
             self._look()
 
     def switch(self, composition: Composable) -> Switch:
-        """The settings that a composition means; they are remembered for names and `Composition`s.
+        """The settings for a composition, remembered for names and `Composition`s.
 
         Raises:
-            ArgumentError: it is not of a type that can mean a composition.
-            FieldError: a name that cannot be read.
+            ArgumentError: it is not of a type that can stand for a composition.
+            FieldError: it is a name that cannot be parsed.
             CompositionError: it is not a composition of the loaded experts.
             UnsupportedError: it cannot be computed live.
             BaseModelError: the model's number of layers is not known.
@@ -96,7 +96,7 @@ class Catalogue:
             if origin is not None and origin.kept_layers is not None:
                 raise CompositionError(
                     f"only the {origin.kept_layers} of the expert {composition!r} are loaded",
-                    "Load the whole expert to use it alone",
+                    "To use it alone, load all of its layers",
                     parameter="composition",
                 )
             return Composition(allocation=(Rule(expert=composition),))
@@ -116,7 +116,7 @@ class Catalogue:
         if num_layers is None:
             raise BaseModelError(
                 f"the config of {type(self._model.get_base_model()).__name__} does not say how many layers it has",
-                "Pass a plan, made with `num_layers`",
+                "Pass a plan that was made with `num_layers`",
                 parameter="model",
             )
         if composition.num_layers not in (None, num_layers):
@@ -131,6 +131,6 @@ class Catalogue:
         plan = make_plan(composition, experts, num_layers=num_layers, base_at_hand=True)
         rules = [slot.rule for slot in plan if slot.rule is not None]
         if any(rule.weights or rule.spans for rule in rules):
-            with plan_on_disk(plan, self.inventory) as resident:  # their coefficients depend on the tensors
+            with plan_on_disk(plan, self.inventory) as resident:  # the coefficients depend on the tensors
                 return make_switch(resident, self.inventory)
         return make_switch(plan, self.inventory)

@@ -1,6 +1,6 @@
-"""What a PeftModel holds: its LoRA layers, found once, and its adapters as experts that plans are made of.
+"""What a PeftModel holds: its LoRA layers, found once, and its adapters as experts for plans.
 
-Knows PEFT's layers and configs. Changes nothing, and knows nothing of compositions.
+Knows PEFT's layers and configs, but not compositions. Changes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INNER = re.compile(r"(\.base_layer)+$")
 
 @dataclass(frozen=True)
 class LoadedFrom:
-    """The opened adapter that a loaded expert came from, and PEFT's config of that load (another load has another)."""
+    """The opened adapter that a loaded expert came from, and the config object that PEFT made when it loaded it."""
 
     adapter: Adapter
     config: object
@@ -63,7 +63,7 @@ class LoadedFactors:
 
 
 def factors(layer: Any, name: str) -> LoadedFactors | None:
-    """An adapter's tensors at a LoRA layer; None where it has none."""
+    """An adapter's tensors at a LoRA layer; None if it has none there."""
     if name in layer.lora_embedding_A:
         return LoadedFactors(layer.lora_embedding_A[name], layer.lora_embedding_B[name], True)
     if name in layer.lora_A:
@@ -72,7 +72,7 @@ def factors(layer: Any, name: str) -> LoadedFactors | None:
 
 
 def beside(layer: Any, name: str) -> dict[str, torch.Tensor]:
-    """What an adapter's variant of LoRA has beside A and B at a layer, by what follows the module's name in the key."""
+    """The tensors besides A and B that an adapter has at a layer, by the end of their key after the module's name."""
     found = {}
     if name in layer.lora_magnitude_vector:
         found["lora_magnitude_vector"] = layer.lora_magnitude_vector[name].weight
@@ -82,14 +82,14 @@ def beside(layer: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def scale_of(layer: Any, name: str) -> float:
-    """An adapter's own scale s at a LoRA layer, whatever its scaling is set to now."""
+    """An adapter's own scale s at a LoRA layer, whatever its scaling is set to at the moment."""
     return scale(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
 
 
 def find_layers(model: PeftModel) -> dict[str, Any]:
-    """The LoRA layers by the full name in the base model of their module, or of the parameter that they adapt.
+    """The LoRA layers by the full name, in the base model, of the module or parameter that they adapt.
 
-    PEFT puts a layer around a module for each of its parameters in `target_parameters`, one around the other.
+    For `target_parameters`, PEFT nests layers around a module, one for each adapted parameter.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -102,20 +102,20 @@ def find_layers(model: PeftModel) -> dict[str, Any]:
 
 
 def parameter_of(layer: Any) -> str | None:
-    """The name in its module of the parameter that a LoRA layer adapts; None for one that adapts a module."""
+    """The name, within its module, of the parameter that a LoRA layer adapts; None if it adapts a module."""
     return getattr(layer, "parameter_name", None)
 
 
 def is_unloaded(model: PeftModel) -> bool:
-    """Whether `unload` or `merge_and_unload` took the LoRA layers out of the model."""
+    """Whether `unload` or `merge_and_unload` removed the LoRA layers from the model."""
     return not hasattr(model.get_base_model(), "peft_config")
 
 
 def layers_of_base(model: Any) -> NumLayers | None:
-    """The number of layers of a transformers model, from its config; None where it does not say.
+    """The number of layers of a transformers model, from its config; None if the config does not give it.
 
     Raises:
-        UnsupportedError: the model has an encoder and a decoder, and its config does not say how deep both are.
+        UnsupportedError: the model has an encoder and a decoder, and its config does not give the depth of both.
     """
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
@@ -133,9 +133,9 @@ class Inventory:
         model: the model.
         layers: the LoRA layers by their module's full name.
         in_full: PEFT's wrappers of modules that any adapter trained in full (`modules_to_save`), likewise.
-        wrappers: those, and PEFT's wrappers of trainable tokens.
-        parameters: where the adapters' parameters are: a module and the parameter's name in it. (Not the parameters:
-            loading may put others in their place.)
+        wrappers: these wrappers, and PEFT's wrappers of trainable tokens.
+        parameters: where the adapters' parameters are: a module and the parameter's name in it. The parameters
+            themselves are not kept, because loading may replace them.
 
     Raises:
         ArgumentError: the model is not a PeftModel, or has no LoRA layers.
@@ -185,14 +185,14 @@ class Inventory:
         return layers_of_base(self.model.get_base_model())
 
     def origin(self, name: str) -> Adapter | None:
-        """The opened adapter that `name` was loaded from, where the composer loaded it."""
+        """The opened adapter that `name` was loaded from; None if the composer did not load it."""
         return self._origins[name].adapter if name in self._origins else None
 
     def experts(self, names: Iterable[str]) -> dict[str, Adapter]:
-        """The loaded adapters among `names` as experts of one base, which they are once they sit in one model.
+        """The loaded adapters among `names`, as experts of one base: the model that they are loaded in.
 
-        Their modules, ranks and scales are those of the layers; where an adapter was not loaded by the composer, its
-        tensors have no place in a file.
+        Their modules, ranks and scales are those of the layers. If the composer did not load an adapter, its tensors
+        have no place in a file.
 
         Raises:
             UnsupportedError: an adapter is a variant of LoRA that cannot be composed exactly.
@@ -215,7 +215,7 @@ class Inventory:
         retrain = "Train it as a plain or rank-stabilized LoRA"
         if name == BASE:
             problems.add(
-                f"an adapter has the name {BASE!r}, which means the unchanged base",
+                f"an adapter is named {BASE!r}, which is reserved for the unchanged base",
                 "Load it under another name",
                 kind=ExpertError,
             )
@@ -223,17 +223,17 @@ class Inventory:
             raise UnsupportedError(
                 f"the adapter {name!r} has trained tokens (trainable_token_indices), which the live composer cannot "
                 "switch",
-                "Write the composition with `compose` and load that",
+                "Write the composition with `compose` and load the result",
             )
         if config.peft_type != LORA:
             raise UnsupportedError(
-                f"the adapter {name!r} is {config.title}, and the live composer switches LoRA and its variants",
-                "Write the composition with `compose` and load that, or turn the expert into rsLoRA with `convert`",
+                f"the adapter {name!r} is {config.title}, and the live composer switches only LoRA and its variants",
+                "Write the composition with `compose` and load the result, or convert the expert with `convert`",
             )
         if config.bias != "none":
             problems.add(
-                f"the adapter {name!r} trained biases of the base (bias: {config.bias}), which PEFT has put over the "
-                "base's own",
+                f"the adapter {name!r} trained biases of the base (bias: {config.bias}), and PEFT has overwritten the "
+                "base's own with them",
                 "Merge it into its base with `merge`",
                 kind=UnsupportedError,
             )
@@ -250,7 +250,7 @@ class Inventory:
             if tensors is None or tensors.a.dim() != 2:
                 problems.add(f"the adapter {name!r} at {module} is not a pair of matrices", retrain)
             elif name in layer.lora_variant and not config.dora:
-                problems.add(f"the adapter {name!r} at {module} is a variant of LoRA that is not known here", retrain)
+                problems.add(f"the adapter {name!r} at {module} is an unknown variant of LoRA", retrain)
             else:
                 rank, alpha, rslora = layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]
                 lora = LoraModule(
@@ -290,13 +290,13 @@ class Inventory:
         )  # fmt: skip
 
     def _read_config(self, name: str) -> AdapterConfig:
-        """The adapter's config, judged by the rules for adapter_config.json."""
+        """The adapter's config, checked by the rules for adapter_config.json."""
         content = json.dumps(self._configs[name].to_dict(), default=sorted)  # sets, of module names, become lists
         return parse_adapter_config(content.encode(), f"the adapter {name!r}")
 
 
 def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
-    """The experts with the same notes of their base where these differ: it is the model that they are loaded in."""
+    """The experts with one base, revision and task type in their configs: they are loaded in the same model."""
     configs = [adapter.config for adapter in experts.values()]
     if len({(c.base_model, c.revision, c.task_type) for c in configs}) <= 1:
         return experts
@@ -310,5 +310,5 @@ def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
 
 
 def _placeless(name: str, tensor: torch.Tensor) -> Tensor:
-    """A tensor's shape, for planning; it has no place in a file."""
+    """A tensor's shape, for planning. Its offsets are not those of a file."""
     return Tensor(name, "F32", tuple(tensor.shape), 0, 0)

@@ -1,7 +1,7 @@
-"""Which experts every LoRA layer uses with which coefficient, set through PEFT's own calls; and the way back.
+"""Set which experts every LoRA layer uses, and with which coefficients, through PEFT's own calls; and restore it.
 
-No tensor is copied or changed: each layer's list of active adapters and its scalings are all that is touched. Knows
-layers and plans that are made; knows nothing of names of compositions.
+No tensor is copied or changed: only each layer's list of active adapters and its scalings are. Knows layers and
+finished plans, but not the names of compositions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "why_not_live",
 ]
 
-_RESIDENT = "Write it with `compose` and load that, or write full weights with `merge`"
+_RESIDENT = "Write it with `compose` and load the result, or write full weights with `merge`"
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Switch:
     """A plan as settings of LoRA layers.
 
     Attributes:
-        plan: the plan, its coefficients final; None for the base.
-        terms: by the name of a LoRA layer, each active expert's coefficient c: the layer then computes
-            W·x + Σ c·s·B·A·x. Layers that are not named compute the base.
+        plan: the plan with its final coefficients; None for the base.
+        terms: each active expert's coefficient c, by the name of the LoRA layer, which then computes
+            W·x + Σ c·s·B·A·x. Layers that are not listed compute the base.
         in_full: the same for modules that experts trained in full; see `use_in_full`.
     """
 
@@ -58,9 +58,9 @@ def why_not_live(plan: Plan) -> str | None:
     """Why a plan cannot be computed by switching adapters on and off; None if it can."""
     nonlinear = next((module for module in plan.modules.values() if module.terms and not module.is_linear), None)
     if nonlinear is not None:
-        return f"{nonlinear.method} is not linear in the experts' ΔW, and needs tensors of its own"
+        return f"{nonlinear.method} is not linear in the experts' ΔW, so it needs new tensors"
     if plan.composition.row_threshold is not None:
-        return "a row threshold needs tensors of its own"
+        return "a row threshold needs new tensors"
     for slot in plan:
         if (reason := _why_not_one(slot)) is not None:
             return reason
@@ -68,7 +68,7 @@ def why_not_live(plan: Plan) -> str | None:
         return odd
     for expert, adapter in plan.adapters.items():
         if over := put_over_the_base(adapter):
-            return f"{expert} carries whole weights ({over[0]}), which PEFT would put over the base's own"
+            return f"{expert} carries whole weights ({over[0]}), with which PEFT would overwrite the base's own"
     if (unfit := next((name for name in plan.experts if not fits_peft(name)), None)) is not None:
         return f"PEFT cannot hold an adapter under the name {unfit!r}"
     return None
@@ -79,13 +79,13 @@ def _why_not_one(slot: Slot) -> str | None:
     if slot.of_tokens:
         return f"{slot.name} has trained tokens (trainable_token_indices), which the live composer cannot switch"
     if slot.rows:
-        return f"{slot.name} has rows of tokens that the base or an expert lacks, which PEFT cannot switch"
+        return f"{slot.name} has rows for tokens that the base or an expert lacks, which PEFT cannot switch"
     if slot.in_full:
         if is_bias(slot.name):
-            return f"{slot.name} was trained (bias), and PEFT would put it over the base's own, for every expert"
+            return f"{slot.name} is a trained bias, with which PEFT would overwrite the base's own for every expert"
         return None
     if slot.whole:
-        return f"{slot.name} is a blend of {slot.whole[0].expert}, which holds it in full, and LoRA on it"
+        return f"{slot.name} would be a blend of LoRA and the full weights that {slot.whole[0].expert} holds"
     for term in slot.opaque:
         assert term.opaque is not None
         part = term.opaque.part
@@ -99,14 +99,14 @@ def _why_not_one(slot: Slot) -> str | None:
 
 
 def put_over_the_base(adapter: Adapter) -> list[str]:
-    """The whole weights that are in no `modules_to_save`, which PEFT puts over the base's own for every expert."""
+    """The whole weights outside `modules_to_save`, with which PEFT overwrites the base's own for every expert."""
     ends = tuple(adapter.config.modules_to_save)
     over = [name for name in adapter.saved if not is_bias(name) and not (ends and name.endswith(ends))]
     return over + [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
 
 
 def clash(adapters: Mapping[str, Adapter]) -> str | None:
-    """Why PEFT cannot hold these adapters side by side: a module in full in one, and adapted in another."""
+    """Why PEFT cannot hold these adapters side by side: one holds a module in full that another adapts."""
     for expert, adapter in adapters.items():
         for name in adapter.saved:
             for other, held in adapters.items():
@@ -125,7 +125,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
     Raises:
         UnsupportedError: the plan cannot be computed live.
         CompositionError: the plan is for another number of layers, or its experts are not those in the model.
-        ExpertError: magnitude weights or SLERP, and an expert's file cannot be read.
+        ExpertError: an expert's file cannot be read, which magnitude weights and SLERP need.
     """
     if (reason := why_not_live(plan)) is not None:
         raise UnsupportedError(reason, _RESIDENT, parameter="composition")
@@ -151,7 +151,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
                     f"Load the plan's expert under that name: composer.load_expert(folder, {term.expert!r})",
                     parameter="composition",
                 )
-        if problems:  # the first such module is enough
+        if problems:  # one such module is enough
             break
     problems.raise_if_any()
     plan = resolve(plan).plan
@@ -163,7 +163,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
 
 
 def _mismatch(layer: Any, expert: str, rank: int, scale: float) -> str | None:
-    """How the adapter at a layer differs from the plan's expert, as far as PEFT's settings tell."""
+    """How the adapter at a layer differs from the plan's expert, as far as PEFT's settings show."""
     if layer is None or expert not in layer.r:
         return "is not loaded"
     if layer.r[expert] != rank:
@@ -174,10 +174,10 @@ def _mismatch(layer: Any, expert: str, rank: int, scale: float) -> str | None:
 
 
 def apply_switch(switch: Switch, inventory: Inventory) -> None:
-    """Set every layer's active adapters and scalings; layers that are right already are left alone.
+    """Set every layer's active adapters and scalings. Layers that are already right are not changed.
 
     Raises:
-        CompositionError: an expert was deleted since the switch was made; nothing is set then.
+        CompositionError: an expert was deleted since the switch was made. Nothing is set then.
     """
     check_loaded(switch, inventory)
     for module, layer in inventory.layers.items():
@@ -191,7 +191,7 @@ def apply_switch(switch: Switch, inventory: Inventory) -> None:
 
 
 def apply_in_full(switch: Switch, inventory: Inventory) -> None:
-    """Set which weights compute the modules that experts trained in full; trainable tokens are switched off.
+    """Set the weights of the modules that experts trained in full, and switch trainable tokens off.
 
     Raises:
         UnsupportedError: see `use_in_full`.
@@ -204,7 +204,7 @@ def apply_in_full(switch: Switch, inventory: Inventory) -> None:
 
 
 def check_loaded(switch: Switch, inventory: Inventory) -> None:
-    """Raise `CompositionError` where a switch uses an expert that is not in the model any more."""
+    """Raise `CompositionError` if a switch uses an expert that is no longer in the model."""
     held = {module: layer.r for module, layer in inventory.layers.items()}
     held |= {module: wrapper.modules_to_save for module, wrapper in inventory.in_full.items()}
     for module, terms in (*switch.terms.items(), *switch.in_full.items()):
@@ -216,7 +216,7 @@ def check_loaded(switch: Switch, inventory: Inventory) -> None:
 
 
 def unmerge(layers: Iterable[Any]) -> None:
-    """Unmerge the adapters of those layers that have merged ones."""
+    """Unmerge all merged adapters of these layers."""
     for layer in layers:
         if layer.merged:
             layer.unmerge()
@@ -225,7 +225,7 @@ def unmerge(layers: Iterable[Any]) -> None:
 class InitialState:
     """The adapters' state before any composition: active lists, scalings, which parameters are trainable.
 
-    Recording it freezes the adapters, so that no composition makes anything trainable.
+    Recording it freezes the adapters, so no composition makes anything trainable.
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -239,7 +239,7 @@ class InitialState:
                 getattr(module, name).requires_grad_(False)
 
     def extend(self, inventory: Inventory) -> None:
-        """Record what came with adapters that were loaded since; what is known stays as it was recorded."""
+        """Record the state of adapters that were loaded since. Earlier records stay."""
         for layer in inventory.layers.values():
             self._active.setdefault(layer, layer.active_adapter)
             known = self._scaling.setdefault(layer, {})
@@ -253,7 +253,7 @@ class InitialState:
                 self._trainable[module, name] = getattr(module, name).requires_grad
 
     def freeze(self) -> None:
-        """Freeze what PEFT made trainable since."""
+        """Freeze everything that PEFT made trainable since."""
         for module, name in self._trainable:
             if (parameter := getattr(module, name)).requires_grad:
                 parameter.requires_grad_(False)
@@ -261,7 +261,7 @@ class InitialState:
             wrapper.requires_grad_(False)
 
     def restore(self) -> None:
-        """Set everything back. Adapters that were merged since are unmerged first, as PEFT does when it switches."""
+        """Restore everything. Adapters merged since are unmerged first, as PEFT does when it switches."""
         unmerge(self._scaling)
         for wrapper in self._in_full:
             forget_average(wrapper)
