@@ -1,8 +1,8 @@
-"""One batch, a composition of its own for every row.
+"""One batch with a separate composition for each row.
 
-PEFT's layers compute the base for all rows at once, and a hook on each layer adds the experts: rows that share an
-expert are computed together, so the layers that all compositions take from one expert cost what one adapter costs.
-Knows LoRA layers and switches; knows nothing of how a composition is asked for.
+PEFT's layers compute the base for all rows at once, and a hook on each layer adds the experts. Rows that share an
+expert are computed together, so a layer that all compositions take from one expert costs as much as one adapter. Knows
+LoRA layers and switches, but not how users name compositions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rows", "pad_left"]
 
-# What a model's forward pass has a row of the batch in. A decoder that goes on after its encoder sees the last two.
+# Inputs of a forward pass with a row for each sequence. A decoder called after its encoder has only the last two.
 _INPUTS = ("input_ids", "inputs_embeds", "input_features", "decoder_input_ids", "decoder_inputs_embeds")
 
 
@@ -29,10 +29,10 @@ class _Share:
     """One expert's part in a layer: its factors and the rows that use it.
 
     Attributes:
-        a, b: the factors, A (rank×in; of an embedding vocabulary×rank) and B (out×rank).
-        rows: the rows, None for all of them, a slice where they lie side by side.
-        factor: c·s; where it differs between rows, a tensor (rows, 1, 1).
-        bias: that of B (out values), with which the expert adds c·s·(B·A·x + bias).
+        a, b: the factors, A (rank×in; for an embedding vocabulary×rank) and B (out×rank).
+        rows: the rows: None for all of them, a slice if they are consecutive.
+        factor: c·s; a tensor (rows, 1, 1) if it differs between rows.
+        bias: the bias of B (out values), if it has one: the expert then adds c·s·(B·A·x + bias).
     """
 
     a: torch.Tensor
@@ -48,7 +48,7 @@ class Rows:
 
     Args:
         switches: one for each row.
-        repeat: how often generation repeats every row (beams, returned sequences).
+        repeat: how many times generation repeats each row (beams, returned sequences).
     """
 
     def __init__(self, switches: Sequence[Switch], repeat: int = 1) -> None:
@@ -56,7 +56,7 @@ class Rows:
         self._handles: list[Any] = []
 
     def apply(self, inventory: Inventory) -> None:
-        """Switch all adapters off in PEFT's layers, and hook onto them what the rows add.
+        """Switch all adapters off in PEFT's layers, and add hooks that compute each row's experts.
 
         Raises:
             UnsupportedError: a layer's experts cannot be computed row by row.
@@ -79,11 +79,11 @@ class Rows:
             self._handles.pop().remove()
 
     def _in_full(self, inventory: Inventory) -> Mapping[str, Mapping[str, float]]:
-        """The modules trained in full that all rows compute with."""
+        """The modules trained in full, which must be the same for all rows."""
         for name in inventory.in_full:
             if any(switch.in_full.get(name) != self.switches[0].in_full.get(name) for switch in self.switches):
                 raise UnsupportedError(
-                    f"{name} is trained in full (modules_to_save), and rows would compute with different weights of it",
+                    f"{name} is trained in full (modules_to_save), and the rows would need different weights for it",
                     "Use one composition for the whole batch",
                     parameter="compositions",
                 )
@@ -103,8 +103,8 @@ class Rows:
             raise UnsupportedError("the model is in training mode", "Call model.eval() first")
         if batch != len(self.switches):
             raise ArgumentError(
-                f"the batch has {batch} rows, and there are compositions for {len(self.switches)}",
-                "Pass one composition for each row (and `repeat`, where generation repeats rows)",
+                f"the batch has {batch} rows, but there are compositions for {len(self.switches)}",
+                "Pass one composition for each row, and `repeat` if generation repeats rows",
                 parameter="compositions",
             )
 
@@ -113,7 +113,7 @@ def _share(layer: Any, expert: str, coefficients: Mapping[int, float], count: in
     import torch
 
     tensors = factors(layer, expert)
-    assert tensors is not None  # the switch was made from what is loaded
+    assert tensors is not None  # the switch was made from the loaded adapters
     scale = scale_of(layer, expert)
     embed_scale = getattr(layer.get_base_layer(), "embed_scale", None) if tensors.embedding else None
     if embed_scale is not None:  # Gemma's embeddings are multiplied by a constant, and so is what LoRA adds to them
@@ -144,14 +144,14 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
         if any(expert in layer.lora_variant for switch in switches for expert in switch.terms.get(name, {})):
             problems.add(f"{name} is DoRA, which is computed with the base's own output", remedy)
         if "experts" in name.split(".") or parameter_of(layer) is not None:
-            problems.add(f"{name} is one of a mixture of experts, which sees tokens and not rows", remedy)
+            problems.add(f"{name} is part of a mixture of experts, which sees tokens instead of rows", remedy)
         if isinstance(layer, MultiheadAttention):
-            problems.add(f"{name} is a MultiheadAttention, whose projections are not layers of their own", remedy)
+            problems.add(f"{name} is a MultiheadAttention, whose projections are not separate layers", remedy)
         if getattr(layer.get_base_layer(), "max_norm", None) is not None:
             problems.add(f"{name} is an embedding with max_norm, which rescales what LoRA adds", remedy)
         if any(share.a.is_meta or share.b.is_meta for share in shares[name]):
             problems.add(f"the adapters at {name} are offloaded", "Load the model without offloading")
-        if problems:  # the first such layer is enough
+        if problems:  # one such layer is enough
             break
     problems.raise_if_any()
 
@@ -169,13 +169,13 @@ class _Adder:
         if layer.disable_adapters:
             return None
         x, dtype = args[0], output.dtype
-        # The sum is taken in the adapters' precision where that is higher, as PEFT takes it.
+        # Like PEFT, sum in the adapters' precision if it is higher.
         result = output.to(torch.promote_types(dtype, self.shares[0].b.dtype)).contiguous()
         shape = result.shape
         if len(result) != self.count:  # some models flatten rows and positions before their feed-forward layers
             if len(result) % self.count or result.dim() != 2:
                 raise UnsupportedError(
-                    f"{self.name} receives {len(result)} rows of a batch of {self.count}",
+                    f"{self.name} receives {len(result)} rows, and the batch has {self.count}",
                     "Use one composition for the whole batch",
                 )
             result, x = result.view(self.count, -1, shape[-1]), x.reshape(self.count, -1, x.shape[-1])
@@ -203,9 +203,9 @@ class _Adder:
 
 
 def pad_left(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with each row's tokens moved to its right end, where generation goes on.
+    """The batch with each row's tokens moved to its right end, where generation continues.
 
-    Every tensor of the attention mask's shape (batch, length) is reordered in the same way; the order of tokens stays.
+    Every tensor of the attention mask's shape (batch, length) is reordered in the same way. Tokens keep their order.
     """
     import torch
 

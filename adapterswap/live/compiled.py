@@ -1,9 +1,9 @@
-"""Switching without recompiling: all experts active in every layer, their coefficients in tensors.
+"""Switch without recompiling: all pinned experts are active in every layer, and their coefficients are tensors.
 
-torch.compile bakes PEFT's lists of active adapters and its scalings, which are numbers of Python, into the graph, and
+torch.compile bakes PEFT's lists of active adapters and its scalings, which are Python numbers, into the graph, and
 recompiles when they change. Here both stay the same for the compiler: a scaling is a view of one vector per device, and
-switching fills that vector. Every pinned expert is computed in every layer where it is loaded, so this is for few.
-Knows LoRA layers and switches.
+switching fills that vector. Every pinned expert is computed in every layer where it is loaded, so pin few. Knows LoRA
+layers and switches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Pin"]
 
 
 class Pin:
-    """Experts that stay active, with scalings in tensors.
+    """Experts that stay active, with their scalings in tensors.
 
     Args:
         experts: their names.
@@ -35,21 +35,22 @@ class Pin:
         self._layers: dict[str, Any] = {}
 
     def check(self, switch: Switch) -> None:
-        """Raise `CompositionError` where a switch needs an expert that is not pinned."""
+        """Raise `CompositionError` if a switch needs an expert that is not pinned."""
         for terms in (*switch.terms.values(), *switch.in_full.values()):
             for name in terms:
                 if name not in self.experts:
                     raise CompositionError(
-                        f"the expert {name!r} is not pinned ({', '.join(self.experts)} are)",
-                        "Name it in composer.pinned(…), which compiles once more",
+                        f"the expert {name!r} is not pinned (pinned: {', '.join(self.experts)})",
+                        "Add it to composer.pinned(…), which compiles the model again",
                         parameter="composition",
                     )
 
     def apply(self, switch: Switch, inventory: Inventory) -> None:
-        """Fill the scalings with the switch's coefficients; c·s, and 0 where an expert is not used.
+        """Fill the scalings: c·s with the switch's coefficients c, and 0 where an expert is not used.
 
         Raises:
-            UnsupportedError: a pinned expert is DoRA, whose change is not 0 where its scaling is; see `use_in_full`.
+            UnsupportedError: a pinned expert is DoRA, which changes the base even with scaling 0; an adapted parameter
+                holds the experts of a mixture; see also `use_in_full`.
         """
         import torch
 
@@ -71,8 +72,8 @@ class Pin:
 
         if (fused := next((name for name, layer in layers.items() if parameter_of(layer)), None)) is not None:
             raise UnsupportedError(
-                f"{fused} is a parameter with a matrix for each expert of a mixture, and PEFT computes those anew in "
-                "every forward pass, so that no graph holds them",
+                f"{fused} is a parameter with a matrix for each expert of a mixture, which PEFT computes anew in "
+                "every forward pass, so a compiled graph cannot hold it",
                 "Switch without `pinned`",
             )
         self._layers, self._slots = dict(layers), {}
@@ -81,8 +82,8 @@ class Pin:
             for name in self.experts:
                 if name in layer.lora_variant:
                     raise UnsupportedError(
-                        f"the expert {name!r} is DoRA ({module}), whose change is not 0 where its scaling is",
-                        "Pin the other experts, or switch without pinned(…)",
+                        f"the expert {name!r} is DoRA ({module}), which changes the base even with scaling 0",
+                        "Pin only the other experts, or switch without `pinned`",
                         parameter="experts",
                     )
                 if (tensors := factors(layer, name)) is not None:

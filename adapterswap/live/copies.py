@@ -1,7 +1,7 @@
-"""Copies of the base's weights that an expert carries: compared with the running base's own, and never put over them.
+"""Copies of the base's weights that an expert carries: compared with the running base's, never loaded over them.
 
-PEFT would put them there, for every expert, in the copies' dtype and apart from weights that are tied to them, and hold
-the expert's factors in that dtype too. Knows PEFT's folders and layers; knows nothing of compositions.
+PEFT would overwrite the base's weights for every expert, in the copies' dtype, and untie weights that are tied to them;
+it would also hold the expert's factors in that dtype. Knows PEFT's folders and layers, but not compositions.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def check_copies(
     """Compare every copy with the model's own weight, up to the rounding of the narrower of their dtypes.
 
     Args:
-        file: the header of the expert's safetensors file, or of an adapter's of any kind that PEFT loads.
+        file: the header of the safetensors file of the expert, or of any kind of adapter that PEFT loads.
         owner: what to call the expert in messages, such as `the expert 'math'`.
-        modules: the base's, by full name; LoRA layers of other experts may stand around them.
-        names: what the model calls modules that have another name in the file.
+        modules: the base's modules by full name, possibly inside LoRA layers of other experts.
+        names: the model's name of each module that has another name in the file, by the name in the file.
 
     Raises:
-        ExpertError: the expert carries another weight than the model has, or one in an unknown dtype.
+        ExpertError: a copy differs from the model's own weight, or has an unknown dtype.
         UnsupportedError: adapters are merged, or the model's own weight cannot be compared with the copy.
     """
     copies = {(names or {}).get(module, module): copy for module, copy in copies_in(file).items()}
@@ -51,29 +51,34 @@ def check_copies(
     with open_files([file]) as files:
         for module, copy in carried.items():
             own = _own_weight(modules[module])
-            what = f"{owner} carries a copy of {module}.weight ({copy.name}), which PEFT would put over the model's own"
+            what = (
+                f"{owner} carries a copy of {module}.weight ({copy.name}), with which PEFT would overwrite the model's "
+                "own"
+            )
             if copy.dtype not in FLOATS:
                 problems.add(
-                    f"{what}, and it is {copy.dtype}", f"Save it as one of {', '.join(FLOATS)}", parameter="expert"
+                    f"{what}, and its dtype is {copy.dtype}",
+                    f"Save it as one of {', '.join(FLOATS)}",
+                    parameter="expert",
                 )
             elif own is None:
                 problems.add(
-                    f"{what}, and the model's is quantised, sharded or offloaded, so that the two cannot be compared",
+                    f"{what}. The two cannot be compared, because the model's is quantised, sharded or offloaded",
                     "Load the model with that weight whole, in float32, bfloat16 or float16",
                     parameter="model",
                     kind=UnsupportedError,
                 )
             elif not is_one_weight(stored_weight(copy, files[file.path]), own):
                 problems.add(
-                    f"{what}, and the two differ: the expert was trained on another base",
-                    "Load it into the base that it was trained on, in the dtype that this is stored in",
+                    f"{what}. The two differ, so the expert was trained on another base",
+                    "Load it into the base that it was trained on, in the dtype in which that base is stored",
                     parameter="expert",
                 )
     problems.raise_if_any()
 
 
 def _own_weight(module: Any) -> Weight | None:
-    """The weight of a module, or of the one within a LoRA layer; None where it is not at hand as floating point."""
+    """The weight of a module, or of the one inside a LoRA layer; None unless it is a plain floating-point tensor."""
     import torch
 
     weight: Any = getattr(module.get_base_layer() if hasattr(module, "get_base_layer") else module, "weight", None)
@@ -85,16 +90,16 @@ def _own_weight(module: Any) -> Weight | None:
 
 
 def without_copies(adapter: Adapter) -> Adapter:
-    """The adapter as it is for a reader who has the base."""
+    """The adapter without the copies of the base's weights that it carries."""
     return replace(adapter, modules={name: replace(module, base=None) for name, module in adapter.modules.items()})
 
 
 @contextmanager
 def folder_without_copies(file: TensorFile) -> Iterator[Path]:
-    """A folder with an adapter's config, and its tensors without the copies: its own, if it carries none.
+    """A folder with an adapter's config and its tensors without the copies: its own folder if it carries none.
 
     Raises:
-        OutputError: there is no room for a temporary one.
+        OutputError: there is no room for a temporary folder.
     """
     source = file.path.parent
     copies = {copy.name for copy in copies_in(file).values()}

@@ -58,7 +58,7 @@ def test_numbers_that_cannot_be_compared_are_refused(byte_base: Path, tmp_path: 
     file = folder / "adapter_model.safetensors"
     save_file({key: t.double() if ".base_layer." in key else t for key, t in load_file(file).items()}, file)
     with (
-        pytest.raises(AdapterswapError, match=r"embed_tokens.*, and it is F64\. Save it as one of F32"),
+        pytest.raises(AdapterswapError, match=r"embed_tokens.*, and its dtype is F64\. Save it as one of F32"),
         load_subject(open_base(str(byte_base)), adapter=find_adapter(str(folder)), device="cpu"),
     ):
         pass
