@@ -1,7 +1,7 @@
-"""What a server may serve: the experts by name, the compositions allowed, and how many.
+"""What a server may serve: the experts by name, the allowed compositions, and their number.
 
-Read from a folder of adapter folders, or from `experts.yaml`. Nothing outside it can be reached by a request. Knows
-nothing of what the experts hold, nor of servers.
+Read from a folder of adapter folders or from `experts.yaml`. Requests cannot reach anything outside it. Knows neither
+the experts' content nor servers.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ class Manifest(StrictModel):
     experts: dict[str, str] = Field(description="Name → folder (relative to this file) or Hub id org/name@revision.")
     allow: tuple[str, ...] | None = Field(
         default=None,
-        description="The only names that are served, such as math+swahili, math. Absent: all there can be.",
+        description="The only names that are served, such as math+swahili, math. Absent: all possible names.",
     )
     max_compositions: int = Field(
         default=DEFAULT_LIMIT,
         ge=1,
-        description="How many compositions one server serves; each takes an adapter's space.",
+        description="How many compositions one server serves. Each takes as much disk as an adapter.",
     )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that a server lists: those in `allow`, or else the experts."""
+        """The names that a server lists: those in `allow` or, without it, the experts."""
         return self.allow if self.allow is not None else tuple(self.experts)
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read `experts.yaml`, or list a folder: each folder in it that holds an adapter is an expert of that name.
+    """Read `experts.yaml`, or a folder, in which each folder with an adapter is an expert of that name.
 
     Raises:
-        NotFoundError: there is no such file or folder.
-        ArgumentError: a folder that is an adapter itself, or that holds none.
-        FieldError: `experts.yaml` has an unknown key or no experts; a name that cannot be used; an entry of `allow`
-            that is malformed or names an expert that does not exist. All are reported at once.
+        NotFoundError: the file or folder does not exist.
+        ArgumentError: the folder is an adapter itself, or has none in it.
+        FieldError: `experts.yaml` has an unknown key or no experts; a name cannot be used; an entry of `allow` is
+            malformed or names an expert that does not exist. All mistakes are reported together.
     """
     path = expand(path)
     if not exists(path):
@@ -63,15 +63,15 @@ def read_manifest(path: str | Path) -> Manifest:
     for name in manifest.allow or ():
         try:
             composition_of(name, manifest.experts)
-        except AdapterswapError as error:  # what is wrong is the file, whatever it would be in a request
+        except AdapterswapError as error:  # here the file is at fault, not a request
             for problem in error.found:
                 problems.add(problem.message, problem.remedy, parameter="allow")
     if not manifest.experts:
-        problems.add(f"{path} names no expert", "Add `NAME: PATH` lines under `experts:`", parameter="experts")
+        problems.add(f"{path} lists no experts", "Add `NAME: PATH` lines under `experts:`", parameter="experts")
     if manifest.allow == ():
         problems.add(
-            f"{path}: allow is empty, so nothing is served",
-            "List names such as math+swahili, or remove it",
+            f"{path}: `allow` is empty, so nothing would be served",
+            "List names such as math+swahili, or remove `allow`",
             parameter="allow",
         )
     problems.raise_if_any()
@@ -86,7 +86,7 @@ def _from_folder(path: Path) -> Manifest:
     experts = {child.name: str(child) for child in sorted(path.absolute().iterdir()) if (child / CONFIG).is_file()}
     if not experts:
         raise ArgumentError(
-            f"{path} holds no folder with an {CONFIG}",
+            f"{path} has no folder with an {CONFIG} in it",
             "Pass the folder that holds the experts' folders",
             parameter="path",
         )

@@ -1,6 +1,6 @@
-"""Names that a client may ask for: an expert's own, or a composition's short name.
+"""Names that a client may request: an expert's own, or a composition's short name.
 
-A name is text from a stranger. It selects among the experts that the operator listed, and is never part of a path.
+A name is untrusted text. It selects among the experts that the operator listed, and is never part of a path.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _SHOWN = 30  # experts named in a message
 
 
 class UnknownNameError(CompositionError):
-    """A name that means nothing here: a server answers it with 404, and every other `AdapterswapError` with 400."""
+    """A name that this server does not know. It is answered with 404, and every other `AdapterswapError` with 400."""
 
 
 def check_expert_name(name: str) -> None:
-    """Whether an expert may be called so.
+    """Raise if an expert cannot have this name.
 
     Raises:
-        FieldError: the name is reserved, or holds a character that has a meaning in names of compositions.
+        FieldError: the name is reserved, too long, or contains a character with a meaning in names of compositions.
     """
     if name == BASE:
         raise FieldError(
@@ -46,17 +46,17 @@ def composition_of(name: str, experts: Collection[str]) -> Composition:
     """The composition that `name` means: an expert as it is, TASK+LANGUAGE, or TASK+LANGUAGE@key=value,…
 
     Args:
-        name: what the client wrote.
-        experts: the names of the experts that there are.
+        name: the name in the client's request.
+        experts: the names of all experts.
 
     Raises:
-        UnknownNameError: the name does not mean a composition, or names an expert that does not exist.
-        FieldError, CompositionError: the name means a composition, and is malformed or too long.
+        UnknownNameError: the name is neither an expert's nor a composition's, or names an expert that does not exist.
+        FieldError, CompositionError: the name of a composition is malformed or too long.
     """
     if name in experts:
         return Composition(allocation=(Rule(expert=name),))
     listed = ", ".join(sorted(experts)[:_SHOWN]) + (", …" if len(experts) > _SHOWN else "")
-    remedy = f"The experts here are: {listed or 'none'}. Ask for one of them, or for TASK+LANGUAGE"
+    remedy = f"The experts here are: {listed or 'none'}. Request one of them, or TASK+LANGUAGE"
     if "+" not in name and "@" not in name:
         raise UnknownNameError(f"there is no expert {shown(name)}", remedy, parameter="name")
     if len(name) > _LONGEST:
