@@ -1,8 +1,8 @@
-"""Compositions served by name: a request for the model `math+swahili` is answered by that composition.
+"""Serve compositions by name: a request for the model `math+swahili` is answered by that composition.
 
-The composition is made on first use, as an adapter folder in a cache, and handed to vLLM, which knows adapters by name
-and path. Everything is checked before vLLM loads anything. Only `resolver` and `plugin` know vLLM; the rest runs
-without it. The names below are imported when they are first used: vLLM imports `plugin` in all of its processes.
+A composition is written on first use, as an adapter folder in a cache, and passed to vLLM, which loads adapters by name
+and path. Everything is checked before vLLM loads anything. Most modules run without vLLM installed. The names below are
+imported when they are first used, because vLLM imports `plugin` in each of its processes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The folders that a server loads compositions from, named by a hash of their content's origin.
+"""The folders from which a server loads compositions. Their names are hashes of what they are made from.
 
-A folder appears by a rename, whole, and stays as long as any server lives that may load it again: vLLM reads an evicted
-adapter a second time, and dies where its folder is gone. Requests that meet, also in several processes, make a folder
-once. The SHA-256 of its files are kept beside it: every process compares them when it first uses the folder, and again
-when a file has another stamp, so that a damaged folder is made again. Folders are flat; what their files are, this
-module does not know.
+A folder appears whole, by a rename, and stays as long as any server runs that may load it again: vLLM reads an evicted
+adapter a second time, and crashes if its folder is gone. Simultaneous requests, also of several processes, make a
+folder once. The SHA-256 hashes of its files are stored separately. Every process compares them when it first uses the
+folder, and again when a file's stamp changes, so a damaged folder is made again. Folders are flat, and this module does
+not know what their files contain.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ _WAIT_S = 600  # for another process that makes the same folder; it may have to 
 
 
 def default_cache() -> Path:
-    """Where compositions are kept if nobody says: `adapterswap/serving` in the user's cache folder."""
+    """The cache folder by default: `adapterswap/serving` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adapterswap" / "serving"
 
 
 class Cache:
-    """A folder of folders, made when it is first needed, for its owner only. May be used by many at once.
+    """A folder of folders, created when it is first needed and readable by its owner only.
+
+    Several threads and processes may use one cache at once.
 
     Attributes:
         root: the folder.
-        memo: what is known of experts and bases; see `Memo`.
+        memo: remembered facts about experts and bases; see `Memo`.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -56,10 +58,10 @@ class Cache:
         self._opening = threading.Lock()
 
     def open(self) -> int:
-        """Make the folders, and return the descriptor of the file that says that they are in use.
+        """Create the folders, and return the descriptor of the file whose lock marks them as in use.
 
         Raises:
-            OutputError: they cannot be made or written to; the folder holds something else than a cache, which
+            OutputError: they cannot be created or written to, or the folder holds something other than a cache, which
                 `collect` would remove.
         """
         with self._opening:
@@ -70,7 +72,7 @@ class Cache:
     def _open(self) -> int:
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            in_use = self.root / "in-use"  # made first, and never removed: by it a cache is known
+            in_use = self.root / "in-use"  # created first and never removed: it marks a folder as a cache
             others = [name for name in os.listdir(self.root) if name != _MEMO and not name.endswith(".tmp")]
             if others and not in_use.exists():
                 raise OutputError(
@@ -86,16 +88,16 @@ class Cache:
         return descriptor
 
     def hold(self) -> None:
-        """Keep the entries from being collected as long as this process lives; the kernel lets go when it ends."""
+        """Keep entries from being collected while this process runs; the kernel releases the lock at its end."""
         fcntl.flock(self.open(), fcntl.LOCK_SH)
 
     def get(self, key: str, make: Callable[[Path], object]) -> Path:
-        """The folder named `key`; where it is not there or damaged, `make(path)` writes it.
+        """The folder named `key`. If it is missing or damaged, `make(path)` writes it.
 
         Raises:
             RunError: another process takes longer than ten minutes to make it.
-            OutputError: the disk does not take it.
-            AdapterswapError: what `make` raises.
+            OutputError: it cannot be written to the disk.
+            AdapterswapError: `make` raised it.
         """
         from filelock import FileLock, Timeout
 
@@ -109,7 +111,8 @@ class Cache:
                     self._make(key, make)
         except Timeout:
             raise RunError(
-                f"another process has been composing this for {_WAIT_S} seconds", "Check whether it is stuck"
+                f"another process has been composing this for {_WAIT_S} seconds",
+                "Check whether it hangs, and request it again",
             ) from None
         except OSError as error:
             raise self._unwritable(error) from None
@@ -120,10 +123,10 @@ class Cache:
         return self._entries / key
 
     def collect(self, keep: int) -> int | None:
-        """Remove all but the `keep` entries used last, and what killed processes left; only where no server lives.
+        """Remove all but the `keep` entries used last, and leftovers of killed processes, unless a server is running.
 
         Returns:
-            How many entries were removed; None if a server holds the cache, and nothing was touched.
+            The number of entries removed; None if a server uses the cache, which is then not changed.
         """
         in_use = self.open()
         try:
@@ -136,7 +139,7 @@ class Cache:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
             entries = sorted(self._entries.iterdir(), key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
             for entry in entries[keep:]:
-                # First out of sight, so that an entry is never seen half removed.
+                # Rename it first, so that nobody sees a half-removed entry.
                 shutil.rmtree(entry.rename(self._building / entry.name))
                 (self._hashes / entry.name).unlink(missing_ok=True)
             return len(entries[keep:])
@@ -151,7 +154,7 @@ class Cache:
         )
 
     def _make(self, key: str, make: Callable[[Path], object]) -> None:
-        """Write the folder named `key`, whatever is in its place."""
+        """Write the folder named `key`, and replace what is there."""
         building = self._building / uuid.uuid4().hex
         try:
             make(building)
@@ -176,22 +179,22 @@ class Cache:
         return False
 
     def _touch(self, entry: Path) -> bool:
-        """Whether there is such a folder, which is then the one used last."""
+        """Mark a folder as used now. False if it does not exist."""
         with suppress(OSError):
-            os.utime(entry)  # it was used just now
+            os.utime(entry)
             return True
         return False
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The stamps of the files in a folder, by name, without hidden ones; nothing if it cannot be read."""
+    """The stamps of a folder's files by name, without hidden files; empty if it cannot be read."""
     with suppress(OSError):  # NFS keeps replaced files that are still open under hidden names
         return {name: stamp((folder / name).stat()) for name in os.listdir(folder) if not name.startswith(".")}
     return {}
 
 
 def _put(building: Path, entry: Path) -> None:
-    """Move a new folder into its place. A damaged one is repaired file by file, since a server may be reading it."""
+    """Move a new folder into place. A damaged one is repaired file by file, because a server may be reading it."""
     if entry.is_symlink() or entry.is_file():
         entry.unlink()
     if not entry.exists():

@@ -1,7 +1,7 @@
-"""From a name to the folder of the adapter that it means, composed on first use.
+"""Turn a name into the folder of the adapter that it means, composed on first use.
 
-Opens experts, checks them against the base, plans, checks the rank, and writes into the cache a layout with one rank
-and scale and no patterns, which every version of every engine reads. Knows nothing of vLLM.
+Opens experts, checks them against the base, plans, checks the rank, and writes the result into the cache in a layout
+with one rank, one scale and no patterns, which every version of every engine reads. Knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ __all__ = ["NamedComposer", "largest_rank"]
 
 
 class NamedComposer:
-    """Composes by name, for one base and one manifest. May be used from several threads.
+    """Composes by name, for one base and one manifest. Several threads may use it.
 
-    A local expert is opened anew for every composition, so a change on disk shows in what is composed from then on, in
-    a folder of another name. An expert on the Hub is looked up once.
+    A local expert is opened again for every composition, so later compositions follow a change on disk, in folders with
+    other names. An expert on the Hub is looked up once.
 
     Args:
-        manifest: the experts, and what may be requested of them.
-        base_model: the folder or Hub id of the base that is served. The experts are taken to be of this base.
+        manifest: the experts and the names that may be requested.
+        base_model: the folder or Hub id of the served base. All experts are assumed to be of this base.
         cache: where the adapters are written.
-        max_lora_rank: no adapter may have a higher rank; None: no limit.
+        max_lora_rank: the highest rank that an adapter may have; None for no limit.
 
     Raises:
         NotFoundError: the base's config is not a local file and could not be downloaded.
-        BaseModelError: it does not say how many layers the base has, or which modules.
+        BaseModelError: the config does not determine the base's layers or modules.
     """
 
-    engine = "vLLM"  # what messages call it
+    engine = "vLLM"  # its name in messages
 
     def __init__(self, manifest: Manifest, base_model: str, cache: Cache, max_lora_rank: int | None) -> None:
         self.manifest = manifest
@@ -78,7 +78,7 @@ class NamedComposer:
         self._names = [config, version("transformers")]
         self._shapes = base_shapes(base_model, cache.memo)
         self._from_hub: dict[str, Adapter] = {}
-        self._served: dict[str, set[str]] = {}  # what is served, and the names by which it was requested
+        self._served: dict[str, set[str]] = {}  # compositions, and the names by which each was requested
         self._lock = threading.Lock()
         self._allowed = None if manifest.allow is None else {self._rules(name) for name in manifest.allow}
 
@@ -86,14 +86,14 @@ class NamedComposer:
         """The folder of the adapter that `name` means.
 
         Args:
-            name: what the client asked for.
-            composed: called with the seconds that it took where the folder was not in the cache.
+            name: the name that the client requested.
+            composed: called with the seconds that composing took, if the folder was not in the cache.
 
         Raises:
-            UnknownNameError: it means nothing here, names an expert that does not exist, or is not allowed.
+            UnknownNameError: it is not a name here, names an expert that does not exist, or is not allowed.
             FieldError, CompositionError: the name is malformed, or the experts cannot be composed in this way.
-            ExpertError: an expert is damaged, or of another base.
-            UnsupportedError: an expert is of a kind that cannot be composed or served; the method is not low-rank; the
+            ExpertError: an expert is damaged or belongs to another base.
+            UnsupportedError: an expert is of a kind that cannot be composed or served; the result is not low-rank; the
                 rank is too high.
             RunError: the limit on compositions is reached.
             OutputError: the cache cannot be written.
@@ -118,7 +118,7 @@ class NamedComposer:
         return folder
 
     def release(self, name: str) -> None:
-        """Stop counting a name, because it was unloaded or could not be composed. Its folder stays until a restart.
+        """Stop counting a name that was unloaded or could not be composed. Its folder stays until a restart.
 
         A composition counts as long as one of its names does.
         """
@@ -126,11 +126,11 @@ class NamedComposer:
             self._forget(name)
 
     def plan(self, name: str) -> Plan:
-        """What `name` means, checked against all that can be known before a tensor is read; errors as for `folder`."""
+        """The plan for `name`, checked as far as possible before tensors are read; raises the errors of `folder`."""
         composition = composition_of(name, self.manifest.experts)
         if self._allowed is not None and self._rules(name) not in self._allowed:
             raise UnknownNameError(
-                f"{shown(name)} is not among the names that this server allows",
+                f"this server does not allow the name {shown(name)}",
                 f"Ask for one of {', '.join(self.manifest.allow or ())}",
                 parameter="name",
             )
@@ -139,20 +139,20 @@ class NamedComposer:
         if any(not slot.is_linear for slot in plan):
             low_rank = all(slot.has_low_rank for slot in plan)
             what = (
-                "is not a weighted sum, and too slow to compute"
+                "is not a weighted sum, and is too slow to compute"
                 if low_rank
-                else "is not low-rank, and too slow to reduce"
+                else "is not low-rank, and is too slow to reduce"
             )
             raise UnsupportedError(
                 f"{shown(name)}: {composition.method} {what} while a client waits",
-                "Write it with `adapterswap compose` and a `max_rank`, and serve the result as an expert",
+                "Write it first with `adapterswap compose` and a `max_rank`, and serve the result as an expert",
                 parameter="name",
             )
         rank = largest_rank(plan)
         if self.max_lora_rank is not None and rank > self.max_lora_rank:
             raise UnsupportedError(
                 f"{shown(name)} has rank {rank}, and this server takes up to {self.max_lora_rank}",
-                "Ask for one without transition zones, or start the server with a higher `max_lora_rank`",
+                "Request one without transition zones, or start the server with a higher `max_lora_rank`",
                 parameter="max_lora_rank",
             )
         return plan
@@ -162,7 +162,7 @@ class NamedComposer:
 
         Raises:
             NotFoundError: it does not exist.
-            ExpertError: it is damaged, does not fit, or carries a copy of another base's weight.
+            ExpertError: it is damaged, does not fit the base, or carries a copy of another base's weight.
             UnsupportedError: it is of a kind that cannot be composed or served.
         """
         if name in self._from_hub:
@@ -175,7 +175,7 @@ class NamedComposer:
         return adapter
 
     def key(self, plan: Plan) -> str:
-        """The name of the plan's folder: a hash of the experts' content and of all that decides the output's bytes.
+        """The name of the plan's folder: a hash of the experts' content and everything else that decides the output.
 
         Raises:
             ExpertError: an expert changed since it was opened.
@@ -193,7 +193,7 @@ class NamedComposer:
         return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
 
     def _write(self, plan: Plan, path: Path) -> None:
-        # The hashes are of the very files that are copied: both are held to the stamp of when they were opened.
+        # Hashing and copying both check the files' stamps, so the hashes are of the files that are copied.
         write_prepared(_for_any_engine(plan), path, hashes=self._hashes(plan), tokenizer=False)
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
@@ -201,7 +201,7 @@ class NamedComposer:
 
     @contextmanager
     def _hidden_paths(self) -> Iterator[None]:
-        """Tell a client the experts' names: their paths, and the cache's, are the operator's business."""
+        """Replace the paths of experts and cache in errors: clients see names only."""
         try:
             yield
         except UnknownNameError:
@@ -212,7 +212,7 @@ class NamedComposer:
             raise type(error)((_without(names, problem) for problem in error.found), omitted=error.omitted) from error
 
     def _rules(self, name: str) -> str:
-        """What `allow` compares: known before an expert is opened."""
+        """The composition's rules, which `allow` compares, without opening an expert."""
         composition = composition_of(name, self.manifest.experts)
         return json.dumps([rule.model_dump(mode="json") for rule in composition.rules(self.num_layers)])
 
@@ -220,9 +220,9 @@ class NamedComposer:
         return composition.model_copy(update={"base_model": self.base_model})
 
     def _admit(self, name: str, what: str) -> None:
-        """Count what is composed, so that requests cannot fill the disk. Names that mean the same count once."""
+        """Count compositions, so that requests cannot fill the disk. Names of one composition count once."""
         with self._lock:
-            self._forget(name)  # it means something else since an expert changed
+            self._forget(name)  # since an expert changed, the name may mean another composition
             if what not in self._served and len(self._served) >= self.manifest.max_compositions:
                 raise RunError(
                     f"This server already serves {len(self._served)} compositions; max_compositions allows no more",
@@ -239,12 +239,12 @@ class NamedComposer:
 
 
 def _what(plan: Plan) -> str:
-    """What the plan makes of every module: equal for all spellings of one composition, whatever the experts hold."""
+    """A hash of what the plan does to every module: the same for all spellings of a composition and all weights."""
     modules = {}
     for module in plan:
         rule, weights = module.rule, module.weights
         assert rule is not None
-        # Coefficients that wait for magnitudes or angles are divided by the sum of all weights later.
+        # Coefficients that depend on magnitudes or angles are divided by the sum of all weights later.
         total = (math.fsum(weights.values()) or 1.0) if rule.combines_sides and rule.normalizes else 1.0
         terms = [(term.expert, term.side, term.coefficient / total) for term in module.terms]
         sides = {side: weight / total for side, weight in weights.items()}
@@ -255,12 +255,12 @@ def _what(plan: Plan) -> str:
 
 
 def _for_any_engine(plan: Plan) -> Prepared:
-    """The plan laid out without patterns, which some engines ignore.
+    """The plan in a layout without patterns, which some engines ignore.
 
-    Where all modules have one rank and scale, as in a swap of experts that were trained alike, that is the exact
-    layout, and its tensors are copied byte for byte; elsewhere it is the portable one, which must be computed.
+    If all modules have one rank and scale, as in a swap of experts that were trained alike, this is the exact layout,
+    whose tensors are copied byte for byte. Otherwise it is the portable layout, which must be computed.
     """
-    with suppress(AdapterswapError):  # an alpha out of bounds, which the other layout avoids; other errors come again
+    with suppress(AdapterswapError):  # an alpha out of bounds, which "portable" avoids; other errors occur again
         exact = prepare(plan, Form("exact"))
         if not exact.layout.config["rank_pattern"] and not exact.layout.config["alpha_pattern"]:
             return exact
@@ -268,12 +268,12 @@ def _for_any_engine(plan: Plan) -> Prepared:
 
 
 def largest_rank(plan: Plan) -> int:
-    """The rank of the plan's adapter where all modules have the same."""
+    """The rank of the plan's adapter if all modules have the same: the largest of any module."""
     return max((total_rank(module) for module in plan.modules.values() if module.terms), default=1)
 
 
 def _without(names: Mapping[str, str], problem: Problem) -> Problem:
-    """The problem with each path in it replaced by its name, longer paths first."""
+    """The problem with each path replaced by its name, longer paths first."""
     message, remedy = problem.message, problem.remedy
     for path in sorted(names, key=len, reverse=True):
         message, remedy = message.replace(path, names[path]), remedy.replace(path, names[path])
