@@ -1,8 +1,8 @@
-"""The shapes of a base model's modules, from its config alone, and whether an adapter fits them.
+"""The shapes of a base model's modules, from its config alone, and a check that an adapter fits them.
 
-A server that loads an adapter of the wrong width answers with garbage, and one that meets a module that the base does
-not have ignores it: both are refused here. transformers builds the model without memory for its weights, so that every
-architecture it knows has its own names and shapes. Knows nothing of compositions.
+A server that loads an adapter of the wrong width answers with garbage, and a module that the base does not have is
+ignored. Both are refused here. transformers builds the model without memory for its weights, so names and shapes are
+right for every architecture that it knows. Knows nothing of compositions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _REMEDY = "Choose the experts' base model, one that the installed transformers k
 
 
 def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
-    """Each module of the base that LoRA can adapt, with its shape in the words of `LoraModule.shape`.
+    """Each module of the base that LoRA can adapt, with its shape in the format of `LoraModule.shape`.
 
     Args:
         base_model: a folder or Hub id.
-        memo: where the answer is kept; building even an empty model of 8B takes about a second.
+        memo: stores the answer, because building even an empty model of 8B takes about a second.
 
     Raises:
         NotFoundError: the base's config is not a local file and could not be downloaded.
@@ -57,13 +57,14 @@ def _build(folder: Path, base_model: str) -> dict[str, str]:
 
 
 def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: str = "vLLM") -> None:
-    """Whether a server with this base can load the adapter and answer right; `name` and `engine` stand for it and the
-    server in messages.
+    """Raise if a server with this base cannot load the adapter, or would answer wrongly with it.
+
+    Messages call the adapter `name` and the server `engine`.
 
     Raises:
-        ExpertError: it adapts modules that the base does not have, or in another shape.
-        UnsupportedError: it holds what the engine does not serve: LoRA on fused experts, modules trained in full, or an
-            embedding whose LoRA also changes the tied head.
+        ExpertError: it adapts modules that the base does not have, or has in another shape.
+        UnsupportedError: it has something that the engine does not serve: LoRA on fused experts, modules trained in
+            full, or LoRA on an embedding that also changes the tied head.
     """
     problems = Problems(ExpertError)
     with problems.collect():
@@ -72,8 +73,8 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
     fused = [module.name for module in adapter.modules.values() if module.parameter]
     if fused:
         problems.add(
-            f"{name} has LoRA on the experts of a mixture ({and_more(fused, _SHOWN)}, target_parameters), which cannot "
-            f"be served with {engine} by name",
+            f"{name} has LoRA on the experts of a mixture ({and_more(fused, _SHOWN)}, target_parameters), which "
+            f"{engine} cannot serve by name",
             "Merge the composition into full weights with `merge`, or, for llama.cpp, write it with `export`",
             parameter="experts",
             kind=UnsupportedError,
@@ -89,13 +90,14 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, engine: s
         setting = "trainable_token_indices" if adapter.tokens else "modules_to_save"
         problems.add(
             f"{name} holds {', '.join(adapter.saved)} trained in full ({setting}), which {engine} does not serve",
-            "Make LoRA of them with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
+            "Convert them to LoRA with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
             parameter="experts",
             kind=UnsupportedError,
         )
     if adapter.config.tied and any(module.embedding for module in adapter.modules.values()):
         problems.add(
-            f"{name} adapts an embedding and the head tied to it together (ensure_weight_tying), unknown to {engine}",
+            f"{name} adapts an embedding together with the head tied to it (ensure_weight_tying), which {engine} does "
+            "not support",
             "Merge it into full weights, or train it without ensure_weight_tying",
             parameter="experts",
             kind=UnsupportedError,

@@ -1,7 +1,7 @@
-"""Whether the copies of the base's weights that an expert carries are those of the base that is served.
+"""Check that the copies of the base's weights that an expert carries are those of the served base.
 
-vLLM leaves copies out: an expert of another base would be answered for with base + ΔW, where PEFT has copy + ΔW.
-Compared where the base is a folder on this machine, and once; nothing is downloaded for it. Knows nothing of
+vLLM leaves copies out: with an expert of another base it would compute base + ΔW, where PEFT computes copy + ΔW. They
+are compared once, and only if the base is a folder on this machine; nothing is downloaded. Knows nothing of
 compositions.
 """
 
@@ -26,13 +26,13 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engin
 
     Args:
         adapter: the expert.
-        base_model: a folder, or a Hub id, of which nothing is compared.
-        memo: where it is kept that they are equal; an embedding of 8B takes a gigabyte to read.
-        name: what to call the expert in messages.
-        engine: what to call the server.
+        base_model: a folder. With a Hub id nothing is compared.
+        memo: stores that they are equal, because an embedding of 8B has a gigabyte to read.
+        name: the expert's name in messages.
+        engine: the server's name in messages.
 
     Raises:
-        BaseModelError: the expert carries another weight than the base has; see `check_base`.
+        BaseModelError: a copy differs from the base's weight; see `check_base`.
     """
     if not copies_in(adapter.file) or not is_folder(folder := expand(base_model)):
         return

@@ -1,7 +1,7 @@
-"""Small answers that take long to find, kept in a JSON file: the hashes of large files, the shapes of a base.
+"""Small answers that are slow to compute, stored in a JSON file: the hashes of large files, the shapes of a base.
 
-Several processes may use one file; each replaces it whole, and the last one wins. What is lost is found again, and so
-is everything where a byte of the file was changed. Knows nothing of what it keeps.
+Several processes may use one file. Each replaces it whole, and the last one wins. Lost answers are computed again, and
+so are all answers if the file was altered. Knows nothing of what it stores.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _MOST = 2000  # answers; the oldest go first
 
 
 class Memo:
-    """A mapping of text to JSON values in the file `path`. May be used from several threads."""
+    """A mapping of text to JSON values in the file `path`. Several threads may use it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
-        with suppress(AdapterswapError):  # not there yet, or damaged: it is only a memory
+        with suppress(AdapterswapError):  # missing or damaged: everything can be computed again
             content = read_json(path)
             self._known = content["known"] if is_sealed(content) else {}
 
     def get(self, key: str) -> Any:
-        """The value kept for `key`, or None."""
+        """The value stored for `key`, or None."""
         with self._lock:
             return self._known.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Keep `value`; a disk that does not take it is no error."""
+        """Store `value`. A disk that cannot be written to is not an error."""
         with self._lock:
             self._known[key] = value
             for oldest in list(self._known)[:-_MOST]:
@@ -53,7 +53,7 @@ class Memo:
 
 
 def content_hash(adapter: Adapter, memo: Memo) -> str:
-    """SHA-256 of an adapter's safetensors file, in hexadecimal; it is read again only where its stamp is new.
+    """SHA-256 of an adapter's safetensors file, in hexadecimal. The file is read again only if its stamp is new.
 
     Raises:
         ExpertError: the file changed since the adapter was opened.
