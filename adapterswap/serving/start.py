@@ -1,7 +1,7 @@
-"""`python -m adapterswap.serving.start MODULE ARGUMENTS…`: run vLLM's server, and say why where it does not start.
+"""`python -m adapterswap.serving.start MODULE ARGUMENTS…`: run vLLM's server, and say why if it does not start.
 
-vLLM's own last words are a traceback that points to another process's log, and its exit status is 0 where the engine
-died. Here the last line is the reason, and the status 1.
+vLLM ends with a traceback that points to another process's log, and with exit status 0 if its engine died. Here the
+last line is the reason, and the status is 1.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from adapterswap.serving.plugin import BASE_MODEL
 __all__ = ["main"]
 
 _REMEDY = (
-    "The log above has the details. Use a base that the installed vLLM supports on this device, or change its options"
+    "See the log above for details. Use a base that the installed vLLM supports on this device, or change its options"
 )
 
 
 def main() -> int:
-    """Run the module that the first argument names with the others; the status that this process should exit with."""
+    """Run the module named by the first argument with the other arguments, and return the exit status."""
     _, module, *arguments = sys.argv
     sys.argv = [module, *arguments]
     handle, failures = tempfile.mkstemp(prefix="adapterswap-", suffix=".failures")
@@ -51,7 +51,7 @@ def main() -> int:
     return 1
 
 
-_USAGE = 2  # vLLM's parser has said what is wrong with an argument
+_USAGE = 2  # vLLM's parser has printed what is wrong with an argument
 
 
 if __name__ == "__main__":
