@@ -1,12 +1,12 @@
-"""ASGI middleware around vLLM's server: what it must refuse, and the check that it can answer.
+"""ASGI middleware around vLLM's server: refuses some requests, and checks first that the server can answer.
 
 * Runtime LoRA updating, which resolvers need, also lets any client load an adapter from any path of the server
-  (`POST /v1/load_lora_adapter`, `POST /adapters`). Such requests get a 403, so that nothing outside the manifest can be
-  reached. Unloading by `POST /v1/unload_lora_adapter` stays: it is how a name is composed anew after an expert changed.
-  What was unloaded no longer counts towards `max_compositions`.
-* vLLM answers as the base where a request names no model. Here every request for a model must name one, else a 400.
-* vLLM lists a composition under `/v1/models` only once somebody has asked for it. Here the experts are listed from the
-  start, or the names in `allow`.
+  (`POST /v1/load_lora_adapter`, `POST /adapters`). Such requests get a 403, so clients cannot reach anything else.
+  Unloading (`POST /v1/unload_lora_adapter`) is allowed, because a name is composed anew only after it was unloaded. An
+  unloaded name does not count towards `max_compositions`.
+* vLLM answers as the base if a request names no model. Here every request for a model must name one, or gets a 400.
+* vLLM lists a composition under `/v1/models` only after it was requested. Here the experts are listed from the start,
+  or the names in `allow`.
 * The server starts to listen only after it has decoded a token; see `readiness`.
 
 A plain ASGI application; imports vLLM only to check that it can decode.
@@ -26,19 +26,16 @@ _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 _Application = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
-_NO_LOADING = (
-    "Adapters are composed by name, from the experts of this server: ask for TASK+LANGUAGE. "
-    "Loading others is switched off."
-)
+_NO_LOADING = "Loading adapters is switched off. This server composes its own experts by name: request TASK+LANGUAGE."
 _NO_MODEL = (
     "The request names no model. Set `model` to an expert's name, to TASK+LANGUAGE, or to the base's name as "
     "GET /v1/models lists it."
 )
-_INPUTS = {"prompt", "messages", "input", "token_ids", "query"}  # of endpoints that declare no form of their request
+_INPUTS = {"prompt", "messages", "input", "token_ids", "query"}  # of endpoints that declare no request schema
 
 
 class ManifestOnly:
-    """Refuses requests that name a path to load, or no model; hands all others on."""
+    """Refuses requests that load from a path or name no model, and forwards all others."""
 
     def __init__(self, app: _Application) -> None:
         self._app = app
@@ -62,7 +59,7 @@ class ManifestOnly:
             await self._app(scope, receive, send)
 
     def _declares_model(self, scope: _Message) -> bool | None:
-        """Whether the endpoint's request has a `model`; None where the endpoint does not declare its request."""
+        """Whether the endpoint's request has a `model`; None if the endpoint does not declare its request."""
         app = scope.get("app")
         if self._paths is None or self._paths[1] is not app:
             self._paths = (_paths_with_model(app.openapi() if app is not None else {}), app)
@@ -93,7 +90,7 @@ def _loads(path: str) -> bool:
 
 
 def _unloading(body: bytes, send: _Send) -> _Send:
-    """`send`, which reports a successful unloading to the composer."""
+    """`send`, which reports successful unloading to the composer."""
     from adapterswap.serving.plugin import unloaded
 
     async def reported(message: _Message) -> None:
@@ -106,7 +103,7 @@ def _unloading(body: bytes, send: _Send) -> _Send:
 
 
 def _listing(send: _Send) -> _Send:
-    """`send`, which adds the names on offer to vLLM's list of models."""
+    """`send`, which adds the served names to vLLM's list of models."""
     from adapterswap.serving.plugin import offered
 
     held: list[_Message] = []
@@ -128,7 +125,7 @@ def _listing(send: _Send) -> _Send:
 
 
 def _with_names(models: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """vLLM's list, whose first entry is the base, and an entry for each name that is not in it."""
+    """vLLM's list, whose first entry is the base, with an entry added for each missing name."""
     base, listed = models["data"][0], {model["id"] for model in models["data"]}
     card = {"object": "model", "created": base["created"], "owned_by": "adapterswap", "root": None}
     more = [{"id": name, **card, "parent": base["id"]} for name in names if name not in listed]
@@ -146,7 +143,7 @@ async def _read(receive: _Receive) -> tuple[list[_Message], bytes]:
 
 
 def _replay(messages: list[_Message], receive: _Receive) -> _Receive:
-    """A `receive` that first gives the messages that were read already."""
+    """A `receive` that first returns the messages that were already read."""
     waiting = iter(messages)
 
     async def replayed() -> _Message:
@@ -170,7 +167,7 @@ def _lacks_model(body: bytes, declared: bool | None) -> bool:
 
 
 def _paths_with_model(openapi: MutableMapping[str, Any]) -> dict[str, bool]:
-    """POST path -> whether one of the forms of its JSON request has a `model`, from an OpenAPI document."""
+    """POST path -> whether one of the schemas of its JSON request has a `model`, from an OpenAPI document."""
     schemas = openapi.get("components", {}).get("schemas", {})
     declared = {}
     for path, methods in openapi.get("paths", {}).items():

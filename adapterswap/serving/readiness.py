@@ -1,9 +1,9 @@
-"""Whether vLLM can decode with the base that it loaded, and why not.
+"""Check whether vLLM can decode with the base that it loaded, and find the reason if it cannot.
 
-vLLM loads models that its attention kernels then refuse, and finds out at the first request: it answers 500 and stops.
-So a token is decoded before the server listens. The reason is in the log of vLLM's worker, in another process; the
-plugin runs in all of them, and writes the exceptions that vLLM logs into a file that `start` reads. Imports vLLM only
-to decode.
+vLLM loads some models that its attention kernels do not support, and fails only at the first request: it answers 500
+and stops. So a token is decoded before the server listens. The reason is in the log of vLLM's worker, which is another
+process. The plugin runs in every process and writes the exceptions that vLLM logs into a file, which `start` reads.
+Imports vLLM only to decode.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def announce() -> None:
 
 
 async def check(state: Any) -> str | None:
-    """Decode with vLLM's engine, `state.engine_client` of its FastAPI application.
+    """Decode with vLLM's engine, which is `state.engine_client` of its FastAPI application.
 
     Returns:
-        None if it worked, or if the base does not generate text; else the reason.
+        The reason why it failed; None if it worked or the base does not generate text.
     """
     global _failure
     engine = state.engine_client
     if "generate" not in await engine.get_supported_tasks() or engine.model_config.is_encoder_decoder:
         return None
-    # What was logged before did not keep the engine from starting.
+    # Exceptions logged earlier did not keep the engine from starting.
     _clear_failures()
     try:
         await asyncio.wait_for(_decode(engine), _WAIT_S)
     except TimeoutError:
         _failure = f"no token was decoded within {_WAIT_S:.0f} seconds"
-    except Exception as error:  # vLLM, its kernels and its transports raise errors of their own
+    except Exception as error:  # vLLM, its kernels and its transports raise various errors
         _failure = await _reason(error)
     return _failure
 
@@ -65,7 +65,7 @@ async def check(state: Any) -> str | None:
 async def _decode(engine: Any) -> None:
     from vllm import SamplingParams
 
-    # The second token is decoded from the cache of keys and values, which the first one does not need.
+    # Only the second token is decoded from cached keys and values.
     length = min(2, engine.model_config.max_model_len - 1)
     sampling = SamplingParams(max_tokens=max(length, 1), temperature=0, ignore_eos=True, detokenize=False)
     async for _ in engine.generate({"prompt_token_ids": [0]}, sampling, "adapterswap-readiness"):
@@ -73,7 +73,7 @@ async def _decode(engine: Any) -> None:
 
 
 async def _reason(error: Exception) -> str:
-    """The worker's own exception where it was recorded; else `error`, which points to a log."""
+    """The worker's own exception if it was recorded; otherwise `error`, which only points to a log."""
     for _ in range(20):
         if failure := first_failure():
             return failure

@@ -1,6 +1,6 @@
-"""vLLM's LoRA resolver: asked for a name that vLLM does not know yet, it answers with the composition's folder.
+"""vLLM's LoRA resolver: for a name that vLLM does not know yet, it returns the composition's folder.
 
-Imports vLLM. Knows how vLLM tells errors to clients; all that they say comes from `composer`.
+Imports vLLM. Knows how vLLM reports errors to clients; their text comes from `composer`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CompositionResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not in
     """Composes on first use.
 
     Args:
-        start: makes the composer, given the value of vLLM's --model; called once, by the first request.
+        start: creates the composer from the value of vLLM's --model; called once, at the first request.
     """
 
     def __init__(self, start: Callable[[str], NamedComposer]) -> None:
@@ -37,7 +37,7 @@ class CompositionResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not in
         self._lock = threading.Lock()
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest:
-        """vLLM's question; it holds a lock per name, and overwrites the id.
+        """Called by vLLM, which holds a lock per name and overwrites the id.
 
         Raises:
             VLLMNotFoundError: answered to the client as 404.
@@ -48,7 +48,7 @@ class CompositionResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not in
         except UnknownNameError as error:
             raise VLLMNotFoundError(str(error)) from None
         except AdapterswapError as error:
-            _log.warning("%s", error.__cause__ or error)  # the cause names paths, which the client is not told
+            _log.warning("%s", error.__cause__ or error)  # the cause has the paths, which clients do not see
             raise VLLMValidationError(str(error), parameter="model") from None
         return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=str(folder))
 
