@@ -57,18 +57,25 @@ class _TaskList(click.ParamType[str]):
     type=_TaskList(),
     required=True,
     metavar="TASKS",
-    help="Tasks, separated by commas, such as mgsm_native_cot_sw or mgsm_*_te.",
+    help="Comma-separated tasks, such as mgsm_native_cot_sw or mgsm_*_te.",
 )
 @click.option("--num-fewshot", type=int, metavar="N", help="Number of shots.  [default: each task's own; MGSM: 8]")
 @click.option(
     "--limit", type=float, metavar="N", help="Evaluate only the first N documents of each task, or a fraction of them."
 )
-@click.option("--batch-size", type=int, default=8, show_default=True, metavar="N", help="Sequences at once.")
+@click.option("--batch-size", type=int, default=8, show_default=True, metavar="N", help="Sequences per batch.")
 @click.option(
-    "--max-gen-toks", type=int, default=512, show_default=True, metavar="N", help="Longest output, in tokens."
+    "--max-gen-toks",
+    type=int,
+    default=512,
+    show_default=True,
+    metavar="N",
+    help="Maximum length of an output, in tokens.",
 )
 @click.option(
-    "--gen-kwargs", metavar="K=V,…", help="Override the tasks' generation settings: temperature=0.6,do_sample=true."
+    "--gen-kwargs",
+    metavar="K=V,…",
+    help="Override the tasks' generation settings, as in temperature=0.6,do_sample=true.",
 )
 @click.option("--apply-chat-template", is_flag=True, help="Format prompts as a chat, with a turn per shot.")
 @click.option("--system-instruction", metavar="TEXT", help="System message at the start of every prompt.")
@@ -89,7 +96,7 @@ class _TaskList(click.ParamType[str]):
 )
 @click.option("-o", "--out-path", type=FOLDER, metavar="O", help="Folder to write: results.json and samples.jsonl.")
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
-@click.option("--dry-run", is_flag=True, help="Check everything, print a prompt, load no weights.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print the first prompt, without loading weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
 def command(
@@ -175,7 +182,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         from lm_eval.utils import simple_parse_args_string
 
         if not all(item.partition("=")[2] for item in text.split(",")):
-            raise click.UsageError(f"--gen-kwargs {text!r} is not key=value,key=value.")
+            raise click.UsageError(f"--gen-kwargs must be key=value,key=value, not {text!r}.")
         chosen["gen_kwargs"] = simple_parse_args_string(text)
     return Settings(**chosen)
 
@@ -242,13 +249,13 @@ def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
     requested_shots = result.settings["num_fewshot"]
     for task in result.tasks.values():
         if not task.scores:
-            note(f"{task.name} has no score: have a judge label the responses in samples.jsonl")
+            note(f"{task.name} has no score: let a judge label the responses in samples.jsonl")
         if task.cut:
             limit = f"--max-gen-toks {task.max_gen_toks}"
             if task.max_gen_toks != max_gen_toks:
                 limit = f"{task.max_gen_toks} tokens, the limit of the task or of --gen-kwargs"
             note(f"{task.name}: {task.cut} of {task.num_docs} outputs were cut at {limit}")
         if task.truncated:
-            note(f"{task.name}: {task.truncated} of {task.num_docs} prompts lost their beginning")
+            note(f"{task.name}: {task.truncated} of {task.num_docs} prompts were cut at the start")
         if requested_shots is not None and task.num_fewshot != requested_shots:
             note(f"{task.name} always uses {task.num_fewshot} shots")

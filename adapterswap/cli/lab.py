@@ -29,19 +29,27 @@ _PARTS = 100  # of a seed, for its progress bar
     "--seeds", type=click.IntRange(1), default=5, show_default=True, help="Number of bases, each with two experts."
 )
 @click.option(
-    "--scene", type=click.Choice(_SCENES), default="gap", show_default=True, help="What the base does not know."
+    "--scene",
+    type=click.Choice(_SCENES),
+    default="gap",
+    show_default=True,
+    help="Experiment to run (see above).",
 )
 @click.option(
     "--methods",
     metavar="all|M,…",
-    help="Compare merge methods instead: all, or such as ties,dominance. An unfinished run in the folder is resumed.",
+    help="Compare merge methods instead: all, or for instance ties,dominance. Resumes an unfinished run in the folder.",
 )
 @click.option(
-    "--first-seed", type=click.IntRange(0), help="With --methods: the first seed. Default: 5, the first fresh one."
+    "--first-seed",
+    type=click.IntRange(0),
+    help="With --methods: the first seed. Default: 5, as 0 to 4 were used for design.",
 )
 @click.option("--rebuild-base", is_flag=True, help="Pretrain the bases instead of using the shipped ones.")
 @click.option("-o", "--out-path", type=FOLDER, default="lab-run", show_default=True, help="Folder to write.")
-@click.option("--jobs", type=click.IntRange(1), help="Seeds to run at once, one thread each. Default: one per core.")
+@click.option(
+    "--jobs", type=click.IntRange(1), help="Seeds to run at the same time, one thread each. Default: one per core."
+)
 @click.option("--overwrite", is_flag=True, help="Replace what this command wrote there before.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -128,7 +136,7 @@ def _print_plan(plan: LabPlan | ComparisonPlan) -> None:
             "scene": scene.name,
             "seeds": f"{plan.seeds}; bases: {bases}",
             "training": f"{scene.math_rows:,} rows for math, {scene.language_rows:,} for the language",
-            "problems": f"{sizes.development:,} to choose on, {sizes.test:,} to test on",
+            "problems": f"{sizes.development:,} for choosing, {sizes.test:,} for testing",
             "methods": ", ".join(plan.to_json()["methods"]),
         }
     else:
@@ -137,8 +145,8 @@ def _print_plan(plan: LabPlan | ComparisonPlan) -> None:
         lines = {
             "scene": plan.scene.name,
             "seeds": f"{plan.seeds[0]} to {plan.seeds[-1]}; bases: {f'{number} to pretrain' if number else 'shipped'}",
-            "problems": f"{plan.sizes.development:,} to choose on, or {few}; {plan.sizes.test:,} to test on",
-            "methods": f"{', '.join(plan.methods)}; of each at most {expected['budget']} configurations",
+            "problems": f"{plan.sizes.development:,} for choosing, or {few}; {plan.sizes.test:,} for testing",
+            "methods": f"{', '.join(plan.methods)}; at most {expected['budget']} configurations of each",
             "controls": ", ".join(expected["controls"]),
         }
     for label, text in lines.items():

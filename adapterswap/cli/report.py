@@ -82,7 +82,7 @@ def command(
         target = default_out_path(runs[0])
     elif not dry_run:
         raise ArgumentError(
-            "a report of several runs has no default folder", "Pass a folder to write", parameter="out_path"
+            "`out_path` is required for a report of several runs", "Pass the folder to write", parameter="out_path"
         )
     if dry_run:
         check_targets([expand(run) for run in runs], target, figures, overwrite=overwrite)

@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 @click.option("--trust-task-code", is_flag=True, help="Let the files in include_path run their own Python code.")
 @click.option("--confirm-run-unsafe-code", is_flag=True, help="Let tasks (MBPP) run the code that the model writes.")
 @click.option(
-    "--freeze", is_flag=True, help="Evaluate nothing: register what will be compared and chosen, with a hash."
+    "--freeze", is_flag=True, help="Evaluate nothing; register what will be compared and chosen, with a hash."
 )
 @click.option(
     "--reference", metavar="METHOD", help="With --freeze: method to compare the others with.  [default: soup]"
 )
 @click.option("--methods", multiple=True, metavar="METHOD", help="With --freeze: methods to test.  [default: all]")
 @click.option("--overwrite", is_flag=True, help="Replace the sweep in the folder.")
-@click.option("--dry-run", is_flag=True, help="Check and count everything, load no weights, write nothing.")
+@click.option("--dry-run", is_flag=True, help="Check and count everything, without loading weights or writing files.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
 def command(
@@ -168,7 +168,7 @@ def command(
     for remark in remarks(run):
         note(remark)
     if run.given_up:
-        note(f"{len(run.given_up)} cells were given up after some of their documents")
+        note(f"{len(run.given_up)} cells were given up before all their documents were evaluated")
     note_output(out_path, f"to see the results, run adapterswap report {out_path}")
 
 
@@ -223,9 +223,9 @@ def _print_estimate(expected: Estimate) -> None:
         "time": _time_text(expected.seconds),
     }
     if expected.copied:
-        lines["equal"] = f"{expected.copied:,} that another row has too, evaluated once"
+        lines["equal"] = f"{expected.copied:,} shared with another row, evaluated once"
     if expected.repeated:
-        lines["repeated"] = f"{expected.repeated:,} compositions that a family holds twice, evaluated once"
+        lines["repeated"] = f"{expected.repeated:,} compositions that occur twice in a family, evaluated once"
     for label, text in lines.items():
         click.echo(f"{label:<12}{text}")
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 )
 @push_options
 @click.option("--overwrite", is_flag=True, help="Replace an earlier output, and the checkpoints of an unfinished run.")
-@click.option("--dry-run", is_flag=True, help="Print what training would take and train nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the rows, steps and memory of the run, and train nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_voice()
 def command(
@@ -149,9 +149,9 @@ def _print_estimate(expected: TrainEstimate) -> None:
     _print_line("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
     for source in rows.sources:
         _print_line(
-            "source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} after filter and samples"
+            "source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} after filtering and sampling"
         )
-    _print_line("rows", f"{rows.train:,} to train on, {rows.validation:,} held out, {rows.dropped:,} dropped")
+    _print_line("rows", f"{rows.train:,} for training, {rows.validation:,} held out, {rows.dropped:,} dropped")
     _print_line("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
     if selection := expected.selection:
         work_per_checkpoint = f"{selection['documents']:,} documents in {selection['requests']:,} requests each"
@@ -172,7 +172,7 @@ def _print_report(report: TrainReport) -> None:
     _print_line("steps", f"{report.steps:,}{resumed}{_processes_text(report.processes)}")
     _print_line("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
     _print_line("tokens", f"{report.tokens:,}{rate}")
-    _print_line("loss", f"{report.train_losses[0][1]:.4f} at first, {report.train_losses[-1][1]:.4f} at last")
+    _print_line("loss", f"{report.train_losses[0][1]:.4f} at the start, {report.train_losses[-1][1]:.4f} at the end")
     if report.selection:
         for line in report.selection.lines():
             _print_line("checkpoint", line)

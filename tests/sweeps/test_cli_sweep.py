@@ -56,7 +56,7 @@ def test_what_two_rows_have_is_asked_once(run: Call, content: Callable[..., dict
     path.write_text(yaml.safe_dump(content(compositions=families, baselines=[])))
     counted = json.loads(run("sweep", path, "-o", out, "--dry-run", "--json").stdout)
     assert (counted["cells"], counted["copied"], counted["switched"], counted["requests"]) == (3, 1, 2, 6)
-    assert "1 that another row has too" in run("sweep", path, "-o", out, "--dry-run").stdout
+    assert "1 shared with another row" in run("sweep", path, "-o", out, "--dry-run").stdout
     assert run("sweep", path, "-o", out, "--device", "cpu").exit_code == 0
     finished = [json.loads(line) for line in (out / "cells.jsonl").read_text().splitlines()]
     assert sum(cell["seconds"]["evaluate"] > 0 for cell in finished) == 2

@@ -59,7 +59,7 @@ def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
     assert told["tokens"] == 40 * 7
     assert told["trainable_parameters"] == 4 * 6 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
     text = run("train", recipe, "--dry-run")
-    assert "rows        40 to train on" in text.stdout
+    assert "rows        40 for training" in text.stdout
     assert "nothing trained" in text.stderr
     assert not (tmp_path / "expert").exists()
     (tmp_path / "expert").mkdir()
