@@ -151,7 +151,7 @@ def ask(
         DependencyError: optuna is not installed.
     """
     try:
-        optuna: Any = import_module("optuna")  # so that types are checked alike where it is not installed
+        optuna: Any = import_module("optuna")  # untyped, so that type checks do not depend on it
     except ImportError:
         raise DependencyError(
             "a search needs optuna, which is not installed", "pip install 'adapterswap[search]' installs it"
