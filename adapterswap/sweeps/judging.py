@@ -129,7 +129,7 @@ class LocalJudge:
         self.described = {**prepared.described, "settings": settings, "versions": versions}
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
-        """Judge cells lazily, one for each `next`, and restore the model after each.
+        """Judge cells lazily, one for each `next`. A cell's composition is removed from the model after it.
 
         Raises:
             AdapterswapError: see `evaluate`.
