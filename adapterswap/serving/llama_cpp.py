@@ -1,7 +1,7 @@
-"""Serving with llama.cpp: what is started, and the life of the two servers, llama.cpp's and the proxy before it.
+"""Serve with llama.cpp: plan, start and stop the two servers, llama.cpp's and the proxy in front of it.
 
-llama.cpp listens on a port of its own on this machine; clients reach the proxy alone. If llama.cpp ends, so does the
-proxy. Knows options and processes; names and scales are the composer's.
+llama.cpp listens on a separate local port, and clients reach only the proxy. If llama.cpp ends, the proxy ends too.
+Knows options and processes, but not names and scales.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from adapterswap.writing.gguf_architectures import load_gguf
 __all__ = ["LlamaLaunch", "check_base_file", "plan_llama", "serve_llama"]
 
 _OURS = {
-    "-m": "`gguf` names the base", "--model": "`gguf` names the base", "-a": "the base has its own name",
-    "--alias": "the base has its own name", "--lora": "`experts` names the adapters",
+    "-m": "`gguf` names the base", "--model": "`gguf` names the base", "-a": "the base is served under its own name",
+    "--alias": "the base is served under its own name", "--lora": "`experts` names the adapters",
     "--lora-scaled": "`experts` names the adapters",
-    "--lora-init-without-apply": "a request without scales would get every adapter",
+    "--lora-init-without-apply": "a request without scales would use every adapter",
 }  # fmt: skip
 
 
@@ -39,11 +39,11 @@ class LlamaLaunch:
     """What to run.
 
     Attributes:
-        command: llama.cpp's server.
-        engine_port: where it listens, on this machine alone.
-        host, port: where the proxy does.
-        base_name: the name under which the base itself is asked for.
-        api_key: what llama.cpp asks clients for; None for nothing.
+        command: the command line of llama.cpp's server.
+        engine_port: the local port on which it listens.
+        host, port: where the proxy listens.
+        base_name: the name of the base itself in requests.
+        api_key: the key that llama.cpp requires of clients; None for none.
     """
 
     command: tuple[str, ...]
@@ -66,13 +66,13 @@ def plan_llama(
     Args:
         composer: with the base, the manifest and the pieces.
         gguf: the base as llama.cpp's own converter writes it, in any number format.
-        arguments: the user's own for llama-server; `--host` and `--port` are where clients ask.
+        arguments: the user's own arguments for llama-server. `--host` and `--port` are those of the proxy.
         llama_server: the program; by default the one on the PATH, or the one in the package xllamacpp.
 
     Raises:
         NotFoundError, BaseModelError: see `check_base_file`.
-        ArgumentError: an argument that would undo the set-up, or a port that is not one.
-        DependencyError: there is no such program.
+        ArgumentError: an argument conflicts with the set-up, or the port is not valid.
+        DependencyError: the program is not installed.
     """
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -82,14 +82,14 @@ def plan_llama(
             )
     port = value_of("--port", arguments) or "8080"
     if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ArgumentError(f"--port {port} is not a port", "Choose one from 1 to 65535", parameter="arguments")
+        raise ArgumentError(f"--port {port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
     host = value_of("--host", arguments) or "127.0.0.1"
     path = expand(gguf)
     check_base_file(path, composer.architecture, composer.num_layers)
     base_name = find_source(composer.base_model, ["config.json"], what="base model").name
     if base_name in composer.manifest.experts:
         raise ArgumentError(
-            f"{base_name!r} is the name of an expert and of the base", "Rename the expert", parameter="experts"
+            f"{base_name!r} is the name of both an expert and the base", "Rename the expert", parameter="experts"
         )
     inner = free_port()
     command = engine_command(
@@ -100,15 +100,15 @@ def plan_llama(
 
 
 def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
-    """Whether a GGUF file is whole, and a base of this architecture and depth.
+    """Raise unless a GGUF file is complete and has this architecture and depth.
 
     Raises:
-        NotFoundError: there is no such file.
-        BaseModelError: it is not a GGUF file, ends early, or is another model.
+        NotFoundError: the file does not exist.
+        BaseModelError: it is not a GGUF file, is truncated, or is another model.
     """
     if not path.is_file():
         raise NotFoundError(
-            f"{path} is not a file", "Give the base, as llama.cpp's convert_hf_to_gguf.py writes it", parameter="gguf"
+            f"{path} is not a file", "Pass the base as llama.cpp's convert_hf_to_gguf.py writes it", parameter="gguf"
         )
     remedy = "Convert the base again with llama.cpp's convert_hf_to_gguf.py"
     try:
@@ -117,22 +117,22 @@ def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
         layers = int(fields[f"{found}.block_count"].contents())
     except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
         raise BaseModelError(
-            f"{path} is not a whole GGUF file of a model: {reason_of(error)}", remedy, parameter="gguf"
+            f"{path} is not a complete GGUF file of a model: {reason_of(error)}", remedy, parameter="gguf"
         ) from None
     if (found, layers) != (architecture, num_layers):
         raise BaseModelError(
-            f"{path} is a {found} of {layers} layers, and the experts are for a {architecture} of {num_layers}",
-            "Give the experts' base, or experts of this one",
+            f"{path} is a {found} model of {layers} layers, and the experts are for a {architecture} of {num_layers}",
+            "Pass the experts' base, or experts of this base",
             parameter="gguf",
         )
 
 
 def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
-    """Run both servers until this process is asked to end (SIGTERM, SIGINT), or llama.cpp ends.
+    """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends.
 
     Raises:
-        RunError: llama.cpp cannot load or run the base with the experts, or ended.
-        OutputError: the cache cannot be written, or something else listens on the port.
+        RunError: llama.cpp cannot load or run the base with the experts, or has ended.
+        OutputError: the cache cannot be written, or another program listens on the port.
     """
     composer.write()
     stop = threading.Event()
@@ -150,7 +150,7 @@ def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
                 proxy = Proxy((launch.host, launch.port), composer, engine, launch.base_name)
             except OSError as error:
                 raise OutputError(
-                    f"{launch.host}:{launch.port} cannot be listened on: {reason_of(error)}",
+                    f"cannot listen on {launch.host}:{launch.port}: {reason_of(error)}",
                     "Choose another --port",
                     parameter="arguments",
                 ) from None
@@ -159,7 +159,8 @@ def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
             while not stop.wait(0.2):
                 if (status := engine.process.poll()) is not None:
                     raise RunError(
-                        f"llama.cpp ended with status {status}", "Its own messages above give the reason; start again"
+                        f"llama.cpp ended with status {status}",
+                        "See its messages above for the reason, and start again",
                     )
             proxy.shutdown()
     finally:

@@ -1,7 +1,7 @@
-"""llama.cpp's server as a process: a `llama-server` binary, or the one in the package xllamacpp, by one command line.
+"""Run llama.cpp's server as a process: a `llama-server` binary, or xllamacpp's server with the same command line.
 
-Run as a module, this is a small `llama-server` made of xllamacpp, with the few options of `_OPTIONS`. Imported, it
-starts either of them, waits until a token was decoded, and ends it. Knows nothing of compositions.
+Run as a module, this is a small `llama-server` built on xllamacpp, with the options of `_OPTIONS`. Imported, it starts
+either server, waits until a token has been decoded, and stops it. Knows nothing of compositions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class Engine:
-    """A running server; it listens on this machine alone."""
+    """A running server, which listens on 127.0.0.1 only."""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -43,16 +43,16 @@ class Engine:
 
 
 def find_program(llama_server: str | None) -> tuple[str, ...]:
-    """The start of a command that runs llama.cpp's server: the binary asked for, the one on the PATH, or xllamacpp's.
+    """How to call llama.cpp's server: `llama_server` if it is passed, the one on the PATH, or xllamacpp's.
 
     Raises:
-        DependencyError: there is none.
+        DependencyError: none of them is installed.
     """
     if llama_server is not None:
         binary = shutil.which(llama_server)
         if binary is None:
             raise DependencyError(
-                f"{llama_server} is not a program that can be run", "Check the path", parameter="llama_server"
+                f"{llama_server} is not an executable program", "Check the path", parameter="llama_server"
             )
         return (binary,)
     if (binary := shutil.which("llama-server")) is not None:
@@ -69,14 +69,14 @@ def find_program(llama_server: str | None) -> tuple[str, ...]:
 def engine_command(
     program: Sequence[str], base: str, adapters: Sequence[str], alias: str, port: int, arguments: Sequence[str]
 ) -> list[str]:
-    """The command line of a server that loads a base and adapters, which do nothing until a request scales them.
+    """The command line of a server that loads a base and adapters with scale 0, until a request scales them.
 
     Raises:
-        ArgumentError: an adapter's path holds a colon, which llama.cpp takes for the start of a scale.
+        ArgumentError: an adapter's path has a colon, which llama.cpp reads as the start of a scale.
     """
     if named := next((path for path in adapters if ":" in path), None):
         raise ArgumentError(
-            f"the path {named} holds a colon, which llama.cpp takes for the start of a scale",
+            f"the path {named} has a colon, which llama.cpp reads as the start of a scale",
             "Choose another folder for `cache`",
             parameter="cache",
         )
@@ -96,12 +96,12 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: Sequence[str], port: int, headers: dict[str, str], stop: threading.Event) -> Iterator[Engine]:
-    """Start a server, wait until it has decoded a token, and end it when the block ends.
+    """Start a server, wait until it has decoded a token, and stop it at the end of the block.
 
-    The block begins at once where `stop` is set.
+    If `stop` is set, the block begins at once.
 
     Raises:
-        RunError: it ended, or cannot decode.
+        RunError: the server ended, or cannot decode.
     """
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     engine = Engine(port, process)
@@ -123,7 +123,7 @@ def _wait(engine: Engine, headers: dict[str, str], stop: threading.Event) -> Non
         if engine.process.poll() is not None:
             raise RunError(
                 f"llama.cpp could not load the base or an expert: it ended with status {engine.process.returncode}",
-                "Its own messages above give the reason",
+                "See its messages above for the reason",
             )
         if _answer(engine, "GET", "/health", None, headers)[0] == 200:
             break
@@ -133,7 +133,7 @@ def _wait(engine: Engine, headers: dict[str, str], stop: threading.Event) -> Non
     status, answer = _answer(engine, "POST", "/v1/completions", body, {**headers, "Content-Type": "application/json"})
     if status != 200:
         raise RunError(
-            f"llama.cpp loaded the base, and answered a request for two tokens with {status or 'nothing'}: {answer}",
+            f"llama.cpp loaded the base, but answered a request for two tokens with {status or 'nothing'}: {answer}",
             "Check the base's GGUF file and the options after `--`",
         )
 
@@ -141,7 +141,7 @@ def _wait(engine: Engine, headers: dict[str, str], stop: threading.Event) -> Non
 def _answer(
     engine: Engine, method: str, path: str, body: str | None, headers: dict[str, str]
 ) -> tuple[int | None, str]:
-    """The status of an answer and its text; None where there is no answer."""
+    """The status of an answer and its text; the status is None if there is no answer."""
     connection = engine.connect()
     try:
         connection.request(method, path, body, headers)
@@ -172,7 +172,7 @@ _OPTIONS.add_argument("--api-key")
 
 
 def _serve(arguments: Sequence[str]) -> None:
-    """Run xllamacpp's server until the process that started this one ends it, or ends."""
+    """Run xllamacpp's server until the process that started this one stops it or ends."""
     options = _OPTIONS.parse_args(arguments)
     import xllamacpp
 

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server in front of llama.cpp's: the name of a model becomes the scales of a request.
+"""An OpenAI-compatible server in front of llama.cpp's, which turns the name of a model into the scales of a request.
 
-Hands on `/v1/completions` and `/v1/chat/completions`, streamed or not, and nothing else: llama.cpp's other paths change
-scales for everybody (`/lora-adapters`), or show files. Standard library only; a thread for each request.
+Forwards only `/v1/completions` and `/v1/chat/completions`, streamed or not: llama.cpp's other paths change scales for
+everybody (`/lora-adapters`) or expose files. Uses only the standard library, with a thread for each request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BUFFER = 2**16
 
 
 class _Refused(Exception):
-    """An answer that is an error."""
+    """An error to send as the answer."""
 
     def __init__(self, status: int, kind: str, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -39,34 +39,34 @@ class _Request(NamedTuple):
 
 
 class Proxy(ThreadingHTTPServer):
-    """Listens once it is made; `serve_forever` answers.
+    """Listens as soon as it is created; `serve_forever` answers.
 
     Args:
         address: host and port.
         composer: turns names into scales.
-        engine: the server that answers.
+        engine: the server that computes the answers.
         base_name: the name of the base itself.
 
     Raises:
-        OSError: something else listens there.
+        OSError: another program listens at the address.
     """
 
     daemon_threads = True
-    request_queue_size = 512  # clients that wait to be accepted
+    request_queue_size = 512  # clients waiting to be accepted
 
     def __init__(self, address: tuple[str, int], composer: PieceComposer, engine: Engine, base_name: str) -> None:
         self.composer, self.engine, self.base_name = composer, engine, base_name
         super().__init__(address, _Handler)
 
     def models(self) -> Sequence[str]:
-        """The names that are listed: the base, and what is allowed, or else the experts."""
+        """The names that are listed: the base, and the allowed names or, if all are allowed, the experts."""
         return [self.base_name, *self.composer.manifest.names]
 
     def translated(self, raw: bytes) -> _Request:
-        """A client's request as llama.cpp is to get it: with the scales that the model's name means.
+        """A client's request as it is sent to llama.cpp: with the scales that the model's name means.
 
         Raises:
-            _Refused: it is not a JSON object, or names no model, or sets scales itself.
+            _Refused: it is not a JSON object, names no model, or sets scales itself.
             AdapterswapError: see `PieceComposer.scales`.
         """
         try:
@@ -84,14 +84,12 @@ class Proxy(ThreadingHTTPServer):
                 "model",
             )  # fmt: skip
         if "lora" in content:
-            raise _Refused(
-                400, "BadRequestError", "`lora` is set from the name of the model here: leave it out.", "lora"
-            )
+            raise _Refused(400, "BadRequestError", "`lora` is set from the name of the model. Leave it out.", "lora")
         scales = {} if model == self.base_name else self.composer.scales(model)
-        # All of them: what a request does not name has the scale that it was loaded with.
+        # Name all of them: llama.cpp gives the others the scale with which they were loaded.
         lora = [{"id": place, "scale": scales.get(place, 0.0)} for place in range(len(self.composer.pieces))]
-        # llama.cpp keeps the keys and values of earlier prompts, and gives them to requests with other scales: in 195
-        # requests by 32 clients 23 answers were wrong (October 2026). So nothing is kept.
+        # llama.cpp reuses the keys and values of earlier prompts for requests with other scales: of 195 answers to 32
+        # clients, 23 were wrong (October 2026). So nothing is cached.
         return _Request(model, json.dumps(content | {"lora": lora, "cache_prompt": False}).encode())
 
 
@@ -127,11 +125,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # its body was not read
             raise _Refused(
                 413 if length.isdecimal() else 411, "BadRequestError",
-                f"A request states its length, of at most {_LARGEST} bytes.",
+                f"A request needs a Content-Length of at most {_LARGEST} bytes.",
             )  # fmt: skip
         raw = self.rfile.read(int(length))
         if path not in _PATHS:
-            raise _Refused(404, "NotFoundError", f"There is no {path} here: ask {' or '.join(_PATHS)}.")
+            raise _Refused(404, "NotFoundError", f"There is no {path} here. Send requests to {' or '.join(_PATHS)}.")
         request = self.server.translated(raw)
         headers = {"Content-Type": "application/json"}
         if authorization := self.headers.get("Authorization"):
@@ -151,10 +149,10 @@ class _Handler(BaseHTTPRequestHandler):
                 else:
                     self._write(response.status, _named(whole, request.model))
         finally:
-            connection.close()  # llama.cpp stops where nobody listens
+            connection.close()  # llama.cpp stops generating when the client is gone
 
     def _stream(self, response: HTTPResponse, model: str) -> None:
-        """Events as they come, each in a chunk of its own."""
+        """Forward events as they arrive, each in a separate chunk."""
         self.send_response(response.status)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -167,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
                 self.wfile.flush()
         except (OSError, HTTPException):
-            self.close_connection = True  # without the last chunk, so that the client sees that it is not whole
+            self.close_connection = True  # without the last chunk, so the client sees that it is incomplete
             return
         self.wfile.write(b"0\r\n\r\n")
 
@@ -189,11 +187,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: llama.cpp has a log of its own."""
+        """Log nothing: llama.cpp writes a log."""
 
 
 def _named(raw: bytes, model: str) -> bytes:
-    """An answer, or a part of one, with the name that the client asked for; llama.cpp names its file or its alias."""
+    """An answer, or part of one, with the requested name in place of llama.cpp's file name or alias."""
     try:
         content = json.loads(raw)
     except ValueError:
