@@ -1,8 +1,8 @@
-"""Names as scales: a composition of experts that llama.cpp loaded layer by layer, as a list for a request.
+"""Turn names into scales: a composition becomes a list of scales for the pieces that llama.cpp has loaded.
 
-llama.cpp loads adapters when it starts, and a request gives each a scale. With a file for the attention of each layer
-of each expert and one for its MLP, any layer swap, any partition and any linear blend of these is such a list; nothing
-is composed and nothing written for it. Knows plans and files; knows nothing of servers.
+llama.cpp loads adapters when it starts, and a request gives each a scale. Every expert is loaded as two files for each
+layer, attention and MLP. Any layer swap, partition or linear blend is then a list of scales, and no file is written for
+it. Knows plans and files, but not servers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEPT = 1000  # names whose scales are remembered
 
 @dataclass(frozen=True)
 class LayerPiece:
-    """One loaded file: what an expert does to one kind of modules of a layer, or outside the layers (None)."""
+    """One loaded file: an expert's change to one kind of modules in one layer, or outside the layers (None)."""
 
     expert: str
     layer: int | None
@@ -48,26 +48,26 @@ class LayerPiece:
     path: Path
 
     def holds(self, module: LoraModule) -> bool:
-        """Whether it is what the expert does to this module."""
+        """Whether the piece contains the expert's change to this module."""
         return module.layer == self.layer and self.kind in (None, module.kind)
 
 
 class PieceComposer(NamedComposer):
-    """Turns names into scales of pieces, for one base and one manifest. May be used from several threads.
+    """Turns names into scales of pieces, for one base and one manifest. Several threads may use it.
 
-    Experts are opened once, since llama.cpp loads them once.
+    Experts are opened once, because llama.cpp loads them once.
 
     Args:
-            manifest: the experts, and which names are allowed.
-            base_model: the folder or Hub id of the base, of which the config is read.
-        cache: where the pieces are kept.
+        manifest: the experts and the names that may be requested.
+        base_model: the folder or Hub id of the base, whose config is read.
+        cache: where the pieces are written.
         outtype: their number format; see `adapterswap.export`.
 
     Attributes:
-        pieces: all of them, in the order in which the engine loads them: a piece's place is its id.
+        pieces: all pieces in the order in which the engine loads them. A piece's position is its id.
 
     Raises:
-        AdapterswapError: an expert cannot be opened or exported, with all that are wrong; see `adapterswap.export`.
+        AdapterswapError: experts cannot be opened or exported; all are reported. See `adapterswap.export`.
     """
 
     engine = "llama.cpp"
@@ -94,14 +94,14 @@ class PieceComposer(NamedComposer):
         self._remembering = threading.Lock()
 
     def open(self, name: str) -> Adapter:
-        """The expert of this name, as it was when the engine loaded it."""
+        """The expert of this name, as it was when this composer was created."""
         return self._opened[name]
 
     def scales(self, name: str) -> Mapping[int, float]:
-        """The scale of each piece that takes part in what `name` means, by its id; the others have 0.
+        """The scale of each piece that `name` uses, by the piece's id. All other pieces have the scale 0.
 
         Raises:
-            UnknownNameError: it means nothing here, names an expert that does not exist, or is not allowed.
+            UnknownNameError: it is not a name here, names an expert that does not exist, or is not allowed.
             FieldError, CompositionError: the name is malformed, or the experts cannot be composed in this way.
             UnsupportedError: it gives modules of one kind in one layer to different experts, sets rows of ΔW to zero,
                 or is not linear.
@@ -121,8 +121,8 @@ class PieceComposer(NamedComposer):
         plan = self.plan(name)
         if plan.composition.row_threshold is not None:
             raise UnsupportedError(
-                f"{shown(name)} sets rows of ΔW to zero, and llama.cpp scales whole modules",
-                "Write it with `adapterswap export`, and serve that file",
+                f"{shown(name)} sets rows of ΔW to zero, but llama.cpp can only scale whole modules",
+                "Write it with `adapterswap export` and serve that file",
                 parameter="name",
             )
         coefficients = _coefficients(resolve(plan).plan)
@@ -143,18 +143,18 @@ class PieceComposer(NamedComposer):
         if split:
             layers = format_layers(layer for layer in split if layer is not None)
             raise UnsupportedError(
-                f"{shown(name)} gives modules of one kind in one layer (of {layers}) different scales, and here "
-                "llama.cpp scales a layer's attention and its MLP as wholes",
-                "Write it with `adapterswap export`, and serve that file",
+                f"{shown(name)} gives modules of one kind in one layer (of {layers}) different scales, but llama.cpp "
+                "can only scale the whole attention or the whole MLP of a layer here",
+                "Write it with `adapterswap export` and serve that file",
                 parameter="name",
             )
         return {place: scale for place, scale in scales.items() if scale}
 
     def write(self) -> None:
-        """Write what is not in the cache, and keep it there as long as this process lives.
+        """Write the pieces that are not in the cache, and keep all of them there while this process runs.
 
         Raises:
-            AdapterswapError: an expert holds NaN or infinity, or changed; the cache cannot be written.
+            AdapterswapError: an expert has NaN or infinity, or changed; the cache cannot be written.
         """
         self.cache.hold()
         problems = Problems()
@@ -165,7 +165,7 @@ class PieceComposer(NamedComposer):
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the base's."""
+        """llama.cpp's name of the base's architecture."""
         return next(iter(self._prepared.values())).architecture
 
     def _prepare(self, name: str, plan: Plan) -> None:
@@ -188,7 +188,7 @@ class PieceComposer(NamedComposer):
 
 
 def _coefficients(plan: Plan) -> dict[tuple[str, str], float]:
-    """Each expert's coefficient in each module that it enters."""
+    """The coefficient of each expert in each module that it changes."""
     found: dict[tuple[str, str], float] = {}
     for slot in plan:
         for term in slot.terms:
