@@ -1,6 +1,6 @@
-"""Compose at inference, on a PeftModel that is loaded: no copy of a tensor, one composition or one for every row.
+"""Compose at inference on a loaded PeftModel, without copying tensors: one composition, or one for each row of a batch.
 
-`LiveComposer` is the way in. Imports torch, transformers and PEFT only when it is used.
+Begin with `LiveComposer`. torch, transformers and PEFT are imported only when it is used.
 """
 
 from adapterswap.live.composer import LiveComposer

@@ -1,8 +1,8 @@
-"""PEFT's own calls that would disturb a composition, guarded while one is active.
+"""Guard PEFT's own calls that would disturb a composition while one is active.
 
-PEFT resets every layer when an adapter is added, and makes adapters trainable when `disable_adapter` ends; setting or
-deleting an adapter changes layers whose settings a composition relies on. The methods are replaced on this one model,
-and put back at the composition's end. Knows PEFT's methods; knows nothing of compositions.
+PEFT resets every layer when an adapter is added, and makes adapters trainable when `disable_adapter` ends. Setting or
+deleting an adapter changes layers whose settings a composition relies on. These methods are replaced on this one model
+and restored when the composition ends. Knows PEFT's methods, but not compositions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Guard"]
 class Guard:
     """Guards a PeftModel until `remove`.
 
-    * `add_adapter`, and with it `load_adapter`: afterwards, whether it succeeded or not, `changed` is called.
-    * `enable_adapter_layers`, with which `disable_adapter` ends: afterwards `enabled` is called.
-    * `set_adapter`, `delete_adapter`: refused.
+    * After `add_adapter`, which `load_adapter` calls, `changed` is called, whether it succeeded or not.
+    * After `enable_adapter_layers`, which `disable_adapter` calls at its end, `enabled` is called.
+    * `set_adapter` and `delete_adapter` are refused.
 
     Args:
         model: the PeftModel.
-        changed: puts the composition back after the model's adapters changed.
+        changed: restores the composition after the model's adapters changed.
         enabled: freezes the adapters again.
     """
 
@@ -41,7 +41,7 @@ class Guard:
 
     def remove(self) -> None:
         for owner, name, method in self._before:
-            delattr(owner, name)  # the class's own method shows again
+            delattr(owner, name)  # the class's own method is visible again
             if method is not None:
                 setattr(owner, name, method)
 
@@ -60,7 +60,7 @@ def _refused(name: str) -> Callable[..., None]:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(
             f"{name} was called while a composition is active",
-            "Leave the composition first: composer.reset(), or the end of the `with` block",
+            "Leave the composition first: call composer.reset() or leave the `with` block",
         )
 
     return refuse

@@ -1,6 +1,6 @@
-"""What a model computes now, and the way back: one composition after the other, each put back when it is left.
+"""Activate one composition after another in a model, and restore the previous state when each is left.
 
-Knows switches, rows and pins, and PEFT's calls that disturb them. Knows nothing of what a composition is called.
+Knows switches, rows and pins, and PEFT's calls that disturb them, but not the names of compositions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Session"]
 
 
 class Session:
-    """A model's way through compositions.
+    """Tracks the active composition of a model.
 
     Attributes:
-        active: what is computed now; None is what was before any composition.
-        pin: the experts that stay active for a compiled graph, if there are any.
+        active: what the model computes now; None if no composition is active.
+        pin: the experts that stay active for a compiled graph, if any.
     """
 
     def __init__(self, model: PeftModel, catalogue: Catalogue) -> None:
@@ -40,7 +40,7 @@ class Session:
         self._guard: Guard | None = None
 
     def set(self, wanted: Switch | Rows) -> None:
-        """Compute `wanted` from now on; where that fails, what was computed before.
+        """Compute `wanted` from now on. If that fails, restore what was computed before.
 
         Raises:
             CompositionError: an expert was deleted, or is not pinned.
@@ -65,7 +65,7 @@ class Session:
             raise
 
     def reset(self) -> None:
-        """Put back what was before any composition. A model whose LoRA layers were taken out is left alone."""
+        """Restore the state before any composition. A model without its LoRA layers is not changed."""
         baseline, guard, self._baseline, self._guard = self._baseline, self._guard, None, None
         if isinstance(self.active, Rows):
             self.active.withdraw()
@@ -77,7 +77,7 @@ class Session:
 
     @contextmanager
     def using(self, wanted: Switch | Rows) -> Iterator[None]:
-        """Compute `wanted` inside the block, and afterwards what was computed before; errors as for `set`."""
+        """Compute `wanted` inside the block, and restore what was computed before; raises the errors of `set`."""
         before = self.active
         self.set(wanted)
         try:
@@ -87,13 +87,13 @@ class Session:
 
     @contextmanager
     def pinned(self, experts: Sequence[str]) -> Iterator[None]:
-        """Inside the block all experts stay active, and compositions change numbers in tensors; see `Pin`.
+        """Keep the experts active inside the block, where compositions only change numbers in tensors; see `Pin`.
 
         Raises:
             UnsupportedError: a composition is active, or adapters are merged.
         """
         if self.active is not None:
-            raise UnsupportedError("a composition is active", "Call pinned() before use() or set()")
+            raise UnsupportedError("a composition is active", "Leave it first: call pinned() before use() or set()")
         self.pin = Pin(experts)
         try:
             self.set(Switch())
@@ -126,7 +126,7 @@ class Session:
         self.active = wanted
 
     def _reapply(self) -> None:
-        """Put the composition back, after PEFT reset all layers to add an adapter."""
+        """Restore the composition after PEFT reset all layers to add an adapter."""
         if self._baseline is not None and self.active is not None:
             self._catalogue.refresh()
             self._baseline.extend(self._catalogue.inventory)
