@@ -1,7 +1,7 @@
-"""Modules that experts trained in full (PEFT's `modules_to_save`), switched in a running model.
+"""Switch modules that experts trained in full (PEFT's `modules_to_save`) in a running model.
 
-PEFT keeps a copy of such a module for every expert, and computes with one of them: a copied module costs nothing. For
-an average a further copy is made, and filled anew at every switch. Knows PEFT's wrapper; knows nothing of plans.
+PEFT keeps a copy of such a module for every expert and computes with one of them, so taking one expert's module costs
+nothing. For an average, one more copy is made and filled again at every switch. Knows PEFT's wrapper, but not plans.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["find_wrappers", "forget_average", "use_in_full"]
 
-_AVERAGE = "__adapterswap_average__"  # the name of the further copy in PEFT's wrapper
-_ELEMENTS = 2**22  # averaged at a time
+_AVERAGE = "__adapterswap_average__"  # the name of the additional copy in PEFT's wrapper
+_ELEMENTS = 2**22  # to average at a time
 
 
 def find_wrappers(model: Any) -> dict[str, Any]:
@@ -28,15 +28,15 @@ def find_wrappers(model: Any) -> dict[str, Any]:
 
 
 def use_in_full(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
-    """Compute a module with W = Σ c_i·W_i + (1 - Σ c_i)·W_base from now on; without coefficients, with the base's.
+    """Compute a module with W = Σ c_i·W_i + (1 - Σ c_i)·W_base from now on; without coefficients, with W_base.
 
     Args:
-        name: the module's, for messages.
-        wrapper: PEFT's, which holds every W_i.
+        name: the module's name, for messages.
+        wrapper: PEFT's wrapper, which holds every W_i.
         coefficients: c_i by expert.
 
     Raises:
-        UnsupportedError: an average of weights that are quantised or offloaded.
+        UnsupportedError: the weights to average are quantised or offloaded.
     """
     if not coefficients:
         active = []
@@ -50,12 +50,12 @@ def use_in_full(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> N
 
 
 def forget_average(wrapper: Any) -> None:
-    """Free the copy that held an average, where there is one; the wrapper then computes the base's module."""
+    """Free the copy that holds an average, if there is one. The wrapper then computes the base's module."""
     wrapper.delete_adapter(_AVERAGE, None)
 
 
 def _fill(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
-    """Put the average into the wrapper's further copy, computed in float32 and rounded once."""
+    """Compute the average in float32, round it once, and store it in the wrapper's additional copy."""
     import torch
 
     if _AVERAGE not in wrapper.modules_to_save:
@@ -71,9 +71,9 @@ def _fill(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
                 parts.append((rest, base[key]))
             if odd := [part for _, part in parts if part.is_meta or not part.is_floating_point()]:
                 raise UnsupportedError(
-                    f"{name} is trained in full and {'offloaded' if odd[0].is_meta else 'quantised'}, and cannot be "
+                    f"{name} is trained in full and {'offloaded' if odd[0].is_meta else 'quantised'}, so it cannot be "
                     "averaged",
-                    f"Give it to one expert, in a rule of its own: {{modules: [{name}], expert: NAME}}",
+                    f"Give it to one expert in its own rule: {{modules: [{name}], expert: NAME}}",
                     parameter="composition",
                 )
             for rows in _blocks(target):
@@ -85,7 +85,7 @@ def _fill(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[Any]:
-    """Slices of the first axis, each of about as many elements as are averaged at a time."""
+    """Slices along the first axis, each with about `_ELEMENTS` elements."""
     if tensor.dim() == 0:
         yield ...
         return

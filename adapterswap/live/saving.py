@@ -1,7 +1,7 @@
-"""Write what a model computes with as adapters on disk: the experts, and from them the active composition.
+"""Plan the active composition with experts on disk, so that it can be written.
 
-An expert whose file still holds what the model computes with is read from there, so that a composition saved live has
-the bytes of one composed from files; any other is saved by PEFT first. Knows inventories, plans and writing.
+An expert is read from its own file if the file still holds the numbers in the model. A composition saved live then has
+the same bytes as one composed from files. Otherwise PEFT saves the expert first. Knows inventories and plans.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["plan_on_disk"]
 
 @contextmanager
 def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
-    """The same plan made of experts that lie on disk, at least until the block ends.
+    """The same plan, made with experts that are on disk until the block ends.
 
     Args:
-        plan: over experts that are loaded.
+        plan: a plan of loaded experts.
         inventory: what is loaded.
 
     Raises:
@@ -45,7 +45,7 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
             experts[name] = file if _holds(file, name, inventory) else stack.enter_context(_saved(name, inventory))
         composition = plan.composition
         bases = {(adapter.config.base_model, adapter.config.revision): None for adapter in experts.values()}
-        if len(bases) > 1 and composition.base_model is None:  # they sit in one model, so they are of one base
+        if len(bases) > 1 and composition.base_model is None:  # they are loaded in one model, so they have one base
             declared = next(name for name, _ in bases if name)
             composition = composition.model_copy(update={"base_model": declared})
         yield make_plan(composition, experts, num_layers=plan.num_layers)
@@ -69,12 +69,12 @@ def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
                 inside = held.modules_to_save[name].state_dict()
                 pairs += [(place, inside.get(key)) for key, place in file.saved[module].tensors.items()]
             return all(_equal(name, handle, place, tensor) for place, tensor in pairs)
-    except AdapterswapError:  # the file is gone, or another one
+    except AdapterswapError:  # the file is gone or was replaced
         return False
 
 
 def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
-    """The tensors of an adapted module in the file, each with that in the model; None where it has none."""
+    """The tensors of an adapted module in the file, each with its tensor in the model; None if there is none."""
     lora = part.lora if isinstance(part, OpaqueModule) else part
     assert isinstance(lora, LoraModule)
     loaded = factors(layer, name)
@@ -98,7 +98,7 @@ def _saved(name: str, inventory: Inventory) -> Iterator[Adapter]:
     """A loaded expert as PEFT saves it, in a temporary folder."""
     with TemporaryDirectory() as place:
         with warnings.catch_warnings():
-            # PEFT takes the biases of `lora_bias` for factors that ZeRO-3 left empty.
+            # PEFT mistakes the biases of `lora_bias` for factors that ZeRO-3 left empty.
             warnings.filterwarnings("ignore", r"Adapter .* LoRA tensor\(s\) have invalid shape")
             inventory.model.save_pretrained(place, selected_adapters=[name], save_embedding_layers=False)
         folder = Path(place) / name
