@@ -6,13 +6,14 @@ from or sending to other sites.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import socket
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from adapterswap.errors import ArgumentError, DependencyError, RunError
 from adapterswap.studio.workspace import Workspace
@@ -24,6 +25,7 @@ _POLICY = (
     "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
     "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
 )
+_Result = TypeVar("_Result")
 _FIRST_PORT = 7860
 _MOST_UPLOADED = "1mb"
 _QUIET = {
@@ -71,6 +73,18 @@ def serve_page(
     port = _free_port(host) if port is None else port
     if not 1 <= port <= 65535:
         raise ArgumentError(f"`port` is {port}", "Pass a number from 1 to 65535", parameter="port")
+    page, url = _inside_a_loop(lambda: _launch(workspace, host, port, open_browser))
+    on_ready(url)
+    if wait:
+        try:
+            page.block_thread()
+        finally:
+            page.close(verbose=False)
+    return lambda: page.close(verbose=False)
+
+
+def _launch(workspace: Workspace, host: str, port: int, open_browser: bool) -> tuple[Any, str]:
+    """The page of a workspace, already served, and its address."""
     os.environ.update(_QUIET)  # Gradio reads these at import and at launch
     import gradio as gr
     from starlette.middleware import Middleware
@@ -108,13 +122,25 @@ def serve_page(
         raise RunError(
             f"the page cannot be served on {host}: {error}", "Choose another `port`", parameter="port"
         ) from None
-    on_ready(url)
-    if wait:
-        try:
-            page.block_thread()
-        finally:
-            page.close(verbose=False)
-    return lambda: page.close(verbose=False)
+    return page, url
+
+
+def _inside_a_loop(function: Callable[[], _Result]) -> _Result:
+    """Call a function while an event loop runs: otherwise Gradio creates several for each page and closes none."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        loop = asyncio.new_event_loop()
+    else:
+        return function()
+
+    async def called() -> _Result:
+        return function()
+
+    try:
+        return loop.run_until_complete(called())
+    finally:
+        loop.close()
 
 
 def _free_port(host: str) -> int:

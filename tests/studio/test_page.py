@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import threading
 import time
@@ -23,6 +24,7 @@ from adapterswap.lab.scoring import Questions, exact_match
 from adapterswap.live import LiveComposer, stream
 from adapterswap.studio import judging
 from adapterswap.studio.choice import first_choice, from_address
+from adapterswap.studio.serving import serve_page
 from adapterswap.studio.trying import COLUMNS, columns
 from adapterswap.studio.workspace import Workspace, open_lab, open_workspace
 
@@ -500,6 +502,25 @@ def test_a_slider_moves_the_strip_and_the_answers_from_any_tab(visit: Visit) -> 
     page.wait_for_function("document.querySelector('#strip [data-cell=\"2.mlp\"]').textContent === 'm'")
     page.wait_for_function("location.search.includes('bottom=2')")
     assert page.locator("#written .answers").get_attribute("data-old") == "yes"
+
+
+def test_serving_leaves_no_event_loop_open(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread where no loop runs, as for the command: Gradio would create several there and close none."""
+    new_event_loop, made = asyncio.new_event_loop, []
+
+    def noted() -> asyncio.AbstractEventLoop:
+        made.append((threading.get_ident(), loop := new_event_loop()))
+        return loop
+
+    def serve() -> int:
+        serve_page(workspace, wait=False)()
+        return threading.get_ident()
+
+    pytest.importorskip("gradio")
+    monkeypatch.setattr(asyncio, "new_event_loop", noted)
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(serve).result()
+    assert [loop.is_closed() for made_in, loop in made if made_in == thread] == [True]
 
 
 def test_only_what_the_page_sends_is_answered(served: Served) -> None:
