@@ -104,7 +104,9 @@ def chosen_methods(names: str | Iterable[str]) -> tuple[str, ...]:
         method = find_method(name)
         if not method.as_composition:
             raise ArgumentError(
-                f"{name!r} is a method of rules only", "Leave it out: `soup` is what it computes", parameter="methods"
+                f"{name!r} can only be used in rules",
+                "Leave it out, since `soup` gives the same result",
+                parameter="methods",
             )
         found.append(method.name)
     return tuple(dict.fromkeys(found))

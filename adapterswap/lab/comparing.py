@@ -54,12 +54,12 @@ CONTROLS = {
     "base": "the pretrained model",
     "math expert": "rsLoRA on English word problems",
     "language expert": "rsLoRA on generic xx tasks",
-    "inverse swap": "the layer swap's b and u, experts exchanged",
-    "reset": "outer layers back to the base, b and u its own choice",
-    "random swap": "the layer swap with a random expert of the language expert's norms, b and u its own choice",
-    "random sum": "task arithmetic with that expert, λ its own choice",
+    "inverse swap": "the layer swap's b and u, with the experts exchanged",
+    "reset": "the outer layers reset to the base; b and u chosen for it",
+    "random swap": "the layer swap with a random expert of the language expert's norms; b and u chosen for it",
+    "random sum": "task arithmetic with the random expert; λ chosen for it",
     **{
-        trained(number): f"the math expert, trained further on {number} worked problems in xx; steps and rate chosen"
+        trained(number): f"the math expert, trained further on {number} worked problems in xx; steps and rate tuned"
         for number in FEW
     },
 }

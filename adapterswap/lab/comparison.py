@@ -170,7 +170,9 @@ def _check(folder: Path, described: Mapping[str, Any], *, overwrite: bool) -> No
         return
     if not exists(folder / _RECORD):
         raise OutputError(
-            f"{folder} already exists and holds no comparison of methods", "Choose another path", parameter="out_path"
+            f"{folder} already exists and does not contain a comparison of methods",
+            "Choose another path",
+            parameter="out_path",
         )
     if overwrite:
         refuse_strangers(folder, strangers(folder, COMPARISON))
@@ -178,8 +180,8 @@ def _check(folder: Path, described: Mapping[str, Any], *, overwrite: bool) -> No
     stored = read_json(folder / _RECORD)
     if changed := [key for key, value in described.items() if stored.get(key) != value]:
         raise RunError(
-            f"{folder} holds another comparison, begun with other {', '.join(changed)}",
-            "Repeat its settings, choose another path, or pass `overwrite=True`",
+            f"{folder} contains a comparison that was started with different {', '.join(changed)}",
+            "Use the same settings, choose another path, or pass `overwrite=True`",
             parameter="out_path",
         )
 

@@ -153,7 +153,7 @@ def comparison_tables(results: Mapping[str, Any]) -> Iterator[Table]:
     over = f"{len(results['seeds'])} seeds × {results['sizes']['test']:,} problems"
     for title, lines in (
         (f"Exact match, {over}", list(_cells(results))),
-        ("Plain training on the same problems", training_line(results)),
+        ("Training on the same problems", training_line(results)),
     ):
         table = Table(title=title, title_justify="left")
         for place, heading in enumerate(lines[0]):

@@ -67,7 +67,7 @@ def _grid(study: Study) -> Figure:
     axes.set_xticks(range(bottoms))
     axes.set_yticks(range(tops))
     axes.set_xlabel("b: bottom layers from the language expert")
-    axes.set_ylabel("u: top layers from it")
+    axes.set_ylabel("u: top layers from the language expert")
     axes.set_title("Layer swap on the development set, xx maths", loc="left", fontsize=11)
     figure.colorbar(image, label="exact match, mean over seeds")
     return figure
@@ -116,7 +116,7 @@ def _words(study: Study) -> Figure:
     axes.set_ylim(0, 1)
     axes.set_xlabel("words of the problem that the base hardly knows")
     axes.set_ylabel("exact match, xx maths")
-    axes.set_title("Where the gain sits (dots: seeds)", loc="left", fontsize=11)
+    axes.set_title("Where the gain comes from (dots: seeds)", loc="left", fontsize=11)
     _tidy(axes)
     axes.legend(frameon=False, fontsize=8, ncols=2)
     return figure

@@ -22,8 +22,8 @@ __all__ = ["CAVEAT", "LAB_FORMAT", "answers", "results", "tables"]
 
 LAB_FORMAT = "adapterswap-lab/1"
 CAVEAT = (
-    "A constructed demonstration of a mechanism on models of 0.3 million parameters. It is no evidence for the "
-    "numbers of the layer-swapping papers, nor for any real language."
+    "A constructed demonstration of a mechanism on models of 0.3 million parameters. It is not evidence for the "
+    "numbers of the layer-swapping papers, or for any real language."
 )
 _COMPARED = tuple(method for method in METHODS if method not in ("base", "layer swap"))
 _LIBRARIES = ("torch", "transformers", "peft", "trl")
@@ -39,15 +39,16 @@ def tables(study: Study) -> Iterator[Table]:
 
     spread = " (mean ± standard deviation over seeds)" if number > 1 else ""
     scores = Table(title=f"Exact match, {over}{spread}", title_justify="left")
-    for heading in ("method", "xx maths", "English maths", "what it is"):
-        scores.add_column(heading, justify="right" if "maths" in heading else "left", no_wrap=heading != "what it is")
+    for heading in ("method", "xx maths", "English maths", "description"):
+        scores.add_column(heading, justify="right" if "maths" in heading else "left", no_wrap=heading != "description")
     for method, what in METHODS.items():
         values = [_with_spread(study.score(method, language)) for language in ("xx", "en")]
         scores.add_row(method, *values, what, style="bold" if method == "layer swap" else "")
     yield scores
 
     differences = Table(
-        title="Layer swap minus the other, xx maths, paired\n(clear: 95 % over a seed's problems leave out 0)",
+        title="Layer swap minus the other method, xx maths, paired\n"
+        "(clearly: a seed's 95 % interval over its problems excludes 0)",
         title_justify="left",
     )
     for heading in ("than", "difference", "95 % over seeds", "clearly better : worse", "seed by seed"):

@@ -56,7 +56,7 @@ class Scene:
 _GAP = Scene(
     name="gap",
     summary="The base hardly knows 11 of the language's verbs and numbers; the language expert learns them.",
-    question="Do bottom layers from the language expert bring the unfamiliar words to the math expert?",
+    question="Do the language expert's bottom layers teach the math expert the unfamiliar words?",
     unfamiliar=frozenset(
         ("finds", "gets", "makes", "loses", "breaks", "lends", "three", "five", "six", "nine", "eleven")
     ),
@@ -78,7 +78,7 @@ _GAP = Scene(
 _NO_GAP = replace(
     _GAP,
     name="no-gap",
-    summary="The base knows every word; the language expert has nothing to bring, and the reset shows it.",
+    summary="The base knows every word, so the language expert has nothing to add; the reset shows this.",
     question="Does a gain come from the language expert, or only from undoing the math expert's outer layers?",
     unfamiliar=frozenset(),
     pretraining={**_GAP.pretraining, "word problem xx": 0.02},

@@ -37,10 +37,10 @@ METHODS = {
     "language expert": "rsLoRA on generic xx tasks",
     "soup": "½ math + ½ language, in every layer",
     "sum": "math + language, in every layer",
-    "tuned sum": "λ (math + language), λ from the development set",
+    "tuned sum": "λ (math + language), with λ chosen on the development set",
     "layer swap": "bottom b and top u layers from language, the middle from math",
-    "inverse swap": "the same b and u, experts exchanged",
-    "reset": "the same b and u: the outer layers back to the base, the middle from math",
+    "inverse swap": "the same b and u, with the experts exchanged",
+    "reset": "the same b and u, with the outer layers reset to the base",
 }
 
 # (b, u). (0, 0) is the math expert alone: scored for comparison, but never chosen.
