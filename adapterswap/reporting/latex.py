@@ -1,8 +1,8 @@
-"""A report's tables as LaTeX (booktabs), in the layout that a paper wants.
+"""A report's tables as LaTeX (booktabs), in one of three layouts.
 
-Three layouts: a table for each target with a row for each method; one table with a group of columns for each target;
-and the two papers' own, with a column for each method (Bandarkar et al. 2025, tables 1 and 2). The best score is bold
-and the second underlined, among what is shown. Knows reports; knows nothing of files.
+`methods` makes a table for each target with a row for each method, `languages` one table with a group of columns for
+each target, and `paper` one table with a column for each method (Bandarkar et al. 2025, tables 1 and 2). The best score
+shown is bold and the second underlined. Knows reports; knows nothing of files.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["COLUMNS", "LAYOUTS", "TableStyle", "latex_tables"]
 
 LAYOUTS = ("methods", "languages", "paper")
 
-# What LaTeX reads as commands, as text; [ and * are commands behind the \\ of the line before.
+# Escapes for what LaTeX reads as commands; [ and * would be arguments of the \\ that ends the line before.
 _SPECIAL = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", '"': "''", "Δ": r"$\Delta$", "[": "{[}", "*": "{*}",
 }  # fmt: skip
-_MANY = 9  # columns, beyond which the text is smaller and closer
-_HEAD = 9  # characters of a line of a head
+_MANY = 9  # with more columns, the text is smaller and closer
+_HEAD = 9  # characters in a line of a column head
 _LABEL = re.compile(r"[A-Za-z0-9:._/+-]+")
 
 
@@ -38,14 +38,14 @@ class TableStyle:
     Attributes:
         layout: `methods`: a table for each target, with a row for each method; `languages`: one table, with a group of
             columns for each target; `paper`: one table, with a column for each method.
-        rows: the methods that are shown, in this order: families (all their rows) or rows (`layer_swap, selected`). By
+        rows: the methods to show, in this order: families (all their rows) or rows (`layer_swap, selected`); by
             default all.
-        columns: names of `COLUMNS`, in this order; of the layout `paper`, they are rows. The default depends on the
+        columns: names of `COLUMNS`, in this order; in the layout `paper` they are rows. The default depends on the
             layout.
-        percent: scores × 100 with one decimal, where they are shares.
-        label: for `\\ref`; of several tables, the second ends in -2.
-        caption: LaTeX, instead of the one that says how the numbers were made.
-        wide: `table*`, across both columns of a page.
+        percent: show scores × 100 with one decimal; all scores must be shares.
+        label: for `\\ref`; if there are several tables, the second label ends in -2.
+        caption: LaTeX that replaces the caption on how the numbers were computed.
+        wide: use `table*`, which spans both columns of a page.
     """
 
     layout: str = "methods"
@@ -59,13 +59,13 @@ class TableStyle:
 
 @dataclass(frozen=True)
 class Column:
-    """What a column of a table holds.
+    """A column of a table.
 
     Attributes:
-        head: LaTeX.
-        group: the head above it; columns side by side share one.
-        value: a number of a row; None where it has none.
-        is_score: whether the best is marked. What is not a score is written as it is.
+        head: its head, in LaTeX.
+        group: the head above it; neighbouring columns share one.
+        value: its number in a row, or None.
+        is_score: whether the best is marked.
     """
 
     head: str
@@ -93,15 +93,15 @@ COLUMNS: Mapping[str, Column] = {
     "papers-max": Column("max", "papers", lambda row: row.papers.max if row.papers else None),
     "error": Column(r"$\Delta W$ error", "", lambda row: row.relative_error, False),
 }
-"""What a table can show, by the name that `columns` takes."""
+"""The columns that a table can show, by their names in `TableStyle.columns`."""
 
 
 def latex_tables(report: Report, style: TableStyle | None = None) -> str:
-    """The tables, for `booktabs`.
+    """The tables as LaTeX for `booktabs`.
 
     Raises:
-        ArgumentError: there is no such layout, method or column; a label or caption that LaTeX cannot read; scores that
-            are not shares, as percent.
+        ArgumentError: the layout, a method or a column is unknown; LaTeX cannot read the label or the caption; or
+            `percent` is set and a score is not a share.
     """
     style = style or TableStyle()
     _check(report, style)
@@ -113,23 +113,23 @@ def latex_tables(report: Report, style: TableStyle | None = None) -> str:
 def _check(report: Report, style: TableStyle) -> None:
     if style.layout not in LAYOUTS:
         remedy = did_you_mean(style.layout, LAYOUTS, f"Use one of: {', '.join(LAYOUTS)}")
-        raise ArgumentError(f"there is no layout {style.layout!r}", remedy, parameter="layout")
+        raise ArgumentError(f"unknown layout {style.layout!r}", remedy, parameter="layout")
     rows = [row for target in report.targets for row in target.rows]
     known = list(dict.fromkeys(name for row in rows for name in (row.family, row.label)))
     for kind, chosen, names in (("row", style.rows, known), ("column", style.columns, list(COLUMNS))):
         for name in chosen or ():
             if name not in names:
                 remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
-                raise ArgumentError(f"a table has no {kind} {name!r}", remedy, parameter=f"{kind}s")
+                raise ArgumentError(f"unknown {kind} {name!r}", remedy, parameter=f"{kind}s")
         if chosen is not None and not chosen:
             raise ArgumentError(f"`{kind}s` is empty", f"Use some of: {', '.join(names)}", parameter=f"{kind}s")
     if style.label is not None and not _LABEL.fullmatch(style.label):
         raise ArgumentError(
-            f"{style.label!r} cannot be a label", "Use letters, digits and : . _ / + -", parameter="label"
+            f"{style.label!r} is not a valid label", "Use only letters, digits and : . _ / + -", parameter="label"
         )
     if style.caption is not None and not _is_balanced(style.caption):
         raise ArgumentError(
-            f"the braces of the caption {style.caption!r} do not match", "Close each, or write \\{ and \\}",
+            f"the braces of the caption {style.caption!r} are not balanced", "Close each brace, or write \\{ and \\}",
             parameter="caption",
         )  # fmt: skip
     for target in report.targets if style.percent else ():
@@ -137,7 +137,7 @@ def _check(report: Report, style: TableStyle) -> None:
         beyond = [value for spread in spreads for value in (spread.min, spread.max) if not 0 <= value <= 1]
         if beyond:
             raise ArgumentError(
-                f"{target.task} has a score of {beyond[0]:g}, which is not a share and has no percent",
+                f"{target.task} has a score of {beyond[0]:g}; only scores from 0 to 1 can be shown in percent",
                 "Leave out `percent`",
                 parameter="percent",
             )
@@ -228,7 +228,7 @@ def _as_in_papers(report: Report, style: TableStyle) -> str:
 
 
 def _details(report: Report, row: MethodRow) -> str:
-    """`default, 9 pairs`: which configuration, and over how many what."""
+    """`default, 9 pairs`: the configuration and the number of units."""
     number = len(row.chosen)
     unit = report.units
     if row.chosen and sum(side is not None for side in row.chosen[0].unit) < 2 and report.kind == "sweep":
@@ -238,7 +238,7 @@ def _details(report: Report, row: MethodRow) -> str:
 
 
 def _stacked(head: str) -> str:
-    """A head over several lines, as narrow as its longest word or `_HEAD` characters."""
+    """A head in several lines, as narrow as its longest word or `_HEAD` characters."""
     lines: list[str] = []
     for word in head.split(" "):
         if lines and len(lines[-1]) + 1 + len(word) <= _HEAD:
@@ -254,7 +254,7 @@ def _rows(target: Target, style: TableStyle) -> list[MethodRow]:
 
 
 def _ordered(rows: Sequence[MethodRow], names: Sequence[str]) -> list[MethodRow]:
-    """Rows in the order of the names, each once: a name is a row's, or that of all rows of a family."""
+    """Rows in the order of `names`, each once; the name of a family stands for all its rows."""
     found: dict[str, MethodRow] = {}
     for name in names:
         exact = [row for row in rows if row.label == name]
@@ -295,12 +295,12 @@ def _table(
 
 
 def _set_by_pdflatex(character: str) -> bool:
-    """Whether pdfLaTeX sets a character without more packages: Latin-1, and punctuation."""
+    """Whether pdfLaTeX prints a character without further packages: Latin-1 and punctuation."""
     return ord(character) <= 0xFF or character in "–—…‘’“”"
 
 
 def _groups(report: Report, columns: Sequence[str], first: int) -> list[str]:
-    """The line above the heads: what columns side by side have in common."""
+    """The line above the heads: the groups of neighbouring columns."""
     names = {
         "units": f"over {report.units}", "reference": f"against {_tex(report.reference)}", "languages": "languages",
         "papers": "papers' protocol", "": "",
@@ -324,7 +324,7 @@ def _groups(report: Report, columns: Sequence[str], first: int) -> list[str]:
 def _filled(
     report: Report, target: Target, rows: Sequence[MethodRow], columns: Sequence[str], style: TableStyle
 ) -> dict[str, list[str]]:
-    """Column → its cells, the best bold and the second underlined."""
+    """Column → its cells; the best score is bold and the second underlined."""
     found = {}
     for name in columns:
         column = COLUMNS[name]
@@ -343,7 +343,7 @@ def _filled(
 
 
 def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
-    """Of numbers as they are written, so that equals are marked alike. Nothing, where all are equal."""
+    """Mark the best and second of numbers as written, so that equals are marked alike; if all are equal, mark none."""
     values = {text: float(text.strip("$")) for text in texts if text != "--"}
     ordered = sorted(set(values.values()), reverse=higher)
     if len(ordered) < 2:
@@ -369,7 +369,7 @@ def _interval(row: MethodRow, name: str, style: TableStyle) -> str:
 
 
 def _tested(report: Report, row: MethodRow, name: str) -> str:
-    """Wilcoxon's p against the reference, corrected by Holm, or the effect size beside it."""
+    """Wilcoxon's p against the reference, corrected by Holm's method, or its effect size."""
     ranks = report.ranking.ranks if report.ranking is not None else None
     if ranks is None or ranks.reference is None:
         return "--"
@@ -383,28 +383,28 @@ def _tested(report: Report, row: MethodRow, name: str) -> str:
 
 
 def _how(targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -> str:
-    """How the numbers of these columns were made, and what differs between targets."""
+    """How the numbers in these columns were computed, for all targets or, where targets differ, for each."""
     parts = ["In percent."] * style.percent
     parts += _by_target(targets, _documents)
     if "stderr" in columns and not all(target.of_corpus for target in targets):
-        parts.append("s.e.: over documents.")
+        parts.append("s.e.: standard error over documents.")
     if {"ci", "interval"} & {*columns}:
         parts += _by_target(targets, _intervals)
     if "p" in columns:
-        parts.append("$p$: Wilcoxon's signed-rank test over the settings of all targets, corrected by Holm.")
+        parts.append("$p$: Wilcoxon's signed-rank test over the settings of all targets, corrected by Holm's method.")
     if "effect" in columns:
         parts.append("$r$: rank-biserial correlation of matched pairs.")
     if {"papers-mean", "papers-max"} & {*columns}:
-        parts.append("Papers' protocol: all documents, and of a selected row the best configuration on them.")
+        parts.append("Papers' protocol: all documents; for a selected row, the configuration that is best on them.")
     marked = any(COLUMNS[name].is_score for name in columns)
     where = "row" if style.layout == "paper" else "column"
     parts.append(f"Bold: best of a {where}; underlined: second." * marked)
-    parts += _by_target(targets, lambda target: "" if target.higher_is_better else "Less is better.")
+    parts += _by_target(targets, lambda target: "" if target.higher_is_better else "Lower is better.")
     return " ".join(part for part in parts if part)
 
 
 def _by_target(targets: Sequence[Target], describe: Callable[[Target], str]) -> list[str]:
-    """A sentence for all targets if it is the same for all; otherwise one for each, with its name."""
+    """The sentence if it is the same for all targets; otherwise one for each target, with its name."""
     said = {target.task: describe(target) for target in targets}
     if len({*said.values()}) == 1:
         return [next(iter(said.values()))]
@@ -413,8 +413,8 @@ def _by_target(targets: Sequence[Target], describe: Callable[[Target], str]) -> 
 
 def _documents(target: Target) -> str:
     if target.of_corpus:
-        return f"Scores of the whole corpus, {target.report} documents."
-    return f"Chosen on {target.select} documents, reported on {target.report}." if target.select else ""
+        return f"Corpus-level scores, {target.report} documents."
+    return f"Selected on {target.select} documents, reported on {target.report} others." if target.select else ""
 
 
 def _intervals(target: Target) -> str:
@@ -436,13 +436,13 @@ def _short(target: Target) -> str:
 
 
 def _reduced(rows: Sequence[MethodRow]) -> str:
-    """A sentence on methods whose compositions were reduced to a rank; empty if there are none."""
+    """A sentence about methods whose compositions were reduced to a lower rank; empty if there are none."""
     reduced = {row.label: row for row in rows if row.is_reduced}
     errors = "; ".join(
         f"{_tex(label)} {'not recorded' if row.relative_error is None else _error(row)}"
         for label, row in reduced.items()
     )
-    sentence = f" Reduced to low rank, with the largest relative error of a module's $\\Delta W$: {errors}."
+    sentence = f" Reduced to a lower rank, with the largest relative error of a module's $\\Delta W$: {errors}."
     return sentence if reduced else ""
 
 

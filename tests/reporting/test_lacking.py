@@ -312,7 +312,7 @@ def test_one_or_two_documents_have_no_interval(tmp_path: Path, documents: int) -
 def test_a_score_of_the_whole_corpus_is_not_said_to_be_parted(tmp_path: Path) -> None:
     report = reported(craft(tmp_path / "run", documents=8, corpus=(SW,)))
     assert (report.targets[0].select, report.targets[0].report, report.targets[0].of_corpus) == (0, 8, True)
-    assert "Chosen on" not in latex_tables(report)
+    assert "Selected on" not in latex_tables(report)
     assert "bootstrap over" not in latex_tables(report)
     assert "are selected on" not in render_page(report).split("The score is")[1].split("</p>")[0]
     shown = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--dry-run"])
