@@ -1,8 +1,8 @@
 """The figures of a report, for print: scores, differences, landscapes, ranks, indicators, selections, truncations.
 
-`plan_figures` says which figures a report has, with a caption and what is drawn as plain data; `draw` makes one.
-A figure shows its data and nothing else, so that a test, or a reader who wants another layout, can take them. Knows
-reports and matplotlib; knows nothing of files.
+`plan_figures` lists a report's figures, each with its caption and its data; `draw` draws one. A figure shows its data
+and nothing else, so tests can check them and readers can draw them differently. Knows reports and matplotlib; knows
+nothing of files.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedFigure", "draw", "plan_figures"]
 
-_LINE = 0.125  # inches of a line of text
-_EQUAL = 1e-9  # scores that are closer are equal but for rounding
-_CHARACTER = 0.0585  # inches of a character of 7 points, on average
+_LINE = 0.125  # height of a line of text in inches
+_EQUAL = 1e-9  # scores that differ by less differ by rounding only
+_CHARACTER = 0.0585  # average width of a 7-point character in inches
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class PlannedFigure:
     """A figure that can be drawn.
 
     Attributes:
-        name: of its files: `scores`, `landscape-2`.
+        name: the stem of its files: `scores`, `landscape-2`.
         kind: `scores`, `differences`, `landscape`, `critical-difference`, `indicators`, `selection` or `truncation`.
-        place: of what it shows among the report's targets or landscapes, from 0.
-        caption: what it shows, in sentences.
-        data: the numbers and names that are drawn.
+        place: the index of the target or landscape that it shows.
+        caption: a caption for a paper.
+        data: the numbers and names that it shows.
     """
 
     name: str
@@ -65,7 +65,7 @@ class PlannedFigure:
 
 
 def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
-    """The figures that a report has, and why it lacks the others: kind → reason."""
+    """The figures of a report, and for each kind that it lacks the reason: kind → reason."""
     found: list[PlannedFigure] = []
     lacking: dict[str, str] = {}
 
@@ -77,24 +77,24 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
         if not there:
             lacking[kind] = reason
 
-    add("scores", [_scores(report, target) for target in report.targets], "no method has a score that may be reported")
+    add("scores", [_scores(report, target) for target in report.targets], "no method has a score to report")
     add("differences", [_differences(report, target) for target in report.targets], "no method shares a unit with the "
         "reference")  # fmt: skip
     better = {target.task: target.higher_is_better for target in report.targets}
     maps = [_landscape(report, heatmap, better) for heatmap in heatmaps(report.grids, better)]
-    add("landscape", maps, "no method has several choices of b and u")
+    add("landscape", maps, "no method has several values of b and u")
     add("critical-difference", [_ranks(report)], _why_no_ranks(report))
-    add("indicators", [_indicators(report, target) for target in report.targets], "no expert alone was judged, or "
-        "fewer than three")  # fmt: skip
-    add("selection", [_selection(report, target) for target in report.targets], "nothing was chosen on documents of "
-        "its own")  # fmt: skip
+    add("indicators", [_indicators(report, target) for target in report.targets], "fewer than three single "
+        "experts were evaluated")  # fmt: skip
+    add("selection", [_selection(report, target) for target in report.targets], "no configuration was selected "
+        "on separate documents")  # fmt: skip
     add("truncation", [_truncation(report, target) for target in report.targets], "no composition was reduced to a "
-        "rank, or its error is not recorded")  # fmt: skip
+        "lower rank, or its error was not recorded")  # fmt: skip
     return found, lacking
 
 
 def draw(planned: PlannedFigure, width: float) -> Figure:
-    """The figure, `width` inches wide; its height follows from what it holds.
+    """Draw a figure `width` inches wide; its height depends on its content.
 
     Raises:
         DependencyError: matplotlib is not installed.
@@ -123,16 +123,16 @@ def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None
     ]  # fmt: skip
     if not rows:
         return None
-    drawn = f"{_interval_kind(report, target)}, each by itself, not corrected for their number"
+    drawn = f"{_interval_kind(report, target)}, not corrected for the number of methods"
     intervals = f", with {drawn}" if any(row["interval"] for row in rows) else ""
     missing = (
-        "; none where there are too few experts or documents"
+        "; no interval if there are too few experts or documents"
         if intervals and not all(row["interval"] for row in rows)
         else ""
     )
     caption = (
         f"{target.task} ({target.metric}): the score of each method, {_documents(target)}. Filled: the mean over "
-        f"{_units(report, target)}{intervals}{missing}. Open: one of the {report.units}."
+        f"{_units(report, target)}{intervals}{missing}. Open: the individual {report.units}."
     )
     return caption, {"axis": _axis(target), "rows": rows}
 
@@ -149,7 +149,7 @@ def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] |
     if not rows:
         return None
     intervals = (
-        f" Lines: {_interval_kind(report, target)}, each by itself, not corrected for their number."
+        f" Lines: {_interval_kind(report, target)}, not corrected for the number of methods."
         if any(row["interval"] for row in rows)
         else ""
     )
@@ -179,12 +179,12 @@ def _landscape(report: Report, heatmap: Any, better: Mapping[str, bool]) -> tupl
     fewer = any(cell["units"] < heatmap.most for cell in cells)
     caption = (
         f"{grid.task}: {grid.family}{f' ({grid.settings})' if grid.settings else ''} by the number of bottom layers b "
-        f"and of top layers u from the language expert; means over {heatmap.most} "
+        f"and top layers u from the language expert. Means over {heatmap.most} "
         f"{_counted(report.units, heatmap.most)}, on {where}. "
-        f"{'Darker is better' if better[grid.task] else 'Darker is better, that is, less'}."
-        + " ×n: chosen for n of the units." * any(cell["chosen"] for cell in cells)
-        + " *: a mean over fewer units than the other cells." * fewer
-        + " Hatched: not judged." * (not whole)
+        f"{'Darker is better' if better[grid.task] else 'Darker is better (lower)'}."
+        + f" ×n: selected for n of the {report.units}." * any(cell["chosen"] for cell in cells)
+        + f" *: a mean over fewer {report.units} than in the other cells." * fewer
+        + " Hatched: not evaluated." * (not whole)
     )
     return caption, {
         "bottoms": list(heatmap.bottoms), "tops": sorted(tops), "cells": cells, "most": heatmap.most,
@@ -202,9 +202,9 @@ def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
     caption = (
         f"Mean ranks of {len(ranks.mean_ranks)} methods over {ranks.settings} settings (1 is best; Friedman χ² = "
         f"{ranks.statistic:.2f}, {_p(ranks.p)}, Kendall's W = {ranks.agreement:.2f}). Methods joined by a line do not "
-        f"differ at 0.05 by Nemenyi's test, which corrects for all pairs of methods: their mean ranks are less than "
-        f"the critical difference, {step:.2f}, apart. A setting is a target task and one of the {report.units}; those "
-        "that share an expert or documents are not independent, which the tests assume."
+        f"differ at the 0.05 level by Nemenyi's test, which corrects for all pairs of methods: their mean ranks differ "
+        f"by no more than the critical difference (CD), {step:.2f}. A setting is a target task and one of the "
+        f"{report.units}. The tests assume independent settings; settings that share an expert or documents are not."
     )
     return caption, {
         "mean_ranks": dict(ranks.mean_ranks), "critical_difference": step,
@@ -233,9 +233,10 @@ def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
         for each in found if each.merged == merged
     ]  # fmt: skip
     caption = (
-        f"Merging indicators for {target.task}: an expert's own score on a task (across) and the mean of {merged} over "
-        f"the {report.units} that it is in (up). A point is an expert. r: Pearson's correlation; p: two-sided, "
-        f"corrected by Holm over {_indicator_count(len(panels))}, and left out below {MIN_UNITS} different points."
+        f"Merging indicators for {target.task}: an expert's own score on a task (horizontal) against the mean of "
+        f"{merged} over the {report.units} that include it (vertical). Each point is an expert. r: Pearson's "
+        f"correlation; p: two-sided, corrected by Holm's method over {_indicator_count(len(panels))}, and omitted with "
+        f"fewer than {MIN_UNITS} distinct points."
     )
     return caption, {"panels": panels, "axis": f"{merged}\non {target.task}"}
 
@@ -248,9 +249,9 @@ def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | N
     if not curves:
         return None
     caption = (
-        f"{target.task}: the selection as it went on. The best configuration so far on the {target.select} documents "
-        f"to choose on (dotted), and the same configuration on the {target.report} others (solid); means over "
-        f"{report.units}. The distance between the two is what choosing on the test itself would add."
+        f"{target.task}: the course of the selection. Score of the best configuration so far on the {target.select} "
+        f"selection documents (dotted), and of the same configuration on the {target.report} other documents (solid); "
+        f"means over {report.units}. The gap between the two is what selecting on the test documents would add."
     )
     return caption, {"curves": curves, "axis": _axis(target)}
 
@@ -269,27 +270,28 @@ def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
     if not families:
         return None
     caption = (
-        f"{target.task}: compositions that were reduced to a rank before they were judged. Across: the largest "
-        f"relative error of a module's ΔW (Frobenius norm); up: the score {_documents(target)}. A point is one "
-        f"configuration with one of the {report.units} (n = {sum(len(each['points']) for each in families)})."
+        f"{target.task}: compositions that were reduced to a lower rank before they were evaluated. Horizontal: the "
+        f"largest relative error of a module's ΔW (Frobenius norm). Vertical: the score {_documents(target)}. Each "
+        f"point is one configuration with one of the {report.units} "
+        f"(n = {sum(len(each['points']) for each in families)})."
     )
     return caption, {"families": families, "axis": _axis(target)}
 
 
 def _axis(target: Target) -> str:
-    return f"{target.task}: {target.metric}{'' if target.higher_is_better else ' (less is better)'}"
+    return f"{target.task}: {target.metric}{'' if target.higher_is_better else ' (lower is better)'}"
 
 
 def _documents(target: Target) -> str:
     if target.of_corpus:
-        return f"of the whole corpus, {target.report} documents"
-    return f"on {target.report} documents{' not used to choose' if target.select else ''}"
+        return f"over the whole corpus of {target.report} documents"
+    return f"on {target.report} documents{' not used for selection' if target.select else ''}"
 
 
 def _all_documents(report: Report, task: str) -> str:
-    """All documents of a task, with their number and, if there were any, those that were chosen on."""
+    """All documents of a task, with their number and, if there are any, the number of selection documents."""
     (target,) = (target for target in report.targets if target.task == task)
-    chosen_on = f", of which {target.select} chose configurations" if target.select else ""
+    chosen_on = f", {target.select} of them used for selection" if target.select else ""
     return f"all {target.select + target.report} documents{chosen_on}"
 
 
@@ -322,7 +324,7 @@ def _p(value: float | None) -> str:
 
 
 def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
-    """A row for each method: its units, its mean and its interval, and the mean as a number at the right."""
+    """A row for each method: its units, its mean with the interval, and the mean as a number on the right."""
     rows = data["rows"]
     labels = [wrapped(row["label"], max(12, int(width * 0.36 / _CHARACTER))) for row in rows]
     lines = [label.count("\n") + 1 for label in labels]
@@ -369,7 +371,7 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
 
 
 def _limits(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
-    """Ends of an axis that hold everything drawn: no lower than 0 where nothing is, no higher than 1 for shares."""
+    """The limits of an axis: not below 0 if no value is, and not above 1 for shares."""
     low, high = min(values), max(values)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -382,9 +384,9 @@ def _limits(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
 
 
 def _few_ticks(axis: Any, low: float, high: float, number: int) -> None:
-    """Round values between the ends, about so many."""
+    """Set about `number` ticks at round values between `low` and `high`."""
     marks: list[float] = []
-    for steps in range(max(2, min(5, number)), 12):  # two marks at least, or an axis has no scale
+    for steps in range(max(2, min(5, number)), 12):  # an axis needs two ticks to show its scale
         marks = [value for value in ticks(low, high, steps) if low - 1e-12 <= value <= high + 1e-12]
         if len(marks) > 1:
             break
@@ -407,7 +409,7 @@ def _number(value: float, *, signed: bool = False) -> str:
 
 
 def _wrapped_lines(text: str, inches: float) -> str:
-    """Each line of `text` in lines of so many inches."""
+    """`text` with each line wrapped to a width of `inches`."""
     return "\n".join(wrapped(line, int(inches / _CHARACTER)) for line in text.split("\n"))
 
 
@@ -418,7 +420,7 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     from matplotlib.patches import Rectangle
 
     bottoms, tops = data["bottoms"], data["tops"]
-    # Light to a dark that white can be read on; the lightest is darker than paper, so that no cell looks absent.
+    # White text is readable on the darkest; the lightest is darker than paper, so no cell looks missing.
     blues = mpl.colormaps["Blues"]
     colours = ListedColormap([blues(0.08 + 0.84 * i / 255) for i in range(256)])
     axis = _wrapped_lines(data["axis"], width * 0.8)
@@ -466,7 +468,7 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
 
 
 def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
-    """Mean ranks on a line, names at both sides, lines under those that do not differ (Demšar 2006, figure 1)."""
+    """Mean ranks on an axis, names on both sides, lines under methods that do not differ (Demšar 2006, figure 1)."""
     ranks: Mapping[str, float] = data["mean_ranks"]
     ordered = sorted(ranks, key=lambda method: (ranks[method], method))
     left = ordered[: (len(ordered) + 1) // 2]
@@ -484,7 +486,8 @@ def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
     axes.axis("off")
     line: dict[str, Any] = {"clip_on": False, "solid_capstyle": "butt"}
     axes.plot([1, number], [0, 0], color=INK, linewidth=0.8, **line)
-    every = max(1, math.ceil(0.17 * (number - 1) / (width * 0.25)))  # inches of a number, of the shortest axis
+    # A number takes 0.17 inches; the shortest axis is a quarter of the width.
+    every = max(1, math.ceil(0.17 * (number - 1) / (width * 0.25)))
     for place in range(1, number + 1):
         axes.plot([place, place], [0, 0.4], color=INK, linewidth=0.8, **line)
         if (place - 1) % every == 0:
@@ -559,7 +562,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
 def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
     curves = data["curves"]
     names = [curve["family"] for curve in curves]
-    columns, lines = _legend_shape([*names, "documents to choose on", "the others"], width)
+    columns, lines = _legend_shape([*names, "selection documents", "other documents"], width)
     figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
     axes = figure.add_subplot()
     handles = []
@@ -571,10 +574,10 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
             steps, [point[2] for point in curve["points"]], color=look.colour, marker=look.marker, markevery=marker_step
         )
         handles.append(_handle(curve["family"], look))
-    handles += [_line_handle("documents to choose on", ":"), _line_handle("the others", "-")]
+    handles += [_line_handle("selection documents", ":"), _line_handle("other documents", "-")]
     last = max(len(curve["points"]) for curve in curves)
     axes.set_xticks(sorted({round(value) for value in ticks(1, last, 5) if 1 <= round(value) <= last} | {1}))
-    axes.set_xlabel("configurations judged")
+    axes.set_xlabel("configurations evaluated")
     axes.set_title(_wrapped_lines(data["axis"], width * 0.85), loc="left", fontsize=SMALL)
     low, high = axes.get_ylim()
     _few_ticks(axes.yaxis, low, high, 4)
@@ -616,7 +619,7 @@ def _legend(figure: Figure, handles: list[Any], columns: int) -> None:
 
 
 def _legend_shape(names: Sequence[str], width: float) -> tuple[int, int]:
-    """How many columns fit, and how many lines of text they make."""
+    """The number of columns that fit, and the number of lines of text that they take."""
     labels = [wrapped(name, 30) for name in names]
     widest = max(max(map(len, label.split("\n"))) for label in labels) * _CHARACTER * 1.12 + 0.45
     columns = max(1, min(len(names), int((width - 0.1) / widest)))
