@@ -1,4 +1,4 @@
-"""Where things stand in a report's pictures: bars, scatters and shades, as plain numbers for its page.
+"""The geometry of the charts on a report's page: bars, scatter plots and shades, as plain numbers.
 
 Knows scores; knows nothing of HTML.
 """
@@ -20,7 +20,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 300, 210, 46, 34, 12
 
 @dataclass(frozen=True)
 class Bar:
-    """A row's mean on a task: percent of the scale that it fills, and where its standard error begins and ends."""
+    """A row's mean on a task; `filled` and the ends of `error`, its standard error, are in percent of the scale."""
 
     family: str
     label: str
@@ -32,7 +32,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """One task's bars; `top` is the end of their scale, which begins at 0."""
+    """The bars of one task, on a scale from 0 to `top`."""
 
     task: str
     top: float
@@ -41,11 +41,14 @@ class Bars:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """A landscape as a table: `rows` from the highest u down, each with a cell or None for every b.
+    """A landscape as a table.
 
-    `most` is over how many units a cell's mean is at most; a mean over fewer does not quite compare.
-
-    A cell is (its `GridCell`, its shade from 0 for the worst to 1 for the best).
+    Attributes:
+        grid: the landscape.
+        bottoms: the values of b, one for each column.
+        rows: (u, cells), from the highest u down. A cell is (its `GridCell`, its shade from 0 for the worst to 1 for
+            the best), or None if it was not evaluated.
+        most: the largest number of units in a cell's mean; means over fewer units do not quite compare.
     """
 
     grid: ZoneGrid
@@ -56,9 +59,9 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class Scatter:
-    """An indicator as a picture of `WIDTH` × `HEIGHT`: points as (x, y, expert), the axes' marks as (value, place).
+    """An indicator as a chart of `WIDTH` × `HEIGHT`: points as (x, y, expert), and the axes' ticks as (value, place).
 
-    Experts that share a point share its label.
+    Experts at the same point share a label.
     """
 
     indicator: Indicator
@@ -68,7 +71,7 @@ class Scatter:
 
 
 def bars(target: Target) -> list[Bars]:
-    """Every task of a target's table, the target first; a task whose scores are below zero has none."""
+    """The bars of every task in a target's table, the target first; tasks with scores below zero are left out."""
     found = []
     for task in target.tasks:
         spreads = [(row, row.tasks[task]) for row in target.rows if task in row.tasks]
@@ -89,7 +92,7 @@ def bars(target: Target) -> list[Bars]:
 
 
 def heatmaps(grids: Sequence[ZoneGrid], higher_is_better: Mapping[str, bool]) -> list[Heatmap]:
-    """The landscapes as tables, all of a task and family on one scale; `higher_is_better` is given for each task."""
+    """The landscapes as tables, one scale for each task and family; `higher_is_better` has an entry for each task."""
     means: dict[tuple[str, str], list[float]] = {}
     for grid in grids:
         means.setdefault((grid.task, grid.family), []).extend(cell.mean for cell in grid.cells)
@@ -113,7 +116,7 @@ def _shade(value: float, worst: float, best: float) -> float:
 
 
 def scatter(indicator: Indicator) -> Scatter:
-    """An indicator's points: the expert's own score across, its compositions' up."""
+    """An indicator's chart: the expert's own score is horizontal, its compositions' score vertical."""
     xs, ys = [x for _, x, _ in indicator.points], [y for _, _, y in indicator.points]
     across, up = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
 
@@ -135,18 +138,18 @@ def scatter(indicator: Indicator) -> Scatter:
 
 
 def lead_indicators(report: Report) -> list[Indicator]:
-    """Those of the lead, or of all compositions if it has none; a picture of two points would say nothing."""
+    """The lead's indicators with three points or more; if it has none, those of all compositions."""
     shown = [each for each in report.indicators if each.correlation.points > 2]
     return [each for each in shown if each.merged in labels_of(report, report.lead)] or shown
 
 
 def labels_of(report: Report, family: str) -> list[str]:
-    """What a family's rows are called."""
+    """The labels of a family's rows."""
     return [row.label for target in report.targets for row in target.rows if row.family == family]
 
 
 def ticks(low: float, high: float, number: int = 4) -> Sequence[float]:
-    """Round values from `low` or below to `high` or above, about `number` steps apart; two at least."""
+    """At least two round values that span `low` to `high` in about `number` steps."""
     if high - low < 1e-9:
         low, high = low - 0.01, high + 0.01
     rough = (high - low) / number

@@ -1,6 +1,6 @@
-"""Which cells stand for a method: its default configuration, the one chosen on half of the documents, the papers' best.
+"""The cells that represent a method: its default configuration, the selected one, or the papers' best.
 
-A unit is what a method is averaged over: a pair of experts, an expert alone, a seed. Knows the cells of a run; knows
+A unit is what a method is averaged over: a pair of experts, a single expert or a seed. Knows the cells of a run; knows
 nothing of intervals and tables.
 """
 
@@ -28,21 +28,21 @@ __all__ = [
 ]
 
 Unit = tuple[str | None, str | None, str | None, str | None]
-"""(task expert, language expert, variant, experts of other roles); None where there is none. The names of a souped side
-are joined by +; a variant is a seed of the lab, or one of several adapters of a row of their own."""
+"""(task expert, language expert, variant, experts of other roles), each None if absent. The names of several experts
+of a side are joined by +. A variant is a seed of the lab, or one of several adapters in a row of their own."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One cell per unit that stands for a family on a task.
+    """The cells, one per unit, that represent a family on a task.
 
     Attributes:
         family: the method.
-        kind: `only`, where a unit has one configuration; `default`; `selected`, the best on the select documents;
-            `none`, where there is neither a default nor a split, so that nothing can be reported but `best`.
-        cells: by unit, the cells that are finished.
-        best: by unit, the cell for the papers' protocol: for `selected` and `none` the best on all documents, the
-            reported ones included; for the others the same as `cells`.
+        kind: `only` if each unit has one configuration; `default`; `selected`, the best on the selection documents; or
+            `none` if there is neither a default nor a split, so only `best` can be reported.
+        cells: unit → finished cell.
+        best: unit → cell for the papers' protocol. For `selected` and `none` it is the best on all documents, including
+            the reported ones; otherwise it is the same as in `cells`.
         expected: how many units the run asks for.
     """
 
@@ -68,19 +68,19 @@ def unit_of(cell: Cell) -> Unit:
 
 
 def has_split(task: TaskInfo) -> bool:
-    """Whether configurations can be chosen on some documents and reported on others."""
+    """Whether configurations can be selected on some documents and reported on others."""
     return bool(task.select and task.report)
 
 
 def reported(task: TaskInfo) -> tuple[int, ...]:
-    """The documents whose scores are reported: the report half, or all where there is no split."""
+    """The documents whose scores are reported: the report part, or all documents if there is no split."""
     return task.report if has_split(task) else tuple(range(task.num_docs))
 
 
 def score(result: CellResult, task: TaskInfo, part: str = "report") -> float | None:
     """A cell's primary score on the documents of a part: `select`, `report` or `all`.
 
-    Scores that only a whole corpus has (BLEU, chrF++) are the same for `report` and `all`, and None for `select`.
+    Corpus-level scores (BLEU, chrF++) are the same for `report` and `all`, and None for `select`.
     """
     value = result.results.get(task.name)
     if value is None:
@@ -91,7 +91,7 @@ def score(result: CellResult, task: TaskInfo, part: str = "report") -> float | N
 
 
 def choices(run: Run, task: TaskInfo) -> list[Choice]:
-    """Every family's choices on a task, in the order in which the run names families."""
+    """Every family's choices on a task, in the run's order of families."""
     finished = {result.cell.cell: result for result in run.results if score(result, task, "all") is not None}
     families: dict[str, dict[Unit, list[Cell]]] = {}
     for cell in run.cells:
@@ -108,7 +108,7 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
             found.append(Choice(family, "only", only, only, len(units)))
             continue
         best = _best(done, task, "all")
-        # Older sweeps marked several configurations of a family (partitions A and B): then none is the default.
+        # Older sweeps mark several configurations of a family as default (partitions A and B); then none is.
         several = any(sum(cell.default for cell in cells) > 1 for cells in units.values())
         default = {unit: cell for unit, cells in done.items() for cell in cells if cell.cell.default and not several}
         if default:
@@ -122,7 +122,7 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
 
 
 def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> dict[Unit, CellResult]:
-    """Each unit's best cell on a part of the documents, see `best_of`; `units` hold cells in the run's order."""
+    """Each unit's best cell on a part of the documents, see `best_of`; cells must be in the run's order."""
     sign = 1 if task.higher_is_better else -1
     found = {
         unit: best_of(((score(cell, task, part), cell.cell.default, cell) for cell in cells), sign)
@@ -132,13 +132,13 @@ def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> 
 
 
 def table_choice(found: list[Choice], family: str, kind: str = "selected") -> Choice | None:
-    """What stands for a family where another one has the choice `kind`: the same kind where it has it, else its own."""
+    """A family's choice to compare with another family's of a `kind`: of the same kind if there is one."""
     own = {choice.kind: choice for choice in found if choice.family == family and choice.cells}
     return own.get(kind) or own.get("only") or own.get("selected") or own.get("default")
 
 
 def matching(one: Iterable[Unit], other: Collection[Unit]) -> Iterator[tuple[Unit, Unit, Unit]]:
-    """(unit of both, its unit in `one`, its unit in `other`): a side without an expert goes with every expert."""
+    """(joint unit, its unit in `one`, its unit in `other`); a side without an expert matches every expert."""
     for left in one:
         for right in other:
             sides = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
@@ -150,10 +150,10 @@ def matching(one: Iterable[Unit], other: Collection[Unit]) -> Iterator[tuple[Uni
 def paired(
     one: Mapping[Unit, CellResult], other: Mapping[Unit, CellResult], task: TaskInfo
 ) -> tuple[list[Unit], NDArray[np.float64]]:
-    """`one` minus `other` on the reported documents that all of them were scored on, for every unit of both.
+    """`one` minus `other` for every joint unit, on the reported documents that all of their cells have scores for.
 
     Returns:
-        The units, and the differences (units, documents); no documents where scores are of a whole corpus.
+        The units, and the differences (units, documents); without documents for corpus-level scores.
     """
     pairs = [(unit, one[a].results[task.name].docs, other[b].results[task.name].docs)
              for unit, a, b in matching(one, other)]  # fmt: skip
