@@ -1,7 +1,7 @@
 """Statistics over a sweep or a lab run, and the report that shows them.
 
-`open_source` reads a run's folder, `make_report` says what it found, `write_report` writes it. Importing it imports
-neither scipy nor jinja2.
+`open_source` reads a run's folder, `make_report` computes the report, and `write_report` writes it. Importing this
+package imports neither scipy nor jinja2.
 """
 
 from __future__ import annotations

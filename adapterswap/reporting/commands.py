@@ -1,4 +1,4 @@
-"""The command lines that make a run's compositions and judge them again.
+"""The command lines that write a run's compositions and evaluate them again.
 
 Knows a run's experts and settings, and the options of `compose` and `evaluate`; runs nothing.
 """
@@ -24,7 +24,7 @@ _FLAGS = ("apply_chat_template", "truncate", "confirm_run_unsafe_code")
 def compose_command(run: Run, cell: Cell) -> str | None:
     """The `adapterswap compose` that writes a cell's adapter, or the `adapterswap merge` that writes its full weights.
 
-    None for what composes nothing, and for a reset.
+    None if the cell composes nothing or is a reset.
     """
     content = cell.composition
     experts = run.described.get("experts", {})
@@ -52,7 +52,7 @@ def compose_command(run: Run, cell: Cell) -> str | None:
 
 
 def evaluate_command(run: Run, cell: Cell) -> str:
-    """The `adapterswap evaluate` that judges what `compose_command` writes, on the cell's tasks."""
+    """The `adapterswap evaluate` that evaluates the output of `compose_command` on the cell's tasks."""
     settings: Mapping[str, Any] = run.described.get("settings", {})
     base_model = ["--base-model", _source(run.described["base_model"]), "--adapter", cell.cell]
     words = ["adapterswap", "evaluate", *(["--base-model", cell.cell] if _is_merged(run, cell) else base_model)]
@@ -71,7 +71,7 @@ def evaluate_command(run: Run, cell: Cell) -> str:
 
 
 def _is_merged(run: Run, cell: Cell) -> bool:
-    """Whether a cell was judged as full weights: at full rank, or with a full checkpoint among its experts."""
+    """Whether a cell was evaluated as full weights: at full rank, or because an expert is a full checkpoint."""
     experts = run.described.get("experts", {})
     named = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
     return bool(cell.output.get("full_rank")) or any("files" in experts.get(name, {}) for name in named)

@@ -1,7 +1,7 @@
-"""Documents on which two methods disagree, with what each wrote: both ways round, picked by rule and not by taste.
+"""Documents on which two methods disagree, with their outputs: in both directions, picked by a fixed rule.
 
-Reads a sweep's prompts and samples. What they hold was written by models and strangers: it is handed on as text, and
-callers that show it must escape it. Knows nothing of statistics and pages.
+Reads a sweep's prompts and samples. Their text was written by models and strangers, so callers must escape it before
+they show it. Knows nothing of statistics and pages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from adapterswap.sweeps.results import prompts_file, read_prompts, samples_file
 __all__ = ["AnswerExample", "Disagreements", "Output", "disagreements"]
 
 _EACH_WAY = 3
-_LONGEST = 1500  # characters of a text that is shown
+_LONGEST = 1500  # characters shown of a text
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a method made of a document: its text, what filters took from it, and its primary score.
+    """A method's output for a document: its text, the answers that filters extracted from it, and its primary score.
 
-    Where a task asks for likelihoods, they take the place of a text, and there is nothing to take from them.
+    If the task asks for likelihoods, they are the text and there are no answers.
     """
 
     method: str
@@ -48,15 +48,15 @@ class AnswerExample:
 
 @dataclass(frozen=True)
 class Disagreements:
-    """Where one method does better than another in one unit, and the other way round.
+    """Where one method does better or worse than another in one unit.
 
     Attributes:
         task: the target task.
-        language: its code.
+        language: the code of its language.
         unit: the experts.
-        one, other: the two methods' rows.
-        better, worse: how many reported documents `one` scores higher on, and lower.
-        examples: some of each, evenly spaced among them.
+        one, other: the labels of the two methods' rows.
+        better, worse: the number of reported documents on which `one` does better, and worse.
+        examples: some of each, evenly spaced.
     """
 
     task: str
@@ -70,10 +70,10 @@ class Disagreements:
 
 
 def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagreements | None:
-    """Where the first two of `shown` disagree, and what all of them wrote; None where that cannot be known.
+    """Where the first two of `shown` disagree, and the outputs of all; None if they cannot be compared.
 
     Args:
-        shown: two methods that are compared, and others whose outputs are of interest beside.
+        shown: the two methods to compare, and others whose outputs are shown too.
 
     Raises:
         DataError: a file of samples or prompts is damaged.
@@ -131,7 +131,7 @@ def _cells(shown: Sequence[Choice], task: TaskInfo) -> tuple[Unit, list[CellResu
 
 
 def _spaced(documents: list[int]) -> list[int]:
-    """A few of them, evenly spaced."""
+    """At most `_EACH_WAY` of the documents, evenly spaced."""
     if len(documents) <= _EACH_WAY:
         return documents
     return [documents[place * len(documents) // _EACH_WAY] for place in range(_EACH_WAY)]
@@ -154,13 +154,13 @@ def _example(
 
 
 def _question(prompt: str) -> str:
-    """The end of a prompt: its last paragraph, where the question stands after the shots."""
+    """The last paragraph of a prompt, which is the question after the shots."""
     last = prompt.rstrip().rpartition("\n\n")[2]
     return last if len(last) <= _LONGEST else f"…{last[-_LONGEST:]}"
 
 
 def _likelihoods(output: Any) -> list[tuple[float, bool]]:
-    """What lm-eval keeps of likelihoods: (log-likelihood, whether greedy decoding says this) of each continuation."""
+    """(log-likelihood, whether greedy decoding produces it) of each continuation, as lm-eval records likelihoods."""
     pairs = output if isinstance(output, list) and output and isinstance(output[0], list) else [output]
     are = [isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], bool) for pair in pairs]
     return [(float(likelihood), greedy) for likelihood, greedy in pairs] if all(are) else []
