@@ -80,9 +80,6 @@ CHANGED: list[tuple[str, str, str]] = [
     ("docs/live.md", "max_new_tokens=200", "max_new_tokens=2"),
     ("docs/sweep.md", "--out-path runs/swahili    ", "--out-path runs/swahili --dry-run"),
     # Alternatives that would write to one folder.
-    ("docs/report.md", "report runs/swahili --", "report runs/swahili --overwrite --"),
-    ("docs/report.md", "runs/ties -o page ", "runs/ties -o table "),
-    ("docs/report.md", '"runs/swahili-report", reference', '"python-report", reference'),
     ("docs/engines.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
 ]
 
