@@ -1,4 +1,4 @@
-"""The main table of a target task: what each method scores over its units, what it keeps, and how it compares.
+"""The main table of a target task: each method's scores over its units, its retention, and its differences.
 
 Knows choices and statistics; knows nothing of ranks, examples and pages.
 """
@@ -43,10 +43,10 @@ class Spread:
     """A score over units.
 
     Attributes:
-        units: how many.
-        min, mean, max: over them.
-        stderr: of the mean, for the documents alone: that of the documents' means over units; None where documents
-            have no scores of their own.
+        units: the number of units.
+        min, mean, max: over the units.
+        stderr: the standard error of the documents' means over units, with the units held fixed; None for corpus-level
+            scores.
     """
 
     units: int
@@ -61,15 +61,14 @@ class ScoreDifference:
     """A method's mean minus the reference's, paired by unit and document.
 
     Attributes:
-        to: the reference's row.
-        units: how many units both have.
+        to: the label of the reference's row.
+        units: the number of units that both have.
         mean: the mean difference.
-        low, high: its 95 % interval. None where documents have no scores of their own or there are fewer than three,
-            and where a side has two experts (or there are two seeds).
-        by_unit: the difference in each unit of both.
-        over: what the interval is over: `task experts`, `language experts`, `experts of other roles`, `seeds` or
-            `adapters` (several of one row),
-            where there are more than one, and `documents`. Empty where there is no interval.
+        low, high: its 95 % interval; None for corpus-level scores, for fewer than three documents, and if a side has
+            two experts (or there are two seeds).
+        by_unit: the difference in each unit that both have.
+        over: what the interval is over: `documents`, and `task experts`, `language experts`, `experts of other roles`,
+            `seeds` or `adapters` (of one row) if there are several. Empty if there is no interval.
     """
 
     to: str
@@ -83,7 +82,7 @@ class ScoreDifference:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The cell that stands for a method in one unit, and its score on the reported documents."""
+    """The cell that represents a method in one unit, and its score on the reported documents."""
 
     unit: Unit
     cell: str
@@ -98,21 +97,22 @@ class MethodRow:
     Attributes:
         family, kind, label: see `Choice`.
         expected: how many units the run asks for.
-        spread: on the reported documents; None where nothing may be reported but `papers`.
-        interval: (low, high), the 95 % interval of its mean over units and documents, as of a difference; None where
-            there is none. It ends where scores end: at 0 if no document has less, and at 1 if none has more.
-        difference: to the reference; None for the reference itself, and where no unit is common to both.
-        tasks: the same cells on every task of the run, reported documents.
-        english: their mean on the target's benchmark in English; None where the run does not have it.
-        all_languages: their mean over all languages of the target's benchmark; None where it has but one.
-        papers: the papers' protocol: on all documents, and the best configuration chosen on the same.
+        spread: the scores on the reported documents; None if only `papers` can be reported.
+        interval: (low, high), the 95 % interval of the mean over units and documents, computed like that of a
+            difference; None if there is none. It stays between 0 and 1 if all documents' scores do, and at or above 0
+            if none is negative.
+        difference: to the reference; None for the reference itself, and if the two have no unit in common.
+        tasks: the scores of the same cells on every task of the run, on reported documents.
+        english: their mean on the target's benchmark in English; None if the run lacks it.
+        all_languages: their mean over all languages of the target's benchmark; None if there is only one.
+        papers: the papers' protocol: the scores of `Choice.best` on all documents.
         chosen: the cells.
-        understanding: their mean on other benchmarks in the target's language that are shares of right answers, such as
-            Belebele; None where the run has none.
-        fidelity: the mean share of answers that is in the target's language, over all documents; None where it was not
-            scored.
-        is_reduced: whether cells were reduced to a rank before they were judged, so that they are not exact.
-        relative_error: the largest of these, see `CellResult`; None where there are none, and where it is not recorded.
+        understanding: their mean on other benchmarks in the target's language that score the share of right answers,
+            such as Belebele; None if the run has none.
+        fidelity: the mean share of answers in the target's language, over all documents; None if it was not scored.
+        is_reduced: whether cells were reduced to a lower rank before they were evaluated, which makes them inexact.
+        relative_error: the largest relative error of these cells, see `CellResult`; None if there are none or an error
+            was not recorded.
     """
 
     family: str
@@ -140,16 +140,16 @@ class Target:
     Attributes:
         task: its name.
         language: its language's code.
-        metric: metric and filter of the score.
-        higher_is_better: whether more is better.
-        select, report: how many documents chose and reported; `select` is 0 where there is no split, and where only the
-            whole corpus has a score, which all documents then report.
-        languages: the tasks that `all_languages` averages: of the same benchmark, with the same score, and asked of all
-            of its cells.
-        tasks: every task that a row has a score on, the target first.
-        rows: by family.
-        chosen: whether any family has configurations to choose from.
-        of_corpus: whether only the whole corpus has a score (BLEU, chrF++), and no document of its own.
+        metric: the score's metric and filter.
+        higher_is_better: whether higher scores are better.
+        select, report: the numbers of selection and of reported documents. `select` is 0 if there is no split, and for
+            corpus-level scores, which are over all documents.
+        languages: the tasks that `all_languages` averages: those of the same benchmark with the same score that all of
+            its cells were evaluated on.
+        tasks: every task for which a row has a score, the target first.
+        rows: grouped by family.
+        chosen: whether any family has several configurations.
+        of_corpus: whether the score is corpus-level (BLEU, chrF++), so single documents have none.
     """
 
     task: str
@@ -180,8 +180,8 @@ def benchmark_of(task: TaskInfo) -> str | None:
 def resampled(target: Target) -> str:
     """What the intervals of a table are over: `task experts, language experts and documents`.
 
-    A side with a single expert is not resampled, so it is not named: intervals then speak of that expert only. Rows
-    whose intervals are over something else than most are named behind.
+    A side with a single expert is not named, because it is not resampled: intervals then hold for that expert only.
+    Rows whose intervals are over something else than most follow in parentheses.
     """
     by_row = {row.label: row.difference.over for row in target.rows if row.difference and row.difference.over}
     most = max(by_row.values(), key=list(by_row.values()).count, default=("documents",))
@@ -195,7 +195,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: int) -> Target:
-    """The table of `task`, every method set against the family `reference`."""
+    """The table of `task`, with every method compared with the family `reference`."""
     found = choices(run, task)
     of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
     benchmark = benchmark_of(task)
@@ -265,17 +265,17 @@ def _row(
 
 
 def _is_understanding(task: TaskInfo, target: TaskInfo) -> bool:
-    """Whether a task asks something else in the target's language, scored by the share of right answers."""
+    """Whether a task is another benchmark in the target's language, scored by the share of right answers."""
     if task.language is None or target.language is None or task.name == target.name:
         return False
     shares = task.primary[0] in ("acc", "acc_norm", "exact_match")
-    # mgsm_sw@2 beside mgsm_sw@8 is the same benchmark with other shots.
+    # mgsm_sw@2 and mgsm_sw@8 are one benchmark with different shots.
     one, other = ((benchmark_of(each) or "").partition("@")[0] for each in (task, target))
     return shares and one != other and is_same_language(task.language, target.language)
 
 
 def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -> Spread | None:
-    """A task's score over cells; None unless every one of them has it."""
+    """A task's score over cells; None unless every cell has one."""
     values = [value for cell in cells if (value := score(cell, task, part)) is not None]
     if not values or len(values) < len(cells):
         return None
@@ -309,7 +309,7 @@ def _difference(
     units, values = paired(choice.cells, reference.cells, task)
     if not units:
         return None
-    if not values.size:  # scores of a whole corpus, or no document in common
+    if not values.size:  # corpus-level scores, or no document in common
         scores = [(unit, score(choice.cells[a], task), score(reference.cells[b], task))
                   for unit, a, b in matching(choice.cells, reference.cells)]  # fmt: skip
         apart = tuple((unit, one - other) for unit, one, other in scores if one is not None and other is not None)
@@ -324,7 +324,7 @@ def _difference(
 
 
 def _varying(units: Sequence[Unit]) -> tuple[str, ...]:
-    """What a bootstrap over `units` and documents resamples."""
+    """The factors that a bootstrap over `units` and documents resamples."""
     is_lab = all(unit[:2] == (None, None) for unit in units) and all(
         (unit[2] or "").startswith("seed ") for unit in units
     )
